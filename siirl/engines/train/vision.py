@@ -3,6 +3,7 @@
 Legend: B rows, S tokens of each, D hidden size, X patches, C numbers of a patch, I images.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,14 +27,19 @@ def see(
     """
     seen = decoder.get_image_features(pixels_XC, grids_I3, return_dict=True)
     embeds_BSD = decoder.get_input_embeddings()(ids_BS)
-    features_SD = torch.cat(seen.pooler_output).to(embeds_BSD.dtype)
+    features_SD = _of_all_images(seen.pooler_output).to(embeds_BSD.dtype)
     embeds_BSD = embeds_BSD.masked_scatter(is_image_BS.unsqueeze(-1), features_SD)
     inner = getattr(seen, "deepstack_features", None)
     if inner is None:
         return {"inputs_embeds": embeds_BSD}
-    inner = [torch.cat(of_layer).to(embeds_BSD.dtype) for of_layer in inner]
+    inner = [_of_all_images(of_layer).to(embeds_BSD.dtype) for of_layer in inner]
     return {
         "inputs_embeds": embeds_BSD,
         "visual_pos_masks": is_image_BS,
         "deepstack_visual_embeds": inner,
     }
+
+
+def _of_all_images(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Which of them come image by image differs between versions of transformers."""
+    return features if isinstance(features, Tensor) else torch.cat(tuple(features))
