@@ -1,6 +1,6 @@
 """GRPO on two CPU cores: siirl against TRL's GRPOTrainer, in samples a second.
 
-    python benchmarks/grpo_cpu.py [--steps 6] [--blocks 2] [--processes 2]
+    python benchmarks/grpo_cpu.py [--steps 6] [--blocks 2] [--processes 2] [key=value ...]
 
 Both train the quickstart's model on the quickstart's prompts: 32 prompts x 16 samples and one optimizer step
 a step, temperature 1, top-p 1, no KL, no entropy bonus, constant learning rate, fp32, the same reward
@@ -9,7 +9,8 @@ outside the model's vocabulary, so that every response has all of its 64 tokens.
 
 siirl and TRL take turns, each turn (block) in a fresh process. A step's time is the wall time from its
 predecessor's end to its own, with everything that happens in between; the first steps of a block are not
-counted. Needs the extra `oracles`. Writes benchmarks/results/grpo_cpu.json.
+counted. Further keys go to siirl's runs; put them before --cases. Needs the extra `oracles`. Writes
+benchmarks/results/grpo_cpu.json.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -53,6 +54,8 @@ class Settings:
     prompt_tokens: int = 16
     lr: float = 1e-4
     threads: int = CORES
+    keys: list[str] = field(default_factory=list)
+    """Further key=value of siirl's runs; they win over those of `run_siirl`."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def main() -> None:
     args = parse_arguments()
     cores = sorted(os.sched_getaffinity(0))[:CORES]
     os.sched_setaffinity(0, cores)
-    report = {"machine": machine(len(cores)), "versions": versions(), "cases": {}}
+    report = {"machine": machine(len(cores)), "versions": versions(), "keys": args.keys, "cases": {}}
     with tempfile.TemporaryDirectory() as folder:
         for settings in make_cases(args, Path(folder)):
             blocks: dict[str, list[Block]] = {"siirl": [], "trl": []}
@@ -102,6 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trl-micro-rows", type=int, default=128, help="TRL's per_device_train_batch_size")
     parser.add_argument("--siirl-micro-tokens", type=int, default=4096, help="ppo_max_token_len_per_gpu")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "grpo_cpu.json")
+    parser.add_argument("keys", nargs="*", help="key=value of siirl's runs")
     return parser.parse_args()
 
 
@@ -119,6 +123,7 @@ def make_cases(args: argparse.Namespace, folder: Path) -> list[Settings]:
         "processes": args.processes,
         "trl_micro_rows": args.trl_micro_rows,
         "siirl_micro_tokens": args.siirl_micro_tokens,
+        "keys": args.keys,
     }
     cases = {
         "short": Settings("short", str(model), response_tokens=2, **common),
@@ -171,7 +176,7 @@ def run_siirl(settings: Settings, out: Path) -> Block:
         "trainer.logger": "[]",
         "trainer.output_dir": out,
     }
-    arguments = [f"{key}={value}" for key, value in overrides.items()]
+    arguments = [*(f"{key}={value}" for key, value in overrides.items()), *settings.keys]
     log, threads = out.with_suffix(".log"), CORES // settings.processes
     others = call([sys.executable, "-m", "siirl.main_dag", *arguments], log, threads)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -284,6 +289,8 @@ def table(report: dict) -> str:
             lines.append(columns.format(case, name, *numbers).rstrip())
         shares = (f"{name} {share:.1%}" for name, share in result["siirl_time_shares"].items())
         lines.append(f"  siirl's time: {', '.join(shares)}")
+    if report["keys"]:
+        lines.append(f"siirl's further keys: {' '.join(report['keys'])}")
     lines.append("others: cores that other programs kept busy in the worst block; trust a run only near 0")
     return "\n".join(lines)
 
