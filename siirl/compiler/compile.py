@@ -45,6 +45,7 @@ from siirl.compiler.plan import (
     RoutePlan,
     sender_groups,
 )
+from siirl.compiler.profiled_nodes import check_profiled
 from siirl.compiler.resolved_node import ResolvedNode, check_node_config, resolve_nodes
 from siirl.compiler.serving import heads_of, place_interactions, serving_ranks
 from siirl.compiler.teachers import check_teachers, with_teachers
@@ -221,6 +222,7 @@ def _check(
     found.take(check_reward_models(whole))
     found.take(check_reward_training(kept))
     found.take(check_reward_weights(whole))
+    found.take(check_profiled(kept))
     found.take(check_readers(kept.nodes.values(), whole))
     of_run = {str(problem) for problem in contradictions(whole.run)}
     for node in kept.nodes.values():

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import Plan
+from siirl.compiler.profiled_nodes import profile_warnings
 from siirl.compiler.resolved_node import AGENT_WIDE
 from siirl.config import Config
 from siirl.config.effects import effect_warnings, why_no_effect
@@ -27,6 +28,7 @@ def plan_warnings(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config]) -> l
                 f"node {node!r}: actor_rollout_ref.rollout.weight_link=spread has no effect: all of its "
                 "ranks hold the trainer."
             )
+    lines += profile_warnings(cfg, plan)
     return list(dict.fromkeys(lines))
 
 

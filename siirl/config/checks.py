@@ -166,5 +166,27 @@ def _serve(cfg: Config) -> Iterator[str]:
         )
 
 
-COMPUTED = (_batch, _budgets, _loss, _parts, _resampling, _prometheus, _serve)
+def _profiler(cfg: Config) -> Iterator[str]:
+    profiler, trainer = cfg.profiler, cfg.trainer
+    if not profiler.enable:
+        return
+    last, ranks = trainer.total_training_steps, trainer.nnodes * trainer.n_gpus_per_node
+    beyond = [rank for rank in profiler.ranks if rank >= ranks and not profiler.all_ranks]
+    if not profiler.profile_steps or (last is not None and min(profiler.profile_steps) > last):
+        steps = ",".join(map(str, profiler.profile_steps))
+        yield (
+            f"profiler.profile_steps=[{steps}] with trainer.total_training_steps={last}: no step would be "
+            "recorded. Set profiler.profile_steps to steps of the run, the first of which is 1."
+        )
+    if not (profiler.ranks or profiler.all_ranks):
+        yield "profiler.ranks=[]: no rank would be recorded. Name some, or set profiler.all_ranks=true."
+    elif beyond:
+        yield (
+            f"profiler.ranks=[{','.join(map(str, profiler.ranks))}]: the run has the ranks 0 to {ranks - 1} "
+            f"(trainer.nnodes={trainer.nnodes}, trainer.n_gpus_per_node={trainer.n_gpus_per_node}). Leave "
+            f"out {', '.join(map(str, beyond))}."
+        )
+
+
+COMPUTED = (_batch, _budgets, _loss, _parts, _resampling, _prometheus, _serve, _profiler)
 """Each is left out from where it reads the value of a key that was refused."""

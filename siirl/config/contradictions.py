@@ -114,6 +114,13 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "GPUs only. Set actor_rollout_ref.rollout.quantization=null.",
         ),
         Contradiction(
+            lambda cfg: (
+                cfg.profiler.enable and cfg.profiler.tool == "torch_memory" and cfg.trainer.device == "cpu"
+            ),
+            "{profiler.tool=} with {trainer.device=}: it records what the allocator of a GPU does. Set "
+            "profiler.tool=torch profiler.with_memory=true.",
+        ),
+        Contradiction(
             lambda cfg: cfg.actor_rollout_ref.rollout.replays and _validates(cfg),
             "{actor_rollout_ref.rollout.name=} cannot validate: no engine samples with the new weights. Set "
             "trainer.val_before_train=false trainer.test_freq=-1.",

@@ -24,6 +24,15 @@ DEVIATIONS: dict[str, Deviation] = {
     "trainer.default_local_dir": Deviation(
         "checkpoints/siirl_examples/gsm8k", "everything that a run writes lies below trainer.output_dir"
     ),
+    "profiler.save_path": Deviation(
+        "./prof_data", "everything that a run writes lies below trainer.output_dir"
+    ),
+    "profiler.profile_steps": Deviation([0], "steps count from 1, and the first one is unlike the others"),
+    "profiler.roles": Deviation(
+        ["generate", "compute_reward"],
+        "there they count with profiler.discrete=true only, and the whole step is recorded without; here "
+        "they count whenever they are given",
+    ),
     "actor_rollout_ref.rollout.prompt_length": Deviation(None, FILLED_IN),
     "actor_rollout_ref.rollout.response_length": Deviation(None, FILLED_IN),
     "actor_rollout_ref.actor.data_loader_seed": Deviation(None, FILLED_IN),

@@ -12,6 +12,7 @@ from siirl.config.common import ModelConfig
 from siirl.config.critic import CriticConfig
 from siirl.config.data import DataConfig
 from siirl.config.keys import Key, group, walk
+from siirl.config.profiler import ProfilerConfig
 from siirl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from siirl.config.rollout import RolloutConfig
 from siirl.config.serve import ServeConfig
@@ -52,6 +53,7 @@ class Config:
     trainer: TrainerConfig = group(TrainerConfig, "run")
     ray_init: RayInitConfig = group(RayInitConfig, "Ray")
     dag: DagConfig = group(DagConfig, "workflow")
+    profiler: ProfilerConfig = group(ProfilerConfig, "profiles", when="profiler.enable")
     explicit: tuple[str, ...] = ()
     unused: Mapping[str, Any] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Groups trainer, ray_init, dag and profiler."""
+"""Groups trainer, ray_init and dag."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,6 @@
-"""The observer of a worker: what it measures on this device, and whether it writes a trace."""
+"""The observer of a worker: what it measures on this device, and whether it writes a trace or profiles."""
 
+import logging
 import socket
 from functools import partial
 from pathlib import Path
@@ -7,17 +8,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from siirl.compiler.plan import Plan
+from siirl.compiler.profiled_nodes import profiled_nodes
 from siirl.config import Config
 from siirl.observe.clock import common_zero_s
 from siirl.observe.heartbeat import current_heartbeat
 from siirl.observe.memory_probe import DeviceMemory, HostMemory
 from siirl.observe.position import PositionFile
-from siirl.observe.spans import Observer, waiting
+from siirl.observe.profile import PROFILE_DIR, Details, MemorySnapshot, StepProfile
+from siirl.observe.spans import Observer, Profile, waiting
 from siirl.observe.trace import TRACE_DIR, TraceFile, merge_trace
+
+log = logging.getLogger(__name__)
 
 
 def make_observer(
-    cfg: Config, rank: int, device: torch.device, output_dir: Path, position_path: Path
+    cfg: Config, plan: Plan, rank: int, device: torch.device, output_dir: Path, position_path: Path
 ) -> Observer:
     """The observer of this rank. All ranks call it: with trainer.trace they align their clocks."""
     trainer = cfg.trainer
@@ -34,7 +40,32 @@ def make_observer(
         memory=DeviceMemory(device, trainer.trace) if on_gpu else HostMemory(trainer.trace),
         sync_phases=trainer.trace and trainer.trace_sync,
         heartbeat=current_heartbeat(),
+        profile=_make_profile(cfg, plan, rank, device, output_dir),
     )
+
+
+def _make_profile(
+    cfg: Config, plan: Plan, rank: int, device: torch.device, output_dir: Path
+) -> Profile | None:
+    """What records steps of this rank, if anything does."""
+    profiler = cfg.profiler
+    if not profiler.enable or not (profiler.all_ranks or rank in profiler.ranks):
+        return None
+    folder = profile_folder(cfg, output_dir)
+    if profiler.tool == "torch_memory":
+        if device.type == "cuda":
+            return MemorySnapshot(folder, rank, profiler.profile_steps)
+        log.warning("profiler.tool=torch_memory records nothing: rank %d runs on %s, not a GPU", rank, device)
+        return None
+    details = Details(profiler.record_shapes, profiler.with_memory, profiler.with_stack)
+    nodes = profiled_nodes(profiler, plan)
+    return StepProfile(folder, rank, profiler.profile_steps, device, nodes, details)
+
+
+def profile_folder(cfg: Config, output_dir: Path) -> Path:
+    """Where profiles go."""
+    given = cfg.profiler.save_path
+    return Path(given).expanduser() if given else output_dir / PROFILE_DIR
 
 
 def finish_trace(cfg: Config, rank: int, output_dir: Path) -> Path | None:

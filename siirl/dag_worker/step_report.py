@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from siirl.config import Config
+from siirl.dag_worker.observing import profile_folder
 from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import NumericsError
 from siirl.nodes.trained_tokens import MOST_ROWS, Found, sample_records
@@ -219,6 +220,7 @@ def closing_report(
     """The closing summary; draws the reward curve that it names."""
     metrics_file = output_dir / METRICS_FILE
     curve = reward_curve_png(metrics_file, output_dir / "reward_curve.png", run_title(cfg, dag_id))
+    profiles = profile_folder(cfg, output_dir)
     pages = sorted((output_dir / PAGES).glob("step_*.html"), key=lambda page: int(page.stem[len("step_") :]))
     places = {
         "TensorBoard": tensorboard_dir(output_dir) if "tensorboard" in cfg.trainer.logger else None,
@@ -226,6 +228,7 @@ def closing_report(
         "reward curve": curve,
         "conversations": pages[-1] if pages else None,
         "trace": trace,
+        "profiles": profiles if cfg.profiler.enable and any(profiles.glob("step_*")) else None,
         "checkpoint": checkpoint,
     }
     places |= {f"HF model{f' {path.name}' if len(exported) > 1 else ''}": path for path in exported}

@@ -152,12 +152,13 @@ class Training:
         tells = self._samples_due() and not self.cfg.trainer.rollout_only
         tells = tells and self.step >= self.worker.trained_from
         self.worker.trained = TrainedTokens() if tells else None
-        self.worker.observer.begin_step()
+        self.worker.observer.begin_step(self.step)
         steps = in_step(self.steps, self.worker.plan, self.windows, self.step)
         record = run_step(steps, self.worker, self.step)
         metrics, self.samples = record.metrics, record.samples
         self.worker.drain_scorers(metrics)
         metrics.merge(self.worker.observer.metrics())
+        self.worker.observer.end_step()
         return metrics
 
     def validate(self) -> Metrics:
@@ -431,7 +432,7 @@ def run_worker(
 ) -> None:
     """The whole run of one rank, in a process whose torch.distributed is ready: what a launcher calls."""
     assert world_size == plan.world_size, f"{world_size} workers for a plan of {plan.world_size} ranks"
-    observer = make_observer(cfg, rank, device, places.output_path, places.position_path(rank))
+    observer = make_observer(cfg, plan, rank, device, places.output_path, places.position_path(rank))
     with observing(observer), closing(observer):
         start_s = time.perf_counter()
         with observer.span("start", 0):

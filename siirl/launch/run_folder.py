@@ -36,6 +36,7 @@ OWN = (
     "conversations/step_*.html",
     "trace/rank_*.jsonl",
     "trace.json.gz",
+    "profile/step_*",
 )
 """Patterns of what a run writes into its output folder, and what none that starts there may find."""
 LOGS = (

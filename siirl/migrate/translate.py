@@ -34,6 +34,14 @@ GLOBAL_SIZES = {
     "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
     "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
 }
+PROFILED = {
+    f"{POLICY}.actor": "actor",
+    f"{POLICY}.ref": "ref",
+    ROLLOUT: "rollout",
+    "critic": "critic",
+    "reward_model": "reward",
+}
+"""The groups of verl whose profiler.enable picks whom its profiler records -> profiler.roles."""
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -87,6 +95,7 @@ def translate(origin: str, arguments: Sequence[str]) -> Translation:
     _without_effect_there(result)
     _asked_by_a_function(values, result)
     _bounds_of_dppo(result)
+    _profiled(values, result)
     _add_defaults(origin, result)
     _images(result)
     return result
@@ -379,6 +388,18 @@ def _bounds_of_dppo(result: Translation) -> None:
         if setting.name in names:
             why = "the bounds of DPPO are no ratios, and have keys of their own"
             result.settings[place] = replace(setting, kind="changed", name=names[setting.name], why=why)
+
+
+def _profiled(values: Mapping[str, str | None], result: Translation) -> None:
+    """Roles whose profiler is on there are those that are recorded here."""
+    on = [
+        role
+        for group, role in PROFILED.items()
+        if _plain_text(values.get(f"{group}.profiler.enable") or "") == "true"
+    ]
+    if on:
+        why = "whose profiler is on there"
+        result.add("changed", "", why, "profiler.roles", f"[{','.join(on)}]")
 
 
 def _add_defaults(origin: str, result: Translation) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from siirl.observe.heartbeat import Heartbeat
 from siirl.observe.memory_probe import MemoryMeter
@@ -86,6 +86,22 @@ class Span:
     """0: not inside another span."""
 
 
+class Profile(Protocol):
+    """What else records a step, beside spans: of the thread that opens them (siirl/observe/profile.py)."""
+
+    def begin_step(self, step: int) -> None: ...
+
+    def recorded(self, name: str, node: str | None) -> AbstractContextManager[None]:
+        """Around a span. node: that it serves, if it is no node itself."""
+        ...
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """In a span or phase."""
+        ...
+
+    def end_step(self) -> None: ...
+
+
 @dataclass
 class _Open:
     """A span or phase that has begun."""
@@ -102,7 +118,8 @@ class Observer:
     watches it. sync: called before each
     clock reading of a span (torch.cuda.synchronize), to attribute device time to the node that queued the
     work; None: do not wait. sync_phases: the same for phases. trace: also write them there. memory: measure
-    the memory peak of each outermost span. `spans` holds those of the current step, in order of their ends.
+    the memory peak of each outermost span. profile: record what runs inside. `spans` holds those of the
+    current step, in order of their ends.
     """
 
     def __init__(
@@ -113,11 +130,12 @@ class Observer:
         memory: MemoryMeter | None = None,
         sync_phases: bool = False,
         heartbeat: Heartbeat | None = None,
+        profile: Profile | None = None,
     ):
         self.spans: list[Span] = []
         self._position, self._sync, self._trace, self._memory = position, sync, trace, memory
         self._phase_sync = sync if sync_phases else None
-        self._heartbeat = heartbeat
+        self._heartbeat, self._profile = heartbeat, profile
         self._owner = threading.get_ident()
         self._stacks: dict[int, list[_Open]] = {self._owner: []}
         self._step = 0
@@ -125,12 +143,19 @@ class Observer:
         self._idle_s = 0.0
         self._step_start_s = time.perf_counter()
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int = 0) -> None:
         """Start the clock of a step and forget the spans of the last one."""
         self.spans = []
+        if self._profile is not None:
+            self._profile.begin_step(step)
         if self._memory is not None:
             self._memory.begin_step()
         self._step_start_s = self._now(self._sync)
+
+    def end_step(self) -> None:
+        """Write what was recorded of the step besides its metrics; after them, as it takes time."""
+        if self._profile is not None:
+            self._profile.end_step()
 
     @contextmanager
     def part(self, name: str, step: int) -> Iterator[None]:
@@ -160,7 +185,7 @@ class Observer:
         if memory is not None:
             memory.begin()
         part = nullcontext() if order else self.part(name, step)
-        with part:
+        with part, self._recorded(name, args.get("node")):
             if self._position is not None:
                 self._position.set(step, name, self._part_name, (self._part, *order))
             with self._measure(name, name, self._sync, args | {"step": step}):
@@ -252,8 +277,10 @@ class Observer:
         if trace is not None:
             trace.begin(name, start_s)
         stack.append(_Open(path, args))
+        ranges = self._profile if ident == self._owner else None
         try:
-            yield
+            with _NOTHING if ranges is None else ranges.range(name):
+                yield
         finally:
             end_s = self._now(sync)
             stack.pop()
@@ -261,6 +288,9 @@ class Observer:
                 self.spans.append(Span(path, start_s, end_s - start_s, len(stack)))
             if trace is not None:
                 trace.end(end_s, args)
+
+    def _recorded(self, name: str, node: str | None) -> AbstractContextManager[None]:
+        return _NOTHING if self._profile is None else self._profile.recorded(name, node)
 
     def _path(self, name: str) -> str:
         stack = self._stacks.get(threading.get_ident())
@@ -273,3 +303,4 @@ class Observer:
 
 
 _current: Observer | None = None
+_NOTHING = nullcontext()

@@ -22,7 +22,7 @@ DEPTH = 5
 """Folders between the one that is listed and a run."""
 WRITTEN = (
     *("checkpoints", "conversations", "errors", *EXPORTS.values(), "logs", "rollouts", "status"),
-    *("swanlab", "attempts", "tensorboard", "trace", "wandb", "weights"),
+    *("swanlab", "attempts", "profile", "tensorboard", "trace", "wandb", "weights"),
 )
 """Folders that a run writes into its own: no run is looked for in them."""
 HEAD = ("run", "state", "step", "reward", "best", "starts", "restarts", "ranks", "size", "age", "command")

@@ -1,4 +1,5 @@
-"""One traced run with most features on: its trace, and the names of its metrics against the documentation."""
+"""One traced run with most features on: its trace, its profiles, and the names of its metrics against the
+documentation."""
 
 import ast
 import gzip
@@ -13,6 +14,7 @@ from job_harness import Inputs, overrides, run_job
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "observability.md"
 TRACED = (1, 3)
+PROFILED = 2
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,10 @@ def run(tmp_path_factory):
             "trainer.balance_batch=True",
             "trainer.save_freq=3",
             "trainer.export_hf=False",
+            "profiler.enable=True",
+            f"profiler.profile_steps=[{PROFILED}]",
+            "profiler.all_ranks=True",
+            "profiler.roles=[train_actor]",
         ),
     )
 
@@ -85,6 +91,50 @@ def test_ranks_share_a_clock(intervals):
     for one, other in zip(*by_rank, strict=True):
         late_us = max(one[4], other[4]) - min(one[5], other[5])
         assert late_us < 20_000, "half a round trip of the start, on a busy machine"
+
+
+def test_each_rank_has_a_profile_of_the_asked_node_alone_in_the_asked_step(run):
+    folder = run.output / "profile"
+    names = [f"step_{PROFILED}_rank_{rank}_actor_train.pt.trace.json.gz" for rank in (0, 1)]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    for name in names:
+        with gzip.open(folder / name, "rt") as file:
+            events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+        ranges = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+        assert {"actor_train", "micro_batch", "optimizer_step"} <= ranges
+        assert not {"rollout_actor", "decode", "actor_old_log_prob", "reshard"} & ranges
+        (node,) = (event for event in events if event["name"] == "actor_train")
+        ops = [event for event in events if event["name"].startswith("aten::")]
+        assert {"aten::mm", "aten::_fused_adamw_"} <= {op["name"] for op in ops}
+        assert all(node["ts"] <= op["ts"] <= node["ts"] + node["dur"] for op in ops)
+
+
+def test_a_run_with_profiles_computes_what_one_without_does(tmp_path):
+    inputs = Inputs.make(tmp_path / "inputs")
+    asked = (
+        "profiler.enable=True",
+        "profiler.profile_steps=[1,3]",
+        "profiler.ranks=[1]",
+        f"profiler.save_path={tmp_path / 'elsewhere'}",
+        "profiler.with_memory=True",
+        "profiler.record_shapes=True",
+    )
+    runs = {
+        name: run_job(2, overrides(inputs, tmp_path / name, "trainer.val_before_train=False", *more))
+        for name, more in {"without": (), "profiled": asked}.items()
+    }
+    own = ("time", "memory", "perf", "reward/scoring_s")
+    without, profiled = (
+        [{name: value for name, value in line.items() if not name.startswith(own)} for line in run.lines]
+        for run in runs.values()
+    )
+    assert len(without) == 3 and without == profiled
+    for name, weight in runs["without"].weights().items():
+        assert weight.equal(runs["profiled"].weights()[name]), name
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == [
+        f"step_{step}_rank_1.pt.trace.json.gz" for step in (1, 3)
+    ]
+    assert not (tmp_path / "profiled" / "profile").exists()
 
 
 def documented() -> dict[str, re.Pattern]:
