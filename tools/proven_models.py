@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "models_proven.json"
 TRAINING = "training"
 """The part of a case that is the model itself: log-probs, entropies, gradients."""
+SAMPLED = "sampled by vLLM"
+"""The part of a case that is what vLLM says of its tokens."""
 ALONE = "1 rank"
 """The layout of one rank."""
 

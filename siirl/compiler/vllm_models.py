@@ -11,7 +11,7 @@ from siirl.config.roles import ROLES
 
 NOT_IN_VLLM = ("aria_text", "diffllama", "helium", "ministral", "persimmon")
 """Of which vLLM has no model of its own."""
-NOT_SEEN = ("deepseek_v2", "deepseek_v3", "glm4_moe")
+NOT_SEEN = ("deepseek_v2", "deepseek_v3")
 LAYERS_ALIKE = ("qwen2", "qwen2_moe", "qwen3")
 """Whose layers all have a sliding window in vLLM, or none has."""
 _PAST_UPDATES = (

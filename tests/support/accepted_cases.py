@@ -19,12 +19,20 @@ from train_engine_cases import Scenario
 from siirl.compiler.model_types import OWN_TYPE
 from siirl.config import load_config
 
+MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+MIXED_QWEN = MIXED | {"use_sliding_window": True, "max_window_layers": 1}
 WINDOWS: dict[str, dict[str, Any]] = {
-    **{kind: {"sliding_window": 5} for kind in ("exaone4", "gemma3_text", "ministral", "mistral", "olmo3")},
+    **{kind: MIXED for kind in ("cwm", "exaone4", "gemma3_text", "mellum", "ministral", "olmo3")},
+    **{kind: {"sliding_window": 5} for kind in ("ministral3", "mistral", "mixtral", "phi3", "starcoder2")},
+    "qwen2": MIXED_QWEN,
+    "qwen2_moe": MIXED_QWEN,
+    "qwen3": MIXED_QWEN,
     "gpt_oss": {"sliding_window": 5, "swiglu_limit": 0.7},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": 5},
+    "smollm3": MIXED | {"use_sliding_window": True},
 }
-"""Sliding windows that are shorter than rows, and bounds that small numbers reach."""
+"""Sliding windows that are shorter than rows, in some layers where that may be, and bounds that small numbers
+reach."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ LATENT = {
 OF_A_KIND = {
     "deepseek_v2": {**LATENT, "q_lora_rank": None},
     "deepseek_v3": {**LATENT, "q_lora_rank": 16},
-    "glm4_moe": {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "glm4_moe": {"head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "gpt_bigcode": {"num_key_value_heads": 1},
 }
 """What a kind of model has besides, so that all its parts are there."""
 MAX_PARAMS = 1 << 24
