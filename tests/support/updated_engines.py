@@ -5,20 +5,17 @@ from typing import Any
 
 import causal_lms
 import pytest
+import served_engines
 import torch
+from served_engines import PROMPTS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from siirl.compiler.plan import ModelPlan
-from siirl.config import load_config
-from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.served.messages import Call
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.rollout.weight_loading import stored_tensors_of, tensor_names
-from siirl.parallel.dims import ParallelDims
 
-PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [2, 3, 4]]
 SIZES = {"head_dim": 32, "hidden_size": 128, "max_position_embeddings": 128}
 IN_PLACE = ["begin_writing", "write", "finish_writing"]
 
@@ -28,23 +25,10 @@ def write_model(folder: Path, kind: str, **sizes: Any) -> None:
     causal_lms.write_model(folder, causal_lms.tiny_config(kind, **SIZES | sizes))
 
 
-def build(folder: Path, *overrides: str, device: str = "cpu") -> Any:
-    cfg = load_config(
-        [
-            "actor_rollout_ref.rollout.name=vllm",
-            f"actor_rollout_ref.model.path={folder}",
-            "actor_rollout_ref.rollout.dtype=float32",
-            "actor_rollout_ref.rollout.max_model_len=64",
-            "actor_rollout_ref.rollout.replace_weights=in_place",
-            "trainer.deadline_s=240",
-            f"trainer.output_dir={folder}/outputs",
-            *overrides,
-        ]
-    )
-    plan = ModelPlan(
-        "agent_0.rollout", 0, "rollout", "vllm", "lm", False, (0,), ParallelDims(1), "rollout_actor", ()
-    )
-    return make_rollout_engine(plan, cfg, None, torch.device(device))
+def build(folder: Path, *keys: str, device: str = "cpu") -> Any:
+    """An engine whose weights are written in place, for rows that fit SIZES."""
+    own = ("actor_rollout_ref.rollout.max_model_len=64", "actor_rollout_ref.rollout.replace_weights=in_place")
+    return served_engines.build(folder, *own, *keys, device=device)
 
 
 def versions(folder: Path, count: int, device: str = "cpu") -> list[dict[str, Tensor]]:
