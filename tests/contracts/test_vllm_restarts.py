@@ -9,19 +9,14 @@ import time
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
+from served_engines import PROMPTS, build, check_it_comes_back, load, streamed, submitted, two_sets
 from transformers import AutoModelForCausalLM
 from updated_engines import IN_PLACE, loaders_of
 
-from siirl.compiler.plan import ModelPlan
-from siirl.config import load_config
-from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.served import engine_process
 from siirl.engines.rollout.served.engine_process import EngineProcess
-from siirl.errors import RolloutError
-from siirl.parallel.dims import ParallelDims
 
-PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [2, 3, 4]]
 SAMPLED, GREEDY = SamplingParams(max_tokens=200), SamplingParams(max_tokens=200, temperature=0)
 NAMES = ("model.embed_tokens.weight", "model.layers.1.self_attn.qkv_proj.weight", "model.norm.weight")
 
@@ -34,48 +29,15 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def weights(model_dir):
-    """Two sets of weights."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    draw = torch.Generator().manual_seed(3)
-    return [first, {name: t + 0.05 * torch.randn(t.shape, generator=draw) for name, t in first.items()}]
-
-
-def build(model_dir, *overrides):
-    cfg = load_config(
-        [
-            "actor_rollout_ref.rollout.name=vllm",
-            f"actor_rollout_ref.model.path={model_dir}",
-            "actor_rollout_ref.rollout.dtype=float32",
-            "actor_rollout_ref.rollout.max_model_len=256",
-            "trainer.deadline_s=240",
-            f"trainer.output_dir={model_dir}/outputs",
-            *overrides,
-        ]
-    )
-    plan = ModelPlan(
-        "agent_0.rollout", 0, "rollout", "vllm", "lm", False, (0,), ParallelDims(1), "rollout_actor", ()
-    )
-    return make_rollout_engine(plan, cfg, None, torch.device("cpu"))
-
-
-def load(engine, weights, version):
-    engine.load_weights([(name, weights[name]) for name in engine.weight_specs()], version)
-
-
-def streamed(engine, params, after_submit=lambda: None):
-    """Answers of a stream by key."""
-    stream = engine.stream()
-    stream.submit([Request(key, prompt, params, key) for key, prompt in enumerate(PROMPTS)])
-    after_submit()
-    answers = {}
-    while stream.num_pending:
-        answers |= dict(stream.collect(0.5))
-    return answers
+    return two_sets(model_dir)
 
 
 def parameters(engine):
     return [part for name in NAMES for part in engine.read_tensor(name)]
+
+
+def check_equal(found, undisturbed):
+    assert found == undisturbed
 
 
 @pytest.mark.timeout(300)
@@ -83,26 +45,13 @@ def test_an_engine_that_is_killed_while_it_streams_comes_back_as_it_was(model_di
     """Greedy and seeded, bit for bit; beyond the bound the run ends."""
     caplog.set_level(logging.WARNING)
     engine = build(model_dir, "actor_rollout_ref.rollout.max_engine_restarts=1")
+
+    def held():
+        return [part.tolist() for part in parameters(engine)], engine.generate(PROMPTS, GREEDY, range(4))
+
     try:
         load(engine, weights[1], 4)
-        undisturbed, held, first_pid = streamed(engine, SAMPLED), parameters(engine), engine._process.pid
-        greedy = engine.generate(PROMPTS, GREEDY, range(4))
-
-        def kill_at_work():
-            time.sleep(0.1)
-            os.kill(engine._process.pid, signal.SIGKILL)
-
-        assert streamed(engine, SAMPLED, kill_at_work) == undisturbed
-        assert (
-            engine._process.pid != first_pid and engine.drain_restarts() == 1 and engine.drain_restarts() == 0
-        )
-        assert all(torch.equal(one, other) for one, other in zip(parameters(engine), held, strict=True))
-        assert engine.generate(PROMPTS, GREEDY, range(4)) == greedy
-        assert "killed by SIGKILL" in caplog.text and "started again (1 of 1 times" in caplog.text
-        os.kill(engine._process.pid, signal.SIGKILL)
-        words = r"killed by SIGKILL.*vllm_agent_0.rollout_rank_0.log, or raise .*max_engine_restarts"
-        with pytest.raises(RolloutError, match=words):
-            engine.generate(PROMPTS, GREEDY, range(4))
+        check_it_comes_back(engine, SAMPLED, [lambda: engine._process.pid], check_equal, held, caplog)
     finally:
         engine.close()
 
@@ -157,8 +106,7 @@ def test_in_whatever_phase_an_engine_is_lost_it_comes_back_as_it_was(phase, last
     load(engine, weights[1], 1)
     assert engine.generate(PROMPTS, GREEDY, range(4)) == expected[1][1], case
     assert streamed(engine, SAMPLED) == expected[1][0], case
-    stream = engine.stream()
-    stream.submit([Request(key, prompt, SAMPLED, key) for key, prompt in enumerate(PROMPTS)])
+    stream = submitted(engine, SAMPLED)
     stopped = dict(stream.pause())
     assert stopped.keys() == {0, 1, 2, 3} and not stream.num_pending, case
     for key, part in stopped.items():

@@ -6,22 +6,19 @@ from weakref import WeakKeyDictionary
 
 import causal_lms
 import pytest
+import served_engines
 import torch
+from served_engines import PROMPTS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from siirl.compiler.plan import ModelPlan
-from siirl.config import load_config
-from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.messages import Call
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.rollout.weight_loading import stored_tensors_of, tensor_names
-from siirl.parallel.dims import ParallelDims
 from siirl.parallel.process_groups import ProcessGroupManager
 
-PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [2, 3, 4]]
 SIZES = {"head_dim": 32, "hidden_size": 128, "max_position_embeddings": 128}
 LOADERS: WeakKeyDictionary[Any, EngineWeights] = WeakKeyDictionary()
 IN_PLACE = ["begin_writing", "write", "finish_writing"]
@@ -32,26 +29,10 @@ def write_model(folder: Path, kind: str, **sizes: Any) -> None:
     causal_lms.write_model(folder, causal_lms.tiny_config(kind, **SIZES | sizes))
 
 
-def build(
-    folder: Path, *overrides: str, device: str = "cpu", groups: ProcessGroupManager | None = None
-) -> Any:
-    """An engine on the ranks of the world, with `groups`; else on one rank outside of a run."""
-    cfg = load_config(
-        [
-            "actor_rollout_ref.rollout.name=vllm",
-            f"actor_rollout_ref.model.path={folder}",
-            "actor_rollout_ref.rollout.dtype=float32",
-            "actor_rollout_ref.rollout.max_model_len=64",
-            "actor_rollout_ref.rollout.replace_weights=in_place",
-            "trainer.deadline_s=240",
-            f"trainer.output_dir={folder}/outputs",
-            *overrides,
-        ]
-    )
-    ranks = tuple(range(groups.world_size if groups else 1))
-    dims = ParallelDims(len(ranks), tp=len(ranks))
-    plan = ModelPlan("agent_0.rollout", 0, "rollout", "vllm", "lm", False, ranks, dims, "rollout_actor", ())
-    return make_rollout_engine(plan, cfg, groups, torch.device(device))
+def build(folder: Path, *keys: str, device: str = "cpu", groups: ProcessGroupManager | None = None) -> Any:
+    """An engine whose weights are written in place, for rows that fit SIZES; groups: see served_engines."""
+    own = ("actor_rollout_ref.rollout.max_model_len=64", "actor_rollout_ref.rollout.replace_weights=in_place")
+    return served_engines.build(folder, *own, *keys, device=device, groups=groups)
 
 
 def versions(folder: Path, count: int, device: str = "cpu") -> list[dict[str, Tensor]]:
