@@ -66,6 +66,8 @@ def packed_attention(
     if shard is not None:
         q_NHD, k_NKD, v_NKD = whole_sequences(q_NHD, k_NKD, v_NKD, shard)
         s_aux = s_aux if s_aux is None else s_aux.chunk(shard.group.size())[shard.group.rank()]
+    if sliding_window is None:  # Qwen2-MoE says it by the mask alone, which packed rows have none of
+        sliding_window = getattr(module, "sliding_window", None)
     by_flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     flash = flash or FlashKernels()
     if s_aux is not None and (by_flash or not query.is_cuda):

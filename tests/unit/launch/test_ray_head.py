@@ -72,6 +72,7 @@ def test_the_driver_gives_up_first():
     assert CUT_OFF_S > LOST_AFTER_S
 
 
+@pytest.mark.heavy
 def test_an_actor_that_is_cut_off_ends_its_worker_and_itself(soon, tmp_path, monkeypatch, capfd):
     started, left = [], threading.Event()
 
@@ -87,6 +88,9 @@ def test_an_actor_that_is_cut_off_ends_its_worker_and_itself(soon, tmp_path, mon
     job.prepare()
     with head_here() as address:
         actor.start(Launch(job.to_json(), 0, "127.0.0.1", 1, (), {}, str(tmp_path), head=address))
-        assert not left.wait(1.5) and alive(started[0].pid)
+        assert not left.wait(1.5), "the driver asks nothing, but the head is there"
+    for _ in range(20):
+        assert actor.poll(0, 0.1).ended is None, "the head is not there, but the driver asks"
+    assert not left.is_set() and alive(started[0].pid)
     assert left.wait(10) and not alive(started[0].pid)
     assert "siirl: this machine is cut off" in capfd.readouterr().err
