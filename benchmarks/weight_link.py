@@ -2,16 +2,18 @@
 
     python benchmarks/weight_link.py [--sources 2] [--targets 2] [--mib 512] [--syncs 5] [--gpu]
 
-Each rank is a process with one thread. Three ways take turns, a sync each: `headers`, as every first sync
-goes (one rank sends, each bucket is announced); `plan`, as later ones go (rollout.weight_link=auto: one rank
-sends, nothing is announced); `spread` (rollout.weight_link=spread: the trainer's ranks take turns). Told are
-the seconds of the slowest rank, and the bytes that each rank wrote to its sockets (/proc/self/io). All bytes
-that arrive are compared. --gpu: a GPU for each rank, over NCCL, whose bytes are not counted. Writes
+Each rank is a process with one thread. Trainer ranks have the rows of fp32 tensors, as FSDP2 cuts them, and
+send bf16. Three ways take turns, a sync each: `headers`, as every first sync goes (tensors are gathered, one
+rank sends, each bucket is announced); `plan`, as later ones go (rollout.weight_link=auto: the same without
+announcements); `spread` (rollout.weight_link=spread): each trainer rank sends its rows, and nobody gathers.
+Told are the seconds of the slowest rank, and the bytes that each rank wrote to its sockets (/proc/self/io).
+All bytes that arrive are compared. --gpu: a GPU for each rank, over NCCL, whose bytes are not counted. Writes
 benchmarks/results/weight_link_<device>.json (--out for another place).
 """
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -27,36 +29,88 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from siirl.compiler.plan import LinkPlan, sender_groups
+from siirl.engines.link_rows import RowLayout, Whole
 from siirl.engines.links import WeightLink, make_link
+from siirl.model_files.file_parts import FilePart
 from siirl.parallel.process_groups import ProcessGroupManager, connect_when_used
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WAYS = {"headers": "broadcast", "plan": "broadcast", "spread": "spread"}
 LAYER = {"q": 4, "k": 2, "v": 2, "o": 4, "gate": 12, "up": 12, "down": 12, "norm": 0}
-"""Matrices of a layer, by their share of it; the norm is a vector."""
+"""Matrices of a layer, by their share of it; the norm has one row."""
+WIDTH = 2048
+GATHERED_BYTES = 64 << 20
+
+
+def shapes(mib: int) -> dict[str, tuple[int, int]]:
+    """Of tensors of so many MiB in bf16."""
+    layers, total = max(1, mib // 32), sum(LAYER.values())
+    rows = {
+        name: max(1, share * (mib << 20) // layers // total // 2 // WIDTH) for name, share in LAYER.items()
+    }
+    return {f"layers.{layer}.{name}": (rows[name], WIDTH) for layer in range(layers) for name in LAYER}
 
 
 class Trainer:
-    """Has the weights whole, and changes them in each version."""
+    """A rank's rows of the weights, in fp32; each version has other ones."""
 
-    def __init__(self, mib: int, device: torch.device) -> None:
-        self.version, self.weights, one = 0, {}, torch.ones((), dtype=torch.bfloat16, device=device)
-        layers = max(1, mib // 32)
-        for layer in range(layers):
-            for name, share in LAYER.items():
-                rows = max(1, share * (mib << 20) // layers // sum(LAYER.values()) // 4096)
-                self.weights[f"layers.{layer}.{name}"] = one.repeat(rows, 2048)
+    def __init__(self, mib: int, device: torch.device, ranks: tuple[int, ...], group: Any) -> None:
+        self.version, self._ranks, self._group, self._device = 0, ranks, group, device
+        self._shapes = shapes(mib)
+        place = dist.get_rank(group)
+        self._local = {
+            name: torch.ones(self._pieces(shape)[place], device=device)
+            for name, shape in self._shapes.items()
+        }
+
+    def _pieces(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        rows = -(-shape[0] // len(self._ranks))
+        return tuple(
+            min(rows, max(0, shape[0] - place * rows)) * shape[1] for place in range(len(self._ranks))
+        )
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.weights.items()}
+        return {name: (shape, torch.float32) for name, shape in self._shapes.items()}
 
-    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        yield from self.weights.items()
+    def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Gathered about GATHERED_BYTES at a time, as siirl/engines/train/fsdp_state.py does."""
+        names, size = [], 0
+        for name, shape in self._shapes.items():
+            names.append(name)
+            size += math.prod(shape) * dtype.itemsize
+            if size >= GATHERED_BYTES:
+                yield from self._gathered(names, dtype)
+                names, size = [], 0
+        yield from self._gathered(names, dtype)
+
+    def _gathered(self, names: list[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        if not names:
+            return
+        sizes = [max(self._pieces(self._shapes[name])) for name in names]
+        sent = torch.zeros(sum(sizes), dtype=dtype, device=self._device)
+        for name, part in zip(names, sent.split(sizes), strict=True):
+            part[: len(self._local[name])] = self._local[name].to(dtype)
+        received = sent.new_empty(len(self._ranks) * len(sent))
+        dist.all_gather_into_tensor(received, sent, group=self._group)
+        parts_of = received.view(len(self._ranks), -1).split(sizes, dim=1)
+        for name, parts in zip(names, parts_of, strict=True):
+            yield name, parts.reshape(-1, WIDTH)[: self._shapes[name][0]].contiguous()
+
+    def row_layout(self, dtype: torch.dtype) -> RowLayout:
+        tensors = tuple(
+            Whole(name, shape, str(dtype), self._pieces(shape), (FilePart(name, shape, (WIDTH, 1), 0),))
+            for name, shape in self._shapes.items()
+        )
+        return RowLayout(self._ranks, self._device.type, tensors)
+
+    def export_rows(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for name, local in self._local.items():
+            yield name, local.to(dtype)
 
     def move(self, version: int) -> None:
         self.version = version
-        for place, tensor in enumerate(self.weights.values()):
-            tensor.fill_(version + place % 7)
+        for place, tensor in enumerate(self._local.values()):
+            tensor.fill_(version % 200 + place % 7)
 
 
 class Target:
@@ -64,9 +118,12 @@ class Target:
 
     takes, reads_live, weight_version = "merged", False, -1
 
-    def __init__(self, like: Trainer) -> None:
-        self._specs = like.weight_specs()
-        self._held = {name: torch.empty_like(tensor) for name, tensor in like.weights.items()}
+    def __init__(self, mib: int, device: torch.device) -> None:
+        self._specs = {name: (shape, torch.bfloat16) for name, shape in shapes(mib).items()}
+        self._held = {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in self._specs.items()
+        }
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self._specs
@@ -81,7 +138,7 @@ class Target:
 
     def check(self) -> None:
         for place, tensor in enumerate(self._held.values()):
-            assert bool((tensor == tensor.new_tensor(self.weight_version + place % 7)).all())
+            assert bool((tensor == tensor.new_tensor(self.weight_version % 200 + place % 7)).all())
 
 
 def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
@@ -96,10 +153,10 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     sources, receivers = tuple(range(args.sources)), tuple(range(args.sources, world))
     everyone = tuple(range(world))
     groups = ProcessGroupManager(
-        list(dict.fromkeys([everyone, *sender_groups(sources, receivers)])), backend, 120
+        list(dict.fromkeys([everyone, sources, *sender_groups(sources, receivers)])), backend, 120
     )
-    trainer = Trainer(args.mib, device)
-    mine: tuple[Any, Any] = (trainer, None) if rank in sources else (None, Target(trainer))
+    trainer = Trainer(args.mib, device, sources, groups.get(sources)) if rank in sources else None
+    mine: tuple[Any, Any] = (trainer, None if trainer else Target(args.mib, device))
     links = {
         way: make_link(LinkPlan(way, "trainer", "rollout", everyone, kind), *mine, groups, Path(folder))
         for way, kind in WAYS.items()
@@ -109,7 +166,8 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     for turn in range(args.syncs + 1):
         for way, link in links.items():
             version += 1
-            trainer.move(version)
+            if trainer is not None:
+                trainer.move(version)
             if way == "headers":
                 link._plan = None
             seconds, sent = timed(link)

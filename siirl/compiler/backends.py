@@ -101,6 +101,8 @@ class Backend:
     keeps_kv: bool = False
     """It can go on with the keys and values of a paused response (rollout.keep_kv)."""
 
+    sends_rows: bool = False
+    """Ranks of a trainer can send the rows that they have of its weights (rollout.weight_link=spread)."""
     writes_in_place: bool = False
     """It can have weights written where its first sync put them (rollout.replace_weights)."""
 
@@ -387,6 +389,7 @@ TRAIN_BACKENDS = {
         _fsdp_dims,
         fsdp_lines,
         gathers_weights=True,
+        sends_rows=True,
         shares_prompts=True,
         groups=_fsdp_groups,
         check=_check_fsdp,

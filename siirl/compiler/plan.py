@@ -115,8 +115,8 @@ class LinkPlan:
     ranks: Ranks
     kind: Literal["local", "broadcast", "spread", "checkpoint"]
     """ "local": every rank of the target holds the source too. "broadcast": to ranks that do not, over NCCL
-    or gloo, from one rank of the source. "spread": the same from several at once. "checkpoint": by a folder
-    that all ranks see."""
+    or gloo, from one rank of the source. "spread": each rank of the source sends the rows that it has.
+    "checkpoint": by a folder that all ranks see."""
     every_steps: int | None = None
     """Of a teacher that is a policy: it takes the weights at the beginning of every such step, but the first.
     None: a rollout, which takes them whenever they are newer."""
@@ -130,14 +130,12 @@ class LinkPlan:
 
 
 MOST_SENDERS = 4
-"""Ranks of a source that send weights over a link of kind "spread"; each has a process group for that."""
+"""Ranks of a source whose link is of kind "spread"; each has a process group for that."""
 
 
 def sender_groups(sources: Sequence[int], receivers: Sequence[int]) -> tuple[Ranks, ...]:
-    """The groups in which ranks of a source broadcast to the ranks that hold none: a sender each."""
-    count = min(len(sources), MOST_SENDERS)
-    senders = [sources[number * len(sources) // count] for number in range(count)]
-    return tuple(tuple(sorted((sender, *receivers))) for sender in senders)
+    """The groups in which each rank of a source sends its rows to the ranks that hold none."""
+    return tuple(tuple(sorted((sender, *receivers))) for sender in sources)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from siirl.compiler.backends import backend_of
+from siirl.compiler.models import why_not_spread
 from siirl.compiler.plan import Plan
 from siirl.compiler.profiled_nodes import profile_warnings
 from siirl.compiler.resolved_node import AGENT_WIDE
@@ -23,11 +24,10 @@ def plan_warnings(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config]) -> l
         lines += backend_of(model).advice(model, node_cfgs[model.node])
     for link in plan.links.values():
         node = plan.models[link.target].node
-        if link.kind == "local" and node_cfgs[node].actor_rollout_ref.rollout.weight_link == "spread":
-            lines.append(
-                f"node {node!r}: actor_rollout_ref.rollout.weight_link=spread has no effect: all of its "
-                "ranks hold the trainer."
-            )
+        if node_cfgs[node].actor_rollout_ref.rollout.weight_link != "spread" or link.kind == "spread":
+            continue
+        if why := why_not_spread(plan.models[link.source], plan.models[link.target]):
+            lines.append(f"node {node!r}: actor_rollout_ref.rollout.weight_link=spread has no effect: {why}.")
     lines += profile_warnings(cfg, plan)
     return list(dict.fromkeys(lines))
 

@@ -127,16 +127,21 @@ class PlannedSync:
         self._number = 0  # of the next bucket
 
     def sent(self, tensors: Iterator[Named]) -> Iterator[Named]:
-        """Pass the trainer's tensors on, and send this rank's share. GaveUp if others come, or not all."""
+        """Pass the trainer's tensors on, and send them, or see them sent. GaveUp if others come, or not all.
+
+        tensors: those of the buckets in whose broadcasts this rank takes part.
+        """
         bucket: list[Named] = []
         try:
             for name, tensor in _exported(tensors):
+                self._pass_others()
                 self._check_next(len(bucket), name, tensor)
                 bucket.append((name, tensor))
                 if len(bucket) == len(self._plan.buckets[self._number]):
                     self._send(bucket)
                     bucket = []
                 yield name, tensor
+            self._pass_others()
             if self._number < len(self._plan.buckets):
                 raise GaveUp(f"{self._expected(len(bucket))} did not come from the trainer's export")
         except GaveUp as error:
@@ -158,6 +163,11 @@ class PlannedSync:
                 yield from unpack(entries, flat)
         if failure:
             raise GaveUp(failure)
+
+    def _pass_others(self) -> None:
+        """Go on to the next bucket in whose broadcast this rank takes part."""
+        while self._number < len(self._plan.buckets) and self._rank not in self._sender().ranks:
+            self._number += 1
 
     def _expected(self, place: int) -> str:
         return self._plan.buckets[self._number][place].name

@@ -3,9 +3,9 @@
 All ranks of a link call `push` together. Ranks that hold a trainer export its weights (a collective of
 theirs); a target on such a rank loads them as they pass by. If some target ranks hold no trainer, the
 lowest trainer rank broadcasts the tensors to them in buckets. In the first sync each is announced by a
-header; the next ones go by the plan that this has made (link_buckets.py), with a link of kind "spread" from
-several trainer ranks at once. A link of kind "checkpoint" has the lowest rank write a folder that the targets
-read. No rank goes on before all agree that the sync succeeded.
+header; the next ones go by the plan that this has made (link_buckets.py). Over a link of kind "spread" each
+trainer rank sends the rows that it has (link_rows.py). A link of kind "checkpoint" has the lowest rank write
+a folder that the targets read. No rank goes on before all agree that the sync succeeded.
 """
 
 import json
@@ -35,6 +35,7 @@ from siirl.engines.link_buckets import (
     unpack,
 )
 from siirl.engines.link_folder import read_weights, write_weights
+from siirl.engines.link_rows import RowLayout
 from siirl.engines.rollout.base import WeightPart
 from siirl.engines.train.base import TrainEngine
 from siirl.engines.train.live_weights import LiveWeights
@@ -117,6 +118,7 @@ class WeightLink:
         self._groups = groups
         self._group = groups.get(plan.ranks)
         self._plan: BucketPlan | None = None
+        self._rows: RowLayout | None = None  # by which the plan is made, if trainer ranks send their rows
         self._plan_specs = 0  # digest of what the source said of its export when the plan was made
         self._announced: list[tuple[Entry, ...]] = []
         self._device = "cpu"  # on which what was announced lies
@@ -200,25 +202,41 @@ class WeightLink:
         return digest_of_specs(self._source.weight_specs()) if self._source is not None else 0
 
     def _send_over(self, meeting: Meeting) -> None:
-        """A sync with ranks that hold no trainer: by the plan, or by headers, which make one."""
-        if meeting.plan_holds:
-            plan, self._plan = self._plan, None  # a sync that fails leaves none
-            self._transfer(self._stream(meeting, self._planned(plan, meeting)), meeting.version)
-            self._plan = plan
-            return
-        self._plan, self._announced = None, []
-        self._transfer(self._stream(meeting), meeting.version)
-        self._plan_specs = self._specs_digest()
-        self._plan = BucketPlan(tuple(self._announced), self._device, _made_for(meeting))
+        """A sync with ranks that hold no trainer: by the plan; the first one by headers, which make one.
+
+        A trainer whose ranks send the rows that they have says which these are, and that makes the plan.
+        """
+        plan, self._plan = self._plan, None  # a sync that fails leaves none
+        if not meeting.plan_holds:
+            self._announced, self._rows, plan = [], self._row_layout(meeting), None
+            if self._rows is not None:
+                buckets = self._rows.buckets(BUCKET_BYTES // len(meeting.sources))
+                plan = BucketPlan(buckets, self._rows.device, _made_for(meeting))
+        planned = None if plan is None else self._planned(plan, meeting)
+        self._transfer(self._stream(meeting, planned), meeting.version)
+        if not meeting.plan_holds:
+            self._plan_specs = self._specs_digest()
+        self._plan = plan or BucketPlan(tuple(self._announced), self._device, _made_for(meeting))
+
+    def _row_layout(self, meeting: Meeting) -> RowLayout | None:
+        """That of the trainer, on all ranks, if they are to send what they have."""
+        if self._kind != "spread" or meeting.part != "merged":
+            return None
+        word: dict[str, Any] | None = None
+        if self._source is not None and self._rank == meeting.root:
+            layout = self._source.row_layout(meeting.dtype)
+            word = {"rows": layout if layout is not None and layout.ranks == meeting.sources else None}
+        rows = self._header(word, meeting.root)["rows"]
+        return None if rows is None else RowLayout.from_json(rows)
 
     def _planned(self, plan: BucketPlan, meeting: Meeting) -> PlannedSync:
-        if self._kind != "spread":
+        if self._rows is None:
             return PlannedSync(plan, [Sender(meeting.root, self._ranks, self._group)], self._rank, 1)
         senders = []
-        for ranks in sender_groups(meeting.sources, meeting.receivers):
-            group = self._groups.get(ranks) if self._rank in ranks else None
-            (rank,) = set(ranks) - set(meeting.receivers)
-            senders.append(Sender(rank, ranks, group))
+        for rank, ranks in zip(
+            meeting.sources, sender_groups(meeting.sources, meeting.receivers), strict=True
+        ):
+            senders.append(Sender(rank, ranks, self._groups.get(ranks) if self._rank in ranks else None))
         return PlannedSync(plan, senders, self._rank, IN_FLIGHT)
 
     def _live(self, part: WeightPart) -> LiveWeights | None:
@@ -265,8 +283,10 @@ class WeightLink:
                 tensors = self._through_folder(self._folder, dtype, root, meeting.version, part)
             elif self._source is None:
                 tensors = planned.received() if planned else self._received(root)
+                tensors = tensors if self._rows is None else self._rows.joined(tensors)
             elif meeting.receivers:
-                exported = _export(self._source, dtype, part)
+                rows = self._rows is not None
+                exported = self._source.export_rows(dtype) if rows else _export(self._source, dtype, part)
                 tensors = planned.sent(exported) if planned else self._sent(exported, root)
             else:
                 tensors = _export(self._source, dtype, part)

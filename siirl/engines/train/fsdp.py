@@ -14,6 +14,7 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.data.chosen_experts import no_experts
 from siirl.data.rows import take_rows
+from siirl.engines.link_rows import RowLayout
 from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
 from siirl.engines.train.expert_parallel import add_up_copies
 from siirl.engines.train.frozen_base import FrozenBase
@@ -29,10 +30,12 @@ from siirl.engines.train.fsdp_state import (
     base_names,
     exported,
     exported_adapter,
+    exported_rows,
     live,
     live_pieces,
     load_training_state,
     parts_of,
+    row_layout,
     specs,
     storages,
     training_state,
@@ -233,6 +236,13 @@ class FSDPEngine(SteppingEngine):
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._require_on_device("params")
         return exported(self._model.hf, self._parts, dtype or self._master_dtype)
+
+    def row_layout(self, dtype: torch.dtype | None = None) -> RowLayout | None:
+        return row_layout(self._model.hf, self._parts, dtype or self._master_dtype)
+
+    def export_rows(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        self._require_on_device("params")
+        return exported_rows(self._model.hf, dtype or self._master_dtype)
 
     def live_weights(self) -> LiveWeights | None:
         self._require_on_device("params")

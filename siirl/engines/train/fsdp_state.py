@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from siirl.engines.link_rows import RowLayout, Whole, whole_at_first
 from siirl.engines.train.expert_lora import adapter_parts, adapters_of_experts, merged_experts
 from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.lora import adapter_name, adapters_of, hf_name, merged_rows, plain_name
@@ -61,19 +62,50 @@ def exported(hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype) -> Itera
     Collective: every rank exhausts it. On one rank and without a cast a tensor is the live weight itself:
     copy it to keep it.
     """
+    return itertools.chain(_whole_parts(_merged(hf, dtype), parts, dtype), _buffers(hf).items())
+
+
+@torch.no_grad()
+def exported_rows(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """What this rank has of `exported`, as row_layout says, flat. Collective where adapters are merged."""
+    first = True
+    for shard in _merged(hf, dtype):
+        mesh = shard.param.device_mesh
+        first = mesh.get_local_rank(mesh.ndim - 1) == 0
+        yield shard.name, shard.local.reshape(-1)
+    for name, tensor in _buffers(hf).items():
+        yield name, tensor.reshape(-1)[: None if first else 0]
+
+
+def row_layout(hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype) -> RowLayout | None:
+    """Which rows `exported_rows` gives on which rank; None if not all are cut over the same ranks."""
+    params = dict(_named(hf))
+    meshes = {param.device_mesh for param in params.values()}
+    if len(meshes) > 1 or any(param.placements[-1] != Shard(0) for param in params.values()):
+        return None
+    mesh = meshes.pop()
+    ranks = tuple(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)))
+    tensors = []
+    for name, param in params.items():
+        shape, rows = tuple(param.shape), -(-param.shape[0] // len(ranks))
+        row = param.numel() // shape[0]
+        pieces = (min(rows, max(0, shape[0] - place * rows)) * row for place in range(len(ranks)))
+        tensors.append(Whole(name, shape, str(dtype), tuple(pieces), parts[name]))
+    tensors += [whole_at_first(name, tensor, ranks) for name, tensor in _buffers(hf).items()]
+    return RowLayout(ranks, mesh.device_type, tuple(tensors))
+
+
+def _merged(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator["_Shard"]:
+    """This rank's rows of all that is exported, with adapters merged, cast."""
     adapters, of_experts = adapters_of(hf), adapters_of_experts(hf)
-
-    def shards() -> Iterator[_Shard]:
-        for name, param in _named(hf):
-            local = param.to_local()
-            if name in adapters:
-                a, b, scale = adapters[name]
-                local = merged_rows(local, a.full_tensor(), b.to_local(), scale)
-            elif name in of_experts:
-                local = merged_experts(local, of_experts[name])
-            yield _Shard(name, local.detach().to(dtype), param)
-
-    return itertools.chain(_whole_parts(shards(), parts, dtype), _buffers(hf).items())
+    for name, param in _named(hf):
+        local = param.to_local()
+        if name in adapters:
+            a, b, scale = adapters[name]
+            local = merged_rows(local, a.full_tensor(), b.to_local(), scale)
+        elif name in of_experts:
+            local = merged_experts(local, of_experts[name])
+        yield _Shard(name, local.detach().to(dtype), param)
 
 
 def live(hf: PreTrainedModel, parts: FileParts) -> LiveWeights | None:

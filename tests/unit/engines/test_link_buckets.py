@@ -76,6 +76,13 @@ def plan_of(rng, weights):
     return BucketPlan(tuple(buckets), "cpu", ("any",))
 
 
+def share_of(plan, weights, place, count):
+    """What is in every count-th bucket, from that place on."""
+    left = iter(weights)
+    buckets = [[next(left) for _ in bucket] for bucket in plan.buckets]
+    return [named for bucket in buckets[place::count] for named in bucket]
+
+
 def exported(weights, fails_at):
     for number, named in enumerate(weights):
         if number == fails_at:
@@ -93,13 +100,14 @@ def test_all_ranks_come_to_the_end_and_none_takes_what_a_sender_gave_up(seed, sp
     receivers = tuple(rank for rank in ranks if rank not in sources)
     weights = some_weights(rng)
     plan, in_flight = plan_of(rng, weights), rng.randint(1, 4) if spread else 1
-    fails = {rank: rng.randrange(len(weights)) for rank in sources if rng.random() < 0.3}
-    lies = {rank for rank in sources if rank not in fails and rng.random() < 0.15}
-
     groups, heads = [tuple(ranks)], [sources[0]]
     if spread:
-        groups = sender_groups(sources, receivers)
-        heads = [min({*group} - {*receivers}) for group in groups]
+        groups, heads = list(sender_groups(sources, receivers)), list(sources)
+    given = {rank: weights for rank in sources}
+    if spread:
+        given = {rank: share_of(plan, weights, place, len(heads)) for place, rank in enumerate(heads)}
+    fails = {rank: rng.randrange(len(given[rank])) for rank in sources if given[rank] and rng.random() < 0.3}
+    lies = {rank for rank in sources if rank not in fails and rng.random() < 0.15}
 
     def run(rank):
         made = {group: network.group(rank, group) for group in groups if rank in group}
@@ -108,7 +116,7 @@ def test_all_ranks_come_to_the_end_and_none_takes_what_a_sender_gave_up(seed, sp
         if rank in receivers:
             stream = sync.received()
         else:
-            own = [*weights, ("more", torch.zeros(2))] if rank in lies else weights
+            own = [*given[rank], ("more", torch.zeros(2))] if rank in lies else given[rank]
             stream = sync.sent(exported(own, fails.get(rank)))
         came = []
         try:
@@ -124,11 +132,12 @@ def test_all_ranks_come_to_the_end_and_none_takes_what_a_sender_gave_up(seed, sp
     for rank, (failure, came) in zip(ranks, told, strict=True):
         assert bool(failure) == (rank in fails or rank in lies) or rank in receivers
         if not failure:
-            same_as(came, weights)
-    until, broken = 0, False
+            same_as(came, given.get(rank, weights))
+    until, broken = dict.fromkeys(heads, 0), False
     for number, bucket in enumerate(plan.buckets):
-        until += len(bucket)
-        broken = broken or until > fails.get(heads[number % len(heads)], until)
+        head = heads[number % len(heads)]
+        until[head] += len(bucket)
+        broken = broken or until[head] > fails.get(head, until[head])
     for rank in receivers:
         failure, came = told[rank]
         assert bool(failure) == broken and ("out of memory" in failure) == broken

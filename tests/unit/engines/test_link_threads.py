@@ -11,8 +11,10 @@ import torch
 
 from siirl.compiler.plan import LinkPlan
 from siirl.engines import link_buckets, links
+from siirl.engines.link_rows import RowLayout, Whole
 from siirl.engines.links import make_link
 from siirl.errors import WeightSyncError
+from siirl.model_files.file_parts import FilePart
 
 
 class Place:
@@ -68,7 +70,8 @@ class Network:
 
 
 class Trainer:
-    def __init__(self):
+    def __init__(self, rank=0, ranks=(0,)):
+        self.place, self.ranks = ranks.index(rank), ranks
         self.version, self.scale, self.fails_at, self.more, self.says_more = 0, 1.0, None, False, False
         draw = torch.Generator().manual_seed(0)
         self.weights = {f"w{n}": torch.randn(n % 5 + 1, 7, generator=draw) for n in range(30)}
@@ -78,9 +81,27 @@ class Trainer:
         more = {"more": torch.ones(2)} if self.says_more else {}
         return {name: (tuple(x.shape), x.dtype) for name, x in (self.weights | more).items()}
 
+    def row_layout(self, dtype=None):
+        tensors = []
+        for name, tensor in self.made().items():
+            sizes = tuple(len(piece) for piece in self.pieces(tensor))
+            part = FilePart(name, tuple(tensor.shape), tensor.stride(), 0)
+            tensors.append(Whole(name, tuple(tensor.shape), str(tensor.dtype), sizes, (part,)))
+        return RowLayout(self.ranks, "cpu", tuple(tensors))
+
+    def pieces(self, tensor):
+        rows = -(-len(tensor) // len(self.ranks))
+        return [tensor[rows * place : rows * (place + 1)].reshape(-1) for place in range(len(self.ranks))]
+
+    def export_rows(self, dtype=None):
+        for name, tensor in self.export_weights(dtype):
+            yield name, self.pieces(tensor)[self.place]
+
+    def made(self):
+        return {"more": torch.ones(2)} | self.weights if self.more else self.weights
+
     def export_weights(self, dtype=None):
-        made = {"more": torch.ones(2)} | self.weights if self.more else self.weights
-        for number, (name, tensor) in enumerate(made.items()):
+        for number, (name, tensor) in enumerate(self.made().items()):
             if number == self.fails_at:
                 raise RuntimeError("out of memory")
             yield name, tensor * self.scale if tensor.is_floating_point() else tensor
@@ -136,13 +157,14 @@ def test_a_link_brings_all_weights_or_fails_on_all_ranks_and_goes_on(seed, kind,
     monkeypatch.setattr(links, "BUCKET_BYTES", 300)
     ranks = tuple(range(rng.randint(2, 5)))
     sources = tuple(sorted(rng.sample(ranks, rng.randint(1, len(ranks) - 1))))
-    targets = {rank for rank in ranks if rank not in sources or rng.random() < 0.4}
+    both = 0.4 if kind == "broadcast" else 0.0
+    targets = {rank for rank in ranks if rank not in sources or rng.random() < both}
     turns = [rng.choice(TROUBLES) for _ in range(10)]
     culprits = [(rng.choice(sources), rng.choice(sorted(targets))) for _ in turns]
     plan, outcomes = LinkPlan("link", "trainer", "rollout", ranks, kind), expected(turns)
 
     def run(rank):
-        trainer = Trainer() if rank in sources else None
+        trainer = Trainer(rank, sources) if rank in sources else None
         target = Target(Trainer().weight_specs()) if rank in targets else None
         link = make_link(plan, trainer, target, Place(rank, network), Path("never"))
         for version, (planned, words) in enumerate(outcomes, 1):
