@@ -7,14 +7,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from proven_models import ALONE, FILE, ROOT, TRAINING, Case, Cases, Proof, load, merge
+from proven_models import ALONE, FILE, ROOT, SAMPLED, TRAINING, Case, Cases, Proof, load, merge
 
 from siirl.compiler.model_types import TRAINABLE, known_types
+from siirl.compiler.vllm_models import WHY_NOT
 
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- what was proven, of models_proven.json: begin -->", "<!-- end -->"
-CPU, FP32 = "CPU", "float32"
+CPU, FP32, FSDP = "CPU", "float32", "fsdp"
 NOT_RUN = "not run"
+REFUSED = "refused"
 NAMED = 3
 """Up to so many layouts are named; of more, the sizes that they have."""
 
@@ -40,8 +42,8 @@ def strangers(cases: Cases) -> list[Case]:
 
 
 def _on_cpu(cases: Cases) -> Iterator[str]:
-    yield "| model type | strategy | layouts | log-prob | gradient | besides |"
-    yield "|---|---|---|---|---|---|"
+    yield "| model type | strategy | layouts | log-prob | gradient | in vLLM | besides |"
+    yield "|---|---|---|---|---|---|---|"
     here = {case: proof for case, proof in cases.items() if (case.device, case.dtype) == (CPU, FP32)}
     rows = sorted((kind, strategy) for strategy in TRAINABLE for kind in known_types(strategy))
     for kind, strategy in rows:
@@ -50,8 +52,18 @@ def _on_cpu(cases: Cases) -> Iterator[str]:
             if (case.model_type, case.strategy) == (kind, strategy):
                 parts.setdefault(case.part, {})[case] = proof
         own = parts.pop(TRAINING, {})
+        parts.pop(SAMPLED, None)
         cells = [layouts(own), *farthest(own.values())] if own else [NOT_RUN, "", ""]
+        cells.append(_in_vllm(kind, here) if strategy == FSDP else "")
         yield f"| {kind} | {strategy} | {' | '.join(cells)} | {_besides(parts)} |"
+
+
+def _in_vllm(kind: str, here: Cases) -> str:
+    """How near vLLM's log-probs of a type came; by whatever strategy it is trained, so it is said once."""
+    if kind in WHY_NOT:
+        return REFUSED
+    found = [proof for case, proof in here.items() if (case.model_type, case.part) == (kind, SAMPLED)]
+    return farthest(found)[0] if found else NOT_RUN
 
 
 def _besides(parts: dict[str, Cases]) -> str:
@@ -92,7 +104,7 @@ def farthest(found: Iterable[Proof]) -> list[str]:
 
 
 def _largest(numbers: list[float]) -> str:
-    return f"{max(numbers):.1e}" if numbers else ""
+    return f"{max(numbers):.1e}".replace("e-0", "e-") if numbers else ""
 
 
 if __name__ == "__main__":

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 import vision_cases as vision
+from proven_models import SAMPLED, record
+from recorded_cases import case_of, type_of
 from safetensors.torch import load_file
+from train_engine_cases import Scenario
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
@@ -15,6 +18,7 @@ from siirl.data.image_reader import ImageReader
 from siirl.data.seen import Seen
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
+from siirl.engines.rollout.vllm.vllm_rollout import VLLMRollout
 from siirl.parallel.dims import ParallelDims
 
 SEEN = [(vision.SMALL,), (vision.WIDE,), (vision.OTHER,), (), (vision.WIDE, vision.TALL), (vision.WIDE,)]
@@ -95,12 +99,15 @@ def test_log_probs_are_those_of_hugging_face_and_tokens_do_not_depend_on_the_bat
     reference, folder, engine, prompts, placed
 ):
     params = SamplingParams(max_tokens=6, n=8, temperature=HOT, ignore_eos=True)
-    found = engine.generate_seeing(prompts, placed, params, SEEDS)
+    found, gaps = engine.generate_seeing(prompts, placed, params, SEEDS), []
     assert vision.IMAGE in {token for one in found for sample in one for token in sample.token_ids}
     for prompt, seen, samples in zip(prompts, SEEN, found, strict=True):
         for sample in (one for one in samples if vision.TWIN not in one.token_ids[:-1]):
             wanted = log_probs(reference, folder, prompt, seen, sample.token_ids)
             assert sample.log_probs == pytest.approx(wanted, abs=1e-5)
+            gaps += [abs(ours - theirs) for ours, theirs in zip(sample.log_probs, wanted, strict=True)]
+    if isinstance(engine, VLLMRollout):
+        record(case_of(type_of(folder), Scenario("", 1), SAMPLED), max(gaps))
     for index in (2, 4):
         (alone,) = engine.generate_seeing([prompts[index]], [placed[index]], params, [SEEDS[index]])
         assert tokens(alone) == tokens(found[index])

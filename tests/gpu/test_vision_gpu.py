@@ -11,7 +11,7 @@ import torch
 import vision_cases as vision
 from fixtures_tiny import write_parquet
 from job_harness import ROOT, Finished
-from proven_models import record
+from proven_models import SAMPLED, record
 from recorded_cases import case_of, on_cuda, type_of
 from safetensors.torch import load_file
 from train_engine_cases import Scenario
@@ -99,7 +99,7 @@ def test_vllm_says_of_images_what_hugging_face_does(folder, tmp_path, dtype, bou
     print(f"{folder.name} {dtype}: mean {distance.mean():.2e}, largest {distance.max():.2e}")
     assert float(distance.mean()) < bound / 4 and float(distance.max()) < bound
     ran = on_cuda(Scenario("", 1))
-    record(case_of(type_of(folder), ran, "sampled by vLLM", dtype), float(distance.max()))
+    record(case_of(type_of(folder), ran, SAMPLED, dtype), float(distance.max()))
 
 
 def rows() -> list[dict]:

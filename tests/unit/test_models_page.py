@@ -7,9 +7,10 @@ from pathlib import Path
 import models_page
 import proven_models
 import pytest
-from proven_models import ALONE, TRAINING, Case, Proof
+from proven_models import ALONE, SAMPLED, TRAINING, Case, Proof
 
 from siirl.compiler.model_types import TRAINABLE, known_types
+from siirl.compiler.vllm_models import WHY_NOT
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CASE = Case("qwen3", "fsdp", TRAINING, ALONE, "CPU", "float32")
@@ -36,10 +37,20 @@ def test_every_type_that_a_strategy_trains_has_a_row_with_what_was_proven_or_tha
     page = models_page.PAGE.read_text()
     wanted = {(kind, strategy) for strategy in TRAINABLE for kind in known_types(strategy)}
     written = page.partition(models_page.BEGIN)[2].partition(models_page.END)[0]
-    tables = [row for row in rows(written) if len(row) == 6]
-    found = {(row[0], row[1]): row[2:] for row in tables[2:]}
-    assert found.keys() == wanted and len(tables) == 2 + len(wanted)
-    for (kind, strategy), (layouts, log_prob, *_) in found.items():
+    head, *tables = [row for row in rows(written) if len(row) == 7]
+    tables = tables[1 : 1 + len(wanted)]
+    found = {(row[0], row[1]): row[2:] for row in tables}
+    assert found.keys() == wanted and head[5] == "in vLLM"
+    for (kind, strategy), (layouts, log_prob, _, in_vllm, _) in found.items():
+        if strategy == "megatron":
+            assert in_vllm == "", kind
+        elif kind in WHY_NOT or in_vllm == models_page.NOT_RUN:
+            sampled = any(
+                (case.model_type, case.part, case.device) == (kind, SAMPLED, "CPU") for case in cases
+            )
+            assert not sampled and (in_vllm == models_page.REFUSED) == (kind in WHY_NOT), kind
+        else:
+            assert float(in_vllm) < 2e-5, kind
         own = CASE._replace(model_type=kind, strategy=strategy)
         proven = [case for case in cases if case._replace(layout=ALONE) == own]
         assert (layouts != models_page.NOT_RUN) == bool(proven), (kind, strategy)
@@ -84,13 +95,16 @@ def layout_of(settings: dict, strategy: str) -> str:
 
 def test_a_row_has_the_largest_distances_and_names_layouts_or_their_sizes():
     cases = {CASE: NEAR, CASE._replace(layout="cp2"): Proof(4e-6, 1e-7, "abc")}
-    assert row_of(cases, "qwen3", "fsdp")[2:] == ["1 rank, cp2", "4.0e-06", "3.0e-07", ""]
+    assert row_of(cases, "qwen3", "fsdp")[2:] == ["1 rank, cp2", "4.0e-6", "3.0e-7", "not run", ""]
     cases |= {CASE._replace(layout=name): NEAR for name in ("cp2 ep2", "dp2")}
     assert row_of(cases, "qwen3", "fsdp")[2] == "4 of cp2 dp2 ep2"
     cases[CASE._replace(part="adapters")] = Proof(1e-6, 5e-6, "abc")
     cases[CASE._replace(part="router loss")] = Proof(None, 6e-7, "abc")
-    assert row_of(cases, "qwen3", "fsdp")[5] == "adapters, router loss: 5.0e-06"
-    assert row_of(cases, "qwen3", "megatron")[2:] == ["not run", "", "", ""]
+    assert row_of(cases, "qwen3", "fsdp")[6] == "adapters, router loss: 5.0e-6"
+    cases[CASE._replace(part=SAMPLED)] = Proof(7e-6, None, "abc")
+    assert row_of(cases, "qwen3", "fsdp")[5:] == ["7.0e-6", "adapters, router loss: 5.0e-6"]
+    assert row_of(cases, "qwen3", "megatron")[2:] == ["not run", "", "", "", ""]
+    assert row_of(cases, "gpt_oss", "fsdp")[5] == "refused"
     bound = {CASE._replace(device="H100"): Proof("<1e-4", None, "a test")}
     last = rows(models_page.table(cases | bound))[-1]
     assert last == ["qwen3", "fsdp", "H100, float32", TRAINING, ALONE, "<1e-4", ""]
