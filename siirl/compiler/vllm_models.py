@@ -50,5 +50,6 @@ def _windows_differ(config: Mapping[str, Any]) -> bool:
         return len(set(kinds)) > 1
     if not config.get("use_sliding_window") or config.get("sliding_window", 1) is None:
         return False
-    bound, layers = config.get("max_window_layers", 28), config.get("num_hidden_layers", 0)
+    bound = config.get("max_window_layers", 28)  # both as transformers takes them
+    layers = config.get("num_hidden_layers", 32)
     return bound > 0 if kind == "qwen2_moe" else 0 < bound < layers  # every second one below; all above
