@@ -167,6 +167,18 @@ def test_what_is_kept_elsewhere_is_copied_while_more_comes(seed, tmp_path, monke
     lose_a_process(random.Random(seed), True, sent, tmp_path, monkeypatch, live_share=0.0)
 
 
+def test_the_next_update_begins_when_all_of_the_one_before_is_copied(monkeypatch):
+    """Else old bytes land where the loaders of the next one read."""
+    copy = kept_weights._copy_aside
+    monkeypatch.setattr(kept_weights, "_copy_aside", lambda *args: (time.sleep(0.1), copy(*args)))
+    kept = kept_weights.KeptWeights(64, CPU)
+    for begin in (0, 32):
+        kept.copying(begin, torch.full((32,), 1, dtype=torch.uint8))
+    kept.restart()
+    assert torch.equal(kept.buffer.data, torch.ones(64, dtype=torch.uint8))
+    kept.close()
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_by_default_the_loaders_take_each_tensor_and_nobody_asks_where_they_land(seed, tmp_path, monkeypatch):
     by_loaders = EngineWeights("engine", SPECS, CPU, True, EngineShard((0,)))

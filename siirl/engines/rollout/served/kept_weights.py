@@ -31,7 +31,7 @@ class KeptWeights:
         self._filled = 0
         self._copier = ThreadPoolExecutor(1, "keep-weights")
         self._due: Callable[[], None] | None = None
-        self._running: Future | None = None
+        self._running: list[Future] = []
 
     @property
     def buffer(self) -> SharedBuffer:
@@ -62,7 +62,9 @@ class KeptWeights:
 
     def copying(self, begin: int, data: Tensor) -> Future:
         """Copy bytes there, beside what this thread and its stream of the device do."""
-        return self._copier.submit(_copy_aside, self.buffer.data[begin : begin + len(data)], data)
+        copying = self._copier.submit(_copy_aside, self.buffer.data[begin : begin + len(data)], data)
+        self._running.append(copying)
+        return copying
 
     def fill_later(self, fill: Callable[[], None]) -> None:
         """What `fill` writes is missing until it has run: by `start`, or when somebody waits for it."""
@@ -71,14 +73,14 @@ class KeptWeights:
     def start(self) -> None:
         """Begin with what is missing, in the background."""
         if self._due is not None:
-            self._running, self._due = self._copier.submit(self._due), None
+            self._running.append(self._copier.submit(self._due))
+            self._due = None
 
     def wait(self) -> None:
-        """Until nothing is missing."""
+        """Until nothing is missing and nothing is being copied."""
         self.start()
-        if self._running is not None:
-            running, self._running = self._running, None
-            running.result()
+        while self._running:
+            self._running.pop(0).result()
 
     def close(self) -> None:
         """Free it. Idempotent."""

@@ -95,10 +95,9 @@ class WeightWriter:
 
         weights: checked ones; of `live`, they are asked for once only. What was kept is lost.
         """
-        while self._copying:  # the last ones of the update before
-            self._copying.popitem()[1].result()
         if self._kept is not None:
             self._kept.restart()
+        self._copying.clear()
         buffer = self.buffer()
         self._num_written += 1
         if live is None:
