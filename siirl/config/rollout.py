@@ -277,6 +277,13 @@ class RolloutConfig:
         "memory; False: what there is of them is read again under the new weights",
         when="max_lag",
     )
+    speculative_tokens: int = key(
+        0,
+        "most tokens of a response that are guessed at once, as those that followed the last ones earlier in "
+        "its row, and computed in one pass; drawn is what would be without guesses. 0: none",
+        low=0,
+        when="name=vllm",
+    )
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own")
 
     @property

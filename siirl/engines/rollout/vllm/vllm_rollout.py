@@ -23,6 +23,8 @@ class VLLMRollout(ServedRollout):
     counters = (
         ("vllm:num_preemptions", "rollout/vllm_preemptions_total"),
         ("vllm:kv_cache_usage_perc", "rollout/vllm_kv_cache_usage"),
+        ("vllm:spec_decode_num_draft_tokens", "rollout/vllm_guessed_tokens_total"),
+        ("vllm:spec_decode_num_accepted_tokens", "rollout/vllm_guessed_right_total"),
     )
 
     def check_here(self, plan: ModelPlan, cfg: Config, device: torch.device) -> None:
@@ -47,7 +49,8 @@ class VLLMRollout(ServedRollout):
 
     def engine_environment(self, num_ranks: int, gpus: list[str]) -> dict[str, str]:
         """See ServedRollout."""
-        return engine_environment(num_ranks, self._device, gpus)
+        guesses = self._cfg.actor_rollout_ref.rollout.speculative_tokens > 0
+        return engine_environment(num_ranks, self._device, gpus, guesses)
 
 
 def _says_experts(plan: ModelPlan, cfg: Config) -> bool:
