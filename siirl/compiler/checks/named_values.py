@@ -1,4 +1,4 @@
-"""Numbers by name, beside the score, that a run asks rewards for: whether what scores its rows has them. Pure."""
+"""Numbers by name, beside the score, that a run asks rewards for: whether its rows get them. Pure."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from siirl.errors import ConfigError, UserError
 
 
 def check_named_values(kept: Workflow) -> Iterator[UserError]:
-    """Names that a model's score, or a sum of rewards, does not come with. What functions return, they know."""
+    """Names that a model's score, or a sum of rewards, does not come with. Functions may return any."""
     scorers = {node.agent: node for node in kept.nodes.values() if node.op.scores and _gives_score(node)}
     for node in kept.nodes.values():
         scorer = scorers.get(node.agent)
