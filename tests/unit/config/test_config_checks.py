@@ -222,6 +222,13 @@ def test_a_key_that_acts_does_not_warn(overrides):
     assert effect_warnings(configured(overrides)) == []
 
 
+@pytest.mark.parametrize("key", ["profiler.enable=true", "trainer.save_freq=5", "trainer.test_freq=5"])
+def test_keys_of_steps_are_named_where_a_run_only_validates(key):
+    assert not effect_warnings(configured([key]))
+    (line,) = effect_warnings(configured([key, "trainer.val_only=true"]))
+    assert line == f"{key} has no effect: trainer.val_only is true, so there are no steps."
+
+
 def test_passes_over_one_row_at_a_time_are_named():
     tokens, kl = f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.use_kl_loss=true"
     one_step = ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64"]
