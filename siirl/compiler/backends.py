@@ -37,7 +37,7 @@ from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.common import FLASH_4, TrainedConfig
-from siirl.config.resolve import get
+from siirl.config.resolve import get, sizes_group
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model, sequence_ranks
 from siirl.config.teacher import TeacherConfig
 from siirl.dag.ops import ModelRole
@@ -198,6 +198,7 @@ def _megatron_model(
     return MegatronModel(
         who=who,
         group=ROLE_GROUPS[role],
+        sizes=f"{sizes_group(cfg, ROLE_GROUPS[role])}.megatron",
         section=group.megatron,
         optimizer_options=_optimizer_options(group),
         trains=trains,
