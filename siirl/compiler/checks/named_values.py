@@ -14,14 +14,16 @@ def check_named_values(kept: Workflow) -> Iterator[UserError]:
     for node in kept.nodes.values():
         scorer = scorers.get(node.agent)
         known = None if scorer is None else _numbers(scorer)
-        for key, name in _asked(node) if known is not None else ():
-            rewards = {other.partition("/")[0] for other in known}
-            if name not in known and name.partition("/")[0] not in rewards:
-                has = f"gives {', '.join(known)}" if known else "gives the score of a model alone"
-                yield ConfigError(
-                    f"{node}: {key} names {name!r}, but {scorer} {has}. Name "
-                    f"{', '.join(dict.fromkeys((*known, 'score')))}, or score by a function that returns it."
-                )
+        if known is None:
+            continue
+        for key, name in _asked(node):
+            if name in known or name.partition("/")[0] in known:
+                continue
+            has = f"gives {', '.join(known)}" if known else "gives the score of a model alone"
+            yield ConfigError(
+                f"{node}: {key} names {name!r}, but {scorer} {has}. Name "
+                f"{', '.join(dict.fromkeys((*known, 'score')))}, or score by a function that returns it."
+            )
 
 
 def _gives_score(node: ResolvedNode) -> bool:
