@@ -126,10 +126,14 @@ def _whiten(advantage_BT: Tensor, mask_BT: Tensor, totals: Tensor) -> Tensor:
     return torch.where(mask_BT.bool(), white_BT, 0).to(advantage_BT.dtype)
 
 
+LEAST_SIGNAL = 1e-5
+"""Advantages nearer to 0 are none: with a KL in the reward, those of equal scores are its rounding."""
+
+
 def _row_counts(advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
     mask_BT = mask_BT.bool()
     trained_B = mask_BT.any(-1)
-    with_signal_B = ((advantage_BT != 0) & mask_BT).any(-1)
+    with_signal_B = ((advantage_BT.abs() > LEAST_SIGNAL) & mask_BT).any(-1)
     return torch.stack([trained_B.sum(), with_signal_B.sum()]).double()
 
 
@@ -147,7 +151,7 @@ WHITEN = AcrossRanks(_moments, _whiten)
 """Zero mean and unit variance (n - 1) over all trained tokens of the batch."""
 
 UPWEIGHT_SIGNAL = AcrossRanks(_row_counts, _upweight_signal)
-"""Scale by rows / rows with a non-zero advantage, so that rows without signal do not shrink the step."""
+"""Scale by rows / rows with an advantage (LEAST_SIGNAL), so that the others do not shrink the step."""
 
 
 def _over_tokens(value_B: Tensor, mask_BT: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from siirl.compiler.checks.fsdp_options import check_fsdp_options
 from siirl.compiler.checks.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.compiler.checks.megatron_options import recomputation
 from siirl.compiler.checks.packages import check_megatron_packages, sglang_version, vllm_version
@@ -37,11 +38,11 @@ from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.common import FLASH_4, TrainedConfig
-from siirl.config.resolve import get
+from siirl.config.resolve import get, sizes_group
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model, sequence_ranks
 from siirl.config.teacher import TeacherConfig
 from siirl.dag.ops import ModelRole
-from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
+from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError, joined
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.megatron_groups import megatron_groups
 from siirl.parallel.placement import Ranks
@@ -198,6 +199,7 @@ def _megatron_model(
     return MegatronModel(
         who=who,
         group=ROLE_GROUPS[role],
+        sizes=f"{sizes_group(cfg, ROLE_GROUPS[role])}.megatron",
         section=group.megatron,
         optimizer_options=_optimizer_options(group),
         trains=trains,
@@ -240,6 +242,8 @@ def _check_fsdp(cfg: Config, role: ModelRole, dims: ParallelDims, node: Resolved
     _check_sequence_ranks(cfg, role, dims, node)
     _check_expert_ranks(role, dims, node)
     check_trained_model(cfg, role, str(node))
+    if problems := [*check_fsdp_options(cfg, role, node)]:
+        raise joined(problems)
 
 
 def _check_sequence_ranks(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:

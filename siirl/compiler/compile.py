@@ -23,6 +23,7 @@ from siirl.compiler.checks.given_responses import check_given, check_order, chec
 from siirl.compiler.checks.image_checks import check_images
 from siirl.compiler.checks.lag_checks import check_kept_kv, check_lag, check_loaders
 from siirl.compiler.checks.low_precision import check_log_prob_bound, check_quantized
+from siirl.compiler.checks.named_values import check_named_values
 from siirl.compiler.checks.replaced_weights import check_weights_in_place
 from siirl.compiler.checks.replayed_routers import check_router_replay
 from siirl.compiler.checks.reward_training import check_reward_training
@@ -210,6 +211,7 @@ def _check(
     found.take(check_critics(kept))
     found.take(check_sampling(kept))
     found.take(check_resampling(kept))
+    found.take(check_named_values(kept))
     found.take(check_lag(kept))
     found.take(check_given(kept))
     found.take(check_pairs(kept))

@@ -214,6 +214,8 @@ def _model_layout(node: ResolvedNode, model: ModelPlan, rowset: str, rows: Agent
     if node.op.split == "cost" and rows is not None and rows.balance and model.dims.dp > 1:
         split = "prompt_cost" if backend_of(model).shares_prompts else "cost"
         mini = rows.mini_batch_rows.get(_trainer(node), rows.mini_batch_rows.get(ROLES["actor"].trainer, 0))
+        if not model.trains and mini < len(set(shards)):
+            mini = 0  # it has the whole batch at once, and its rows do not lie as a trainer's can
         return Layout(model.ranks, shards, rowset, split, mini)
     return Layout(model.ranks, shards, rowset)
 
@@ -255,8 +257,10 @@ def _check_full(node: ResolvedNode, layout: Layout, rows: AgentRows) -> None:
     """PlacementError if a shard would get no rows."""
     shards = layout.num_shards
     if layout.split != "group":
-        unit, count = "rows of a mini-batch", layout.mini_batch_rows or rows.samples
-        keys = f"{_trainer(node)}.ppo_mini_batch_size or actor_rollout_ref.rollout.n"
+        unit = "rows of a mini-batch" if layout.mini_batch_rows else "rows of a batch"
+        count = layout.mini_batch_rows or rows.samples
+        mini = f"{_trainer(node)}.ppo_mini_batch_size" if layout.mini_batch_rows else "data.train_batch_size"
+        keys = f"{mini} or actor_rollout_ref.rollout.n"
         arithmetic = f" ({count // rows.n} prompts x {rows.n} responses)"
     else:
         unit, count, arithmetic = "prompts of a batch", rows.generated, ""

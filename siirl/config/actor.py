@@ -35,9 +35,15 @@ class PolicyLossConfig:
     )
     ppo_kl_coef: float = key(0.1, "weight of the kl_cov penalty", when=losses_with("ppo_kl_coef"), low=0)
     tau_pos: float = key(
-        1.0, "temperature of sapo's gate for positive advantages", when=losses_with("tau_pos")
+        1.0,
+        "temperature of sapo's gate for positive advantages",
+        when=losses_with("tau_pos"),
+        low=0,
+        excluded=0,
     )
-    tau_neg: float = key(1.05, "temperature of sapo's gate for the others", when=losses_with("tau_neg"))
+    tau_neg: float = key(
+        1.05, "temperature of sapo's gate for the others", when=losses_with("tau_neg"), low=0, excluded=0
+    )
     clip_divergence: float = key(
         0.15, "trust region of dppo_tv and dppo_kl", when=losses_with("clip_divergence"), low=0
     )
@@ -109,7 +115,7 @@ class RolloutCorrectionConfig:
     reject_low: float = key(0.5, "least ratio", when=f"reject={'|'.join(RATIO_LEVELS)}", low=0)
     reject_high: float = key(2.0, "greatest ratio", when=f"reject={'|'.join(RATIO_LEVELS)}", low=0)
     reject_divergence: float | None = key(
-        None, "greatest divergence, in nats", when=f"reject={'|'.join(ROW_DIVERGENCES)}", low=0
+        None, "greatest divergence, in nats", when=f"reject={'|'.join(ROW_DIVERGENCES)}", low=0, excluded=0
     )
 
 
@@ -168,6 +174,7 @@ class ActorConfig(TrainedConfig):
         "off-policy sequence masking: tokens of negative advantage do not count in the policy loss of a row "
         "that the policy finds less likely than the rollout engine by more nats a token; null: off",
         low=0,
+        excluded=0,
     )
     top_entropy_quantile: float = key(
         1.0,

@@ -206,12 +206,22 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "{n=} with val_kwargs.do_sample=false: all {n} greedy responses would be the same. Set "
             "{}.do_sample=true {}.temperature=1.0, or {}.n=1.",
         ),
+        Contradiction(
+            lambda val: val.n > 1 and val.do_sample and val.top_k == 1,
+            "{n=} with {top_k=}: with one token to choose from, all {n} responses would be the same. Set "
+            "{}.top_k=-1, or {}.n=1.",
+        ),
     ),
     (ROLLOUT,): (
         Contradiction(
             lambda rollout: rollout.n > 1 and not rollout.do_sample,
             "{n=} with {do_sample=}: all {n} greedy responses of a prompt would be the same. Set "
             "{}.do_sample=true.",
+        ),
+        Contradiction(
+            lambda rollout: rollout.n > 1 and rollout.do_sample and rollout.top_k == 1,
+            "{n=} with {top_k=}: with one token to choose from, all {n} responses of a prompt would be the "
+            "same. Set {}.top_k=-1.",
         ),
         Contradiction(
             lambda rollout: rollout.name == "hf" and rollout.tensor_model_parallel_size > 1,

@@ -23,6 +23,12 @@ OF_CHECKPOINTS = tuple(
 )
 """Keys of the trainer about what a run without training does not have."""
 
+OF_STEPS = (
+    *(f"trainer.{name}" for name in ("save_freq", "memory_checkpoint_freq", "export_hf", "test_freq")),
+    "profiler.enable",
+)
+"""Keys about steps, and what is made of them, of which a run that validates once has none."""
+
 
 def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
     """One line for each key that was set to more than its default and changes nothing in this run, and for
@@ -117,6 +123,8 @@ def _without(cfg: Config, name: str) -> str:
     """Why a key has no effect in a run that lacks what it is about, or an empty string."""
     if cfg.trainer.rollout_only and name in OF_CHECKPOINTS:
         return "trainer.rollout_only is true, so there is nothing to save or to resume"
+    if cfg.trainer.val_only and name in OF_STEPS:
+        return "trainer.val_only is true, so there are no steps"
     if cfg.actor_rollout_ref.rollout.replays and name == "trainer.dump_rollouts_dir":
         return "actor_rollout_ref.rollout.name is replay, so the rows are recorded already"
     logger = "prometheus" if name.startswith("trainer.prometheus_") else ""

@@ -82,6 +82,16 @@ def compute_dtype(cfg: Config, role: str) -> str:
     return get(cfg, f"{POLICY}.{role}.{COMPUTE_DTYPE[strategy]}")
 
 
+def sizes_group(cfg: Config, group: str) -> str:
+    """The group with the keys of a model's Megatron sizes: the actor's for a reference that follows it.
+
+    A single size of its own would put its other ones back to their defaults.
+    """
+    actor, ref = f"{POLICY}.actor", f"{POLICY}.ref"
+    follows = group == ref and set(REF_SIZES).isdisjoint(cfg.explicit)
+    return actor if follows and get(cfg, f"{actor}.strategy") == get(cfg, f"{ref}.strategy") else group
+
+
 def followed_value(cfg: Config, name: str) -> Any:
     """What a key of `FOLLOWS` is while nobody sets it."""
     if name in REF_LAYOUT and not set(REF_SIZES).isdisjoint(cfg.explicit):

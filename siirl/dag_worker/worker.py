@@ -268,7 +268,7 @@ class DAGWorker:
         return OpContext(
             self.nodes[ins.node],
             Moment(record.step, record.validate, record.round),
-            Peers(self.groups.get(layout.ranks), is_shard_leader),
+            Peers(self.groups.get(layout.ranks), is_shard_leader, layout.split == "group"),
             Metrics(),
             Samples(record.samples if is_shard_leader else [], self.sample_limit, record.later),
             tuple(key.name for key in ins.writes) if isinstance(ins, Run) else (),

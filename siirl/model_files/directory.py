@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ INDEX = "model.safetensors.index.json"
 STRETCHED = ("linear", "dynamic", "yarn")  # rope types whose factor multiplies the positions
 SCORE_WEIGHT, SCORE_BIAS = "score.weight", "score.bias"
 """Name of the head of models saved as ForSequenceClassification or ForTokenClassification."""
+IN_LAYER = re.compile(r"\.\d+\.")
+"""In the names of tensors of blocks, which are numbered."""
 _DIGEST_PLACES, _DIGEST_BYTES = 256, 4096
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its JSON header
 
@@ -142,6 +145,8 @@ def check_model_files(cfg: Config, role: str, trains: bool = False) -> None:
         check_image_files(path)
     if not ROLES[role].takes_weights:
         _check_weights(cfg, path, role)
+    if trains:
+        _check_adapted(cfg, path, role)
     if ROLES[role].head == "score":
         check_reward_model(cfg, path, trains)
 
@@ -158,6 +163,32 @@ def _check_weights(cfg: Config, path: Path, role: str) -> None:
             f"{_here()}: {ROLE_GROUPS[role]}.megatron.dist_checkpointing_path={stored} "
             f"{'has no .metadata' if stored.is_dir() else 'does not exist'}: weights are read from there. "
             "Give a directory that `siirl convert` wrote, or that of a model in a checkpoint."
+        )
+
+
+def _check_adapted(cfg: Config, path: Path, role: str) -> None:
+    """ConfigError for names of modules that are to have adapters, and that the model does not have.
+
+    peft takes the names that it finds, and is content with one. A model without weight files is passed over.
+    """
+    model, keys = role_model(cfg, role), ROLES[role].model
+    targets = model.target_modules
+    if (
+        not model.lora_rank
+        or isinstance(targets, str)
+        or not any((path / x).is_file() for x in (WEIGHTS, INDEX))
+    ):
+        return
+    shapes = weight_shapes(path)
+    modules = [
+        name.removesuffix(".weight") for name in shapes if len(shapes[name]) > 1 and IN_LAYER.search(name)
+    ]
+    missing = [name for name in targets if not any(module.endswith(f".{name}") for module in modules)]
+    if missing:
+        layers = {module.rpartition(".")[2] for module in modules}
+        raise ConfigError(
+            f"{_here()}: {keys}.target_modules=[{','.join(targets)}]: {path} has no {', '.join(missing)}. "
+            f"The matrices of its layers are {', '.join(sorted(layers))}. Name some of these, or all-linear."
         )
 
 

@@ -63,6 +63,9 @@ class Peers(NamedTuple):
     is_shard_leader: bool = True
     """Of the ranks that hold the same rows (tensor-parallel ones), the one that counts in sums over ranks."""
 
+    has_whole_groups: bool = True
+    """Whether all samples of a prompt are on one rank; else they lie by their cost."""
+
 
 class Samples(NamedTuple):
     """Rows that the user reads as text."""

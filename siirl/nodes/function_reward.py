@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from siirl.data.rows import objects, renamed, take_rows
 from siirl.errors import RewardError
 from siirl.nodes.context import Op, OpContext
 from siirl.nodes.trained_tokens import wanted_row
+from siirl.observe.spans import waiting
 from siirl.rewards.scorer import RewardScorer
 from siirl.show.conversation_text import CHAT, EPISODE, WANTED
 
@@ -121,7 +123,10 @@ def _sample(rows: TensorDict, row: int) -> str:
 
 
 def report_validation(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
-    """Mean reward, over all and by data source; with several samples also the mean of each prompt's best."""
+    """Mean reward, over all and by data source; with several samples also the mean of each prompt's best.
+
+    Communicates over ctx.group for the latter, if a prompt's samples are on several ranks.
+    """
     scores, sources = scored["score"].tolist(), objects(rows, "data_source")
     for score, source, info in zip(scores, sources, objects(scored, "reward_info"), strict=True):
         ctx.metrics.mean("val/reward/mean", score)
@@ -135,16 +140,34 @@ def report_validation(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> N
     n = ctx.cfg.actor_rollout_ref.rollout.val_kwargs.n
     if n > 1:
         best: dict[tuple[int, str], float] = defaultdict(lambda: float("-inf"))
-        for prompt, score, source in zip(rows["sample_index"].tolist(), scores, sources, strict=True):
+        for prompt, source, score in _by_prompt(ctx, rows, scored):
             key = (prompt, source)
             best[key] = max(best[key], score)
         for (_, source), score in best.items():
             ctx.metrics.mean(f"val/{source}/reward/best_of_{n}", score)
 
 
+def _by_prompt(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> list[tuple[int, str, float]]:
+    """Prompt, data source and score of rows: this rank's, if it has all samples of their prompts; else those
+    of all ranks on the first one, and none on the others. Collective over ctx.group in the second case."""
+    columns = (rows["sample_index"].tolist(), objects(rows, "data_source"), scored["score"].tolist())
+    mine = list(zip(*columns, strict=True))
+    if ctx.peers.has_whole_groups:
+        return mine
+    parts: list[Any] = [None] * dist.get_world_size(ctx.group)
+    with waiting():
+        dist.all_gather_object(parts, mine if ctx.is_shard_leader else [], group=ctx.group)
+    return [row for part in parts for row in part] if dist.get_rank(ctx.group) == 0 else []
+
+
 def report_groups(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
-    """The scores, and those of the samples of each prompt, which the advantage op reports in training."""
-    ctx.metrics.merge(group_stats(scored["score"], rows["sample_index"]), "reward/")
+    """The scores, and those of the samples of each prompt, which the advantage op reports in training.
+
+    Communicates over ctx.group if a prompt's samples are on several ranks.
+    """
+    found = _by_prompt(ctx, rows, scored)
+    prompt_B = torch.tensor([prompt for prompt, _, _ in found], dtype=torch.int64)
+    ctx.metrics.merge(group_stats(torch.tensor([score for *_, score in found]), prompt_B), "reward/")
     ctx.metrics.merge(score_stats(scored["score"]), "reward/")
 
 

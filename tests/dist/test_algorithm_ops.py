@@ -17,7 +17,8 @@ from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs
 from siirl.errors import RewardError
 from siirl.nodes.advantage import advantage, reward_parts, token_reward
-from siirl.nodes.function_reward import check_scores, report_validation
+from siirl.nodes.context import Peers
+from siirl.nodes.function_reward import check_scores, report_groups, report_validation
 from siirl.nodes.policy_loss import make_loss_fn
 from siirl.observe.metrics import Metrics
 
@@ -163,10 +164,35 @@ def test_validation_metrics_by_source_and_of_no_rows():
     rows = make_rows({"sample_index": [0, 0, 1, 1], "data_source": ["a", "a", "b", "b"]})
     scored = make_rows({"score": [1.0, 0.0, 0.5, 0.5], "reward_info": [{"hit": 1}, {"hit": 0}, {}, {}]})
     cfg = load_config(["actor_rollout_ref.rollout.val_kwargs.n=2"])
-    ctx = SimpleNamespace(cfg=cfg, metrics=Metrics())
+    ctx = SimpleNamespace(cfg=cfg, metrics=Metrics(), peers=Peers(None))
     report_validation(ctx, rows, scored)
     report_validation(ctx, take_rows(rows, []), take_rows(scored, []))
     values = ctx.metrics.values()
     assert values["val/reward/mean"] == 0.5
     assert values["val/a/reward/mean"] == 0.5 and values["val/b/reward/best_of_2"] == 0.5
     assert values["val/a/reward/best_of_2"] == 1.0 and values["val/a/hit/mean"] == 0.5
+
+
+def reports_of_split_prompts(rank: int, world_size: int) -> dict[str, float]:
+    """What is reported of two prompts with a sample on each rank, where rows lie by their cost."""
+    rows = make_rows({"sample_index": [0, 1], "data_source": ["a", "b"]})
+    scored = make_rows({"score": [[0.0, 1.0], [1.0, 1.0]][rank], "reward_info": [{}, {}]})
+    cfg = load_config(["actor_rollout_ref.rollout.val_kwargs.n=2"])
+    peers = Peers(dist.group.WORLD, is_shard_leader=True, has_whole_groups=False)
+    ctx = SimpleNamespace(
+        cfg=cfg, metrics=Metrics(), peers=peers, group=dist.group.WORLD, is_shard_leader=True
+    )
+    report_validation(ctx, rows, scored)
+    report_groups(ctx, rows, scored)
+    return ctx.metrics.entries
+
+
+def test_the_best_sample_of_a_prompt_is_found_wherever_its_samples_lie():
+    """A reward model's rows lie by their cost: each rank took the best of those that it had."""
+    total = Metrics()
+    for entries in run_workers(reports_of_split_prompts, 2):
+        total.merge(Metrics(entries))
+    values = total.values()
+    assert values["val/a/reward/best_of_2"] == 1.0 and values["val/a/reward/mean"] == 0.5
+    assert values["val/b/reward/best_of_2"] == 1.0
+    assert values["reward/group_degenerate"] == 0.5

@@ -256,6 +256,21 @@ def test_rows_are_balanced_by_cost_within_mini_batches_only_if_asked_or_needed()
     assert {layout.split for layout in alone.layouts.values()} == {"group"}
 
 
+def test_a_frozen_model_of_more_shards_than_a_mini_batch_has_rows_takes_the_whole_batch():
+    """Its passes have no mini-batches, so it is no matter how many rows there are in the actor's."""
+    actor = "actor_rollout_ref.actor"
+    small = (
+        *("actor_rollout_ref.rollout.n=2", f"{actor}.ppo_mini_batch_size=1", f"{actor}.strategy=megatron"),
+        f"{actor}.megatron.tensor_model_parallel_size=4",
+    )
+    model = ("reward_model.enable=true", "reward_model.model.path=/models/rm")
+    plan = template_plan(4, *small, *model, KL, "actor_rollout_ref.ref.strategy=fsdp")
+    for node in ("reward_model", "reference_log_prob"):
+        layout = plan.layouts[run_of(plan, node).source]
+        assert (layout.num_shards, layout.split, layout.mini_batch_rows) == (4, "prompt_cost", 0)
+    run_symbolically(plan)
+
+
 def test_a_node_waits_for_a_dependency_on_other_ranks_even_without_reading_from_it():
     dag = DagBuilder("order_only")
     ids = add_agent(dag, placement="0-1")

@@ -1,11 +1,15 @@
 """Dynamic sampling and PF-PPO where agents talk: which interactions may be played in rounds."""
 
-import pytest
-from plan_cases import compiled, run_symbolically
+from dataclasses import replace
 
+import pytest
+from plan_cases import compiled, run_symbolically, template_plan
+
+from siirl.compiler.compile import TEMPLATES
 from siirl.compiler.plan import Collect, Repeat
-from siirl.dag.spec import DagBuilder, DagSpec
-from siirl.errors import DagError, NotSupportedError
+from siirl.dag.spec import DagBuilder, DagSpec, dag_spec, node_spec
+from siirl.dag.yaml_file import load_dag_file
+from siirl.errors import ConfigError, DagError, NotSupportedError
 
 SAMPLING, PF_PPO = "algorithm.filter_groups.enable=true", "algorithm.use_pf_ppo=true"
 OFF = {"algorithm.filter_groups.enable": False}
@@ -104,3 +108,41 @@ def test_what_others_got_is_joined_before_pf_ppo_draws_episodes():
         DagError, match=r"'advantage_0' reads agent_1\.score by episode, below node 'sample_0'"
     ):
         compiled(dag_of((0, 1), (0, 1), reads=["agent_1.score"]), 2, *keys)
+
+
+BY_MODEL = ("reward_model.enable=true", "reward_model.model.path=/models/rm")
+PARTS = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_rewards={score: 1, digits: 0.5}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ((SAMPLING, "algorithm.filter_groups.metric=digits"), "algorithm.filter_groups.metric"),
+        (PARTS, "algorithm.gdpo_rewards"),
+    ],
+)
+def test_numbers_that_the_score_of_a_model_does_not_come_with_are_refused(keys, key):
+    """They were missed in the first step, after all models had been built and rows sampled."""
+    graph = sampled_by("grpo_reward_model.yaml") if SAMPLING in keys else None
+    with pytest.raises(ConfigError, match=rf"{key} names 'digits', but node 'reward_model' gives the score"):
+        compiled(graph, 1, *keys, *BY_MODEL) if graph else template_plan(1, *keys, *BY_MODEL)
+
+
+def test_numbers_that_may_come_of_a_function_or_that_every_score_has_are_accepted():
+    template_plan(1, *PARTS)
+    for metric in ("acc", "score"):
+        name = f"algorithm.filter_groups.metric={metric}"
+        compiled(sampled_by("grpo_reward_model.yaml"), 1, SAMPLING, name, *BY_MODEL)
+
+
+def sampled_by(template: str) -> DagSpec:
+    """A template with dynamic sampling between its reward and its advantages."""
+    dag = load_dag_file(TEMPLATES / template)
+    common = {"node_type": "COMPUTE", "node_role": "POSTPROCESS_SAMPLING", "dependencies": ["reward_model"]}
+    below = [
+        replace(node, dependencies=("sampling", *node.dependencies))
+        if node.node_id in ("calculate_advantages", "actor_old_log_prob", "reference_log_prob")
+        else node
+        for node in dag.nodes
+    ]
+    return dag_spec("sampled", [*below, node_spec({"node_id": "sampling", **common})])

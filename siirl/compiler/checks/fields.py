@@ -122,8 +122,8 @@ def check_critics(kept: Workflow) -> Iterator[UserError]:
     for node in kept.nodes.values():
         if node.op.credits and uses_critic(node.cfg) and node.agent not in learning:
             yield DagError(
-                f"{node} has algorithm.adv_estimator=gae, but no node trains the critic of agent "
-                f"{node.agent}: its values would stay random. Add a node with "
+                f"{node} has algorithm.adv_estimator={node.cfg.algorithm.adv_estimator}, but no node trains "
+                f"the critic of agent {node.agent}: its values would stay random. Add a node with "
                 "node_type MODEL_TRAIN, node_role CRITIC, or set another adv_estimator."
             )
         if node.op.trains and node.op.on_critic and not uses_critic(node.cfg):

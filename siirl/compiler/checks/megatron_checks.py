@@ -30,6 +30,8 @@ class MegatronModel:
     """What messages call it."""
     group: str
     """Full name of its role's group: actor_rollout_ref.actor, for one."""
+    sizes: str
+    """Where its parallel sizes are set: a reference follows those of the actor."""
     section: MegatronConfig
     optimizer_options: Mapping[str, Any]
     """override_optimizer_config, of a model that can train."""
@@ -156,14 +158,14 @@ def _layers(model: MegatronModel) -> Iterator[str]:
     if len(empty) > 0 and "pipeline_model_parallel_layout" not in model.options:
         yield (
             f"pipeline rank {empty[0]} of pp({dims.pp}) would hold none of the {shape.layers} layers. Lower "
-            f"{model.keys}.pipeline_model_parallel_size."
+            f"{model.sizes}.pipeline_model_parallel_size."
         )
 
 
 def _attention(model: MegatronModel) -> Iterator[str]:
     tp, shape = model.dims.tp, model.shape
     assert isinstance(shape, ModelShape)
-    key = f"{model.keys}.tensor_model_parallel_size"
+    key = f"{model.sizes}.tensor_model_parallel_size"
     if shape.heads % tp:
         fits = _common_divisors(shape.heads, tp)
         yield f"{shape.heads} attention heads do not divide over tp({tp}) ranks. Set {key}={fits}."
@@ -186,7 +188,7 @@ def _mlp(model: MegatronModel) -> Iterator[str]:
     for key, axis, size, what, width in widths:
         if width % size:
             fits = _common_divisors(width, size)
-            yield f"{what} {width} does not divide over {axis}({size}) ranks. Set {model.keys}.{key}={fits}."
+            yield f"{what} {width} does not divide over {axis}({size}) ranks. Set {model.sizes}.{key}={fits}."
 
 
 def _vocabulary(model: MegatronModel) -> Iterator[str]:
@@ -196,7 +198,7 @@ def _vocabulary(model: MegatronModel) -> Iterator[str]:
     if (tp - 1) * -(-shape.vocabulary // tp) >= shape.vocabulary:
         yield (
             f"a vocabulary of {shape.vocabulary} words leaves some of tp({tp}) ranks without any. Lower "
-            f"{model.keys}.tensor_model_parallel_size."
+            f"{model.sizes}.tensor_model_parallel_size."
         )
 
 
@@ -222,7 +224,7 @@ def _experts(model: MegatronModel) -> Iterator[str]:
             ("expert_tensor_parallel_size", "etp", dims.etp),
         ):
             if size > 1:
-                yield f"{axis}({size}): {shape.family} has no experts. Set {model.keys}.{key}=1."
+                yield f"{axis}({size}): {shape.family} has no experts. Set {model.sizes}.{key}=1."
         for name in options:
             if name.startswith("moe_") and options[name] not in (None, False, "none", 0):
                 where = f"{model.keys}.override_transformer_config.{name}"
@@ -232,13 +234,13 @@ def _experts(model: MegatronModel) -> Iterator[str]:
         fits = _common_divisors(shape.experts, dims.ep)
         yield (
             f"{shape.experts} experts do not divide over ep({dims.ep}) ranks. Set "
-            f"{model.keys}.expert_model_parallel_size={fits}."
+            f"{model.sizes}.expert_model_parallel_size={fits}."
         )
     if dims.tp > 1 and not model.section.sequence_parallel:
         yield (
             f"a mixture of experts with tp({dims.tp}) and without sequence parallelism: the dispatcher takes "
             f"each rank's own tokens, and without it all tp ranks have the same. Set "
-            f"{model.keys}.sequence_parallel=true, or tensor_model_parallel_size=1."
+            f"{model.sizes}.sequence_parallel=true, or tensor_model_parallel_size=1."
         )
     if options.get("moe_token_dispatcher_type") == "allgather" and dims.pp > 1:
         yield (
@@ -337,7 +339,7 @@ def advice(model: MegatronModel, ranks: Ranks, ranks_per_node: int, num_micro_ba
     if dims.tp > 1 and not model.section.sequence_parallel:
         lines.append(
             f"tp({dims.tp}) without sequence_parallel keeps norms and residuals whole on every rank. Set "
-            f"{model.keys}.sequence_parallel=true to split them too."
+            f"{model.sizes}.sequence_parallel=true to split them too."
         )
     if dims.pp > 1 and model.trains:
         idle = (dims.pp - 1) / (num_micro_batches * dims.vpp + dims.pp - 1)

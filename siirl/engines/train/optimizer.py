@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from siirl.compiler.checks.fsdp_options import ADAMW
 from siirl.config.common import OptimConfig
 from siirl.errors import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-OVERRIDES = ("eps", "fused", "foreach")
 
 
 def make_adamw(params: Sequence[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
@@ -20,9 +20,9 @@ def make_adamw(params: Sequence[nn.Parameter], optim: OptimConfig) -> torch.opti
     ConfigError for overrides that change what the state holds. No communication.
     """
     overrides = dict(optim.override_optimizer_config or {})
-    if unknown := sorted(set(overrides) - set(OVERRIDES)):
+    if unknown := sorted(set(overrides) - set(ADAMW)):
         raise ConfigError(
-            f"override_optimizer_config has {', '.join(unknown)}: AdamW here takes {', '.join(OVERRIDES)} "
+            f"override_optimizer_config has {', '.join(unknown)}: AdamW here takes {', '.join(ADAMW)} "
             "besides the keys of optim. Remove the others."
         )
     if "foreach" not in overrides:

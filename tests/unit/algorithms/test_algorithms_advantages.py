@@ -263,6 +263,23 @@ def test_the_weights_of_cpgd():
     torch.testing.assert_close(got, naive * min(3.0, share), **CLOSE)
 
 
+@pytest.mark.parametrize(("name", "most"), [("gpg", 4), ("cpgd", 3)])
+def test_rows_that_differ_by_the_rounding_of_a_kl_have_no_signal(name, most):
+    """Equal scores less a KL of identical weights: by that noise a step was scaled up or not."""
+    reward_BT = torch.tensor([[1.0], [0.0], *[[0.5]] * 6])
+    noise_BT = torch.tensor([0, 0, 1, -1, 2, -3, 1, 0])[:, None] * 3e-8
+    fields = {
+        "reward": reward_BT,
+        "response_mask": torch.ones(8, 1, dtype=torch.bool),
+        "group_id": torch.arange(8) // 2,
+    }
+    options = OPTIONS | {"weight_factor_in_cpgd": "clip_filter_like_weight"}
+    exact = compute_advantage(name, fields, options).advantage_BT
+    assert float(exact[0]) == pytest.approx(0.5 * most)
+    got = compute_advantage(name, fields | {"reward": reward_BT + noise_BT}, options).advantage_BT
+    torch.testing.assert_close(got, exact, atol=1e-6, rtol=1e-6)
+
+
 def test_grpo_without_deviation_is_the_distance_from_the_mean():
     fields = batch()
     got = compute_advantage("grpo", fields, OPTIONS | {"norm_adv_by_std_in_grpo": False}).advantage_BT

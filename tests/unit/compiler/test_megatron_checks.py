@@ -529,6 +529,20 @@ def test_what_works_but_badly_is_said(world, overrides, words):
     assert any(line.startswith("node 'actor_train': ") and words in line for line in lines), lines
 
 
+def test_what_is_said_of_a_reference_that_follows_the_actor_names_the_actors_keys():
+    """A single size of its own would put its other ones back to 1: the fix led to the next refusal."""
+    with_kl = ("actor_rollout_ref.actor.use_kl_loss=True", "trainer.n_gpus_per_node=2")
+
+    def said(*overrides: str) -> str:
+        plan, configs = megatron_plan(2, *sizes(tp=2), *with_kl, *overrides)
+        ref = plan.models["agent_0.ref"]
+        return " ".join(backend_of(ref).advice(ref, configs[ref.node]))
+
+    assert "Set actor_rollout_ref.actor.megatron.sequence_parallel=true" in said()
+    own = said(f"{REF}.tensor_model_parallel_size=2")
+    assert "Set actor_rollout_ref.ref.megatron.sequence_parallel=true" in own
+
+
 def test_keys_of_the_other_strategy_warn():
     megatron = megatron_config("actor_rollout_ref.actor.fsdp_config.fsdp_size=2", *sizes(tp=2))
     [line] = effect_warnings(megatron)

@@ -118,6 +118,18 @@ def test_a_sound_configuration_passes_without_warnings():
         ([f"{ROLLOUT}.do_sample=false"], ("do_sample=false", "the same")),
         ([f"{ROLLOUT}.val_kwargs.do_sample=true"], ("temperature=0 is greedy".replace("=", " "),)),
         ([f"{ROLLOUT}.val_kwargs.n=4"], ("all 4 greedy",)),
+        ([f"{ROLLOUT}.top_k=1"], ("top_k=1", "the same", "top_k=-1")),
+        (
+            [f"{ROLLOUT}.val_kwargs.{k}" for k in ("n=4", "do_sample=true", "temperature=1.0", "top_k=1")],
+            ("val_kwargs.top_k=1", "all 4 responses"),
+        ),
+        ([f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.policy_loss.tau_pos=0"], ("tau_pos=0",)),
+        ([f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.policy_loss.tau_neg=-1"], ("tau_neg=-1",)),
+        ([f"{ACTOR}.opsm_delta=0"], ("opsm_delta=0",)),
+        (
+            [f"{ACTOR}.rollout_correction.{k}" for k in ("reject=sum_k2", "reject_divergence=0")],
+            ("reject_divergence=0",),
+        ),
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], ("tensor_model_parallel_size=2", "name=hf")),
         ([f"{ACTOR}.clip_ratio_c=1"], ("above 1", "dual clip", "clip_ratio_c=3")),
         ([f"{ACTOR}.clip_ratio_low=2"], ("clip_ratio_low=2",)),
@@ -208,6 +220,13 @@ def test_a_key_without_effect_warns_and_names_itself(override, words):
 )
 def test_a_key_that_acts_does_not_warn(overrides):
     assert effect_warnings(configured(overrides)) == []
+
+
+@pytest.mark.parametrize("key", ["profiler.enable=true", "trainer.save_freq=5", "trainer.test_freq=5"])
+def test_keys_of_steps_are_named_where_a_run_only_validates(key):
+    assert not effect_warnings(configured([key]))
+    (line,) = effect_warnings(configured([key, "trainer.val_only=true"]))
+    assert line == f"{key} has no effect: trainer.val_only is true, so there are no steps."
 
 
 def test_passes_over_one_row_at_a_time_are_named():
