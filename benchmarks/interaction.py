@@ -1,7 +1,7 @@
 """How much time interactions save when no sample waits for the others at the end of a turn.
 
-    python benchmarks/interaction.py [--out benchmarks/results/interaction_cpu.json]
-    python benchmarks/interaction.py --gpu [--out benchmarks/results/interaction_gpu.json]
+    python benchmarks/interaction.py [--layers 28] [--engines vllm]
+    python benchmarks/interaction.py --gpu [--size 0.6B]
 
 Two agents with one policy talk in turn and an environment answers, with the runner, contexts, engines and
 environment threads of a real interaction. "free": each sample goes on as soon as it is ready. "barrier": the
@@ -20,11 +20,13 @@ change. Each repeat draws lengths of its own, and numbers are medians of them.
 On a CPU the model is narrow and has --layers layers, as many as Qwen3-0.6B by default: a step's cost of each
 layer then has about the share that it has in real models. --gpu: the shapes of Qwen3 (--size) in bf16, random
 weights. Goal: 1.5x for lengths by turn.
+
+Writes benchmarks/results/interaction_<device>.json (--out for another place), after each delay of the
+environment (report_file.py).
 """
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -36,7 +38,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grpo_gpu import COMMON, SHAPES, make_model
+from grpo_gpu import COMMON, HERE, SHAPES, make_model
+from report_file import Report, end_by_signals
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from fixtures_tiny import make_tiny_model_dir
@@ -120,7 +123,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results: dict[str, Any] = {name: getattr(options, name) for name in ("samples", "turns", "shortest")}
+    end_by_signals()
+    out = options.out or HERE / "results" / f"interaction_{'gpu' if options.gpu else 'cpu'}.json"
+    results = Report(out, dict.fromkeys(options.engines, len(options.vary) * len(options.delays)))
+    results |= {name: getattr(options, name) for name in ("samples", "turns", "shortest")}
     sizes = SIZES[options.size] if options.gpu else MODEL | {"layers": options.layers}
     results |= {"model": sizes, "cores": len(os.sched_getaffinity(0)), "load_before": os.getloadavg()[0]}
     if options.gpu:
@@ -131,19 +137,17 @@ def main() -> None:
         else:
             make_tiny_model_dir(folder, max_positions=MOST_TOKENS, init_std=0.2, **sizes)
         for name in options.engines:
-            results[name] = compare(name, folder, options)
+            compare(name, folder, options, results)
     results["load_after"] = os.getloadavg()[0]
-    text = json.dumps(results, indent=2)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+    results.finish()
+    print(results.text())
 
 
-def compare(name: str, model_dir: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(name: str, model_dir: str, options: argparse.Namespace, results: Report) -> None:
     """Both ways on one engine: medians of interleaved pairs, by what varies and the environment's delay."""
     engine = loaded_engine(name, model_dir, "cuda" if options.gpu else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    found = []
+    results[name] = found = []
     try:
         for vary in options.vary:
             draws = [drawn(vary, options, repeat) for repeat in range(options.repeats)]
@@ -154,10 +158,10 @@ def compare(name: str, model_dir: str, options: argparse.Namespace) -> list[dict
                     for lengths in draws
                 ]
                 found.append(summary(vary, delay_s, draws, pairs))
+                results.count(name, len(found))
                 print(name, found[-1], file=sys.stderr, flush=True)
     finally:
         engine.close()
-    return found
 
 
 def drawn(vary: str, options: argparse.Namespace, seed: int) -> Lengths:
