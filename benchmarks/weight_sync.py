@@ -274,7 +274,8 @@ class Apart:
                 self._sync(used)
             if self._rollout is not None:
                 tensors = [part.tolist() for name in READ for part in self._rollout.read_tensor(name)]
-                rows = self._rollout.generate(self._prompts[:8], greedy, range(8))
+                asked = self._prompts[:8]
+                rows = self._rollout.generate(asked, greedy, range(len(asked)))
                 seen.append((tensors, [row[0].token_ids for row in rows]))
         found: list[Any] = [None]
         if self._rollout is not None:
