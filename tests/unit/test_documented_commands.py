@@ -1,13 +1,15 @@
-"""Commands of the pages that start a run are accepted by `siirl check`, as they stand there."""
+"""Commands of the pages that start a run are accepted by `siirl check`, and nodes by the DAG's schema."""
 
 import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from siirl.cli import main
+from siirl.dag.yaml_file import parse_dag
 
 pytestmark = pytest.mark.heavy
 ROOT = Path(__file__).parents[2]
@@ -46,3 +48,23 @@ def test_a_documented_command_is_accepted(page, settings, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     words = [word for word in shlex.split(settings) if word not in NO_WORDS]
     assert main(["check", "--elsewhere", *words]) == 0, capsys.readouterr()
+
+
+def workflows() -> list[tuple[str, str]]:
+    """(page, YAML) of each block with nodes; those that show some nodes alone are completed."""
+    found = []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for body in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.S | re.M):
+            if "node_id" in body:
+                body = body if "nodes:" in body else "nodes:\n" + textwrap.indent(textwrap.dedent(body), "  ")
+                found.append((page.name, body if "dag_id" in body else f"dag_id: shown\n{body}"))
+    return found
+
+
+@pytest.mark.parametrize(("page", "text"), workflows())
+def test_documented_nodes_have_known_keys(page, text):
+    assert parse_dag(text).nodes, page
+
+
+def test_there_are_workflows():
+    assert len(workflows()) > 15
