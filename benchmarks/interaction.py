@@ -53,6 +53,7 @@ from siirl.agents.pump import Pump
 from siirl.agents.runner import Game, Speaker, run_all, turn_seed
 from siirl.compiler.plan import InteractionPlan, ModelPlan, StagePlan
 from siirl.config import load_config
+from siirl.data.seen import NO_IMAGES, Seen
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Request, RolloutEngine, SamplingParams
 from siirl.parallel.dims import ParallelDims
@@ -86,10 +87,10 @@ class Lecture:
         }
         self._barrier = asyncio.Barrier(len(lengths)) if barrier else None
 
-    async def generate(self, prompt: list[int], params: Any, seed: int) -> Generated:
+    async def generate(self, prompt: list[int], params: Any, seed: int, seen: Seen = NO_IMAGES) -> Generated:
         if self._barrier is not None:
             await self._barrier.wait()
-        return await self._policy.generate(prompt, replace(params, max_tokens=self._tokens[seed]), seed)
+        return await self._policy.generate(prompt, replace(params, max_tokens=self._tokens[seed]), seed, seen)
 
 
 class Slow:
@@ -214,7 +215,7 @@ def play(
     chats = [[{"role": "user", "content": f"sample {sample}: what now?"}] for sample in range(len(lengths))]
     episodes = [Episode(sample, sample, 0, sample, {"raw_prompt": chat}) for sample, chat in enumerate(chats)]
     renderer = ChatRenderer(tokenizer, {})
-    prompts = [renderer.start(chat) for chat in chats]
+    prompts = [renderer.start(chat)[0] for chat in chats]
     plan = talk(len(lengths[0]))
     before = time.perf_counter(), cpu_seconds(engine)
     with Pump(engine.stream, Request, engine.name, 600.0) as policy:
