@@ -1,7 +1,7 @@
 """What several agents on one pool of ranks cost: time of a step per trained token, against a single agent.
 
-    python benchmarks/agents_pool.py [--agents 1 2 3] [--engine hf|vllm] [--blocks 2] [key=value ...]
-    python benchmarks/agents_pool.py --gpu [--agents 1 2 3] [--gpu-memory 0.15] [key=value ...]
+    python benchmarks/agents_pool.py [--agents 1 3 2] [--engine hf|vllm] [--blocks 2] [key=value ...]
+    python benchmarks/agents_pool.py --gpu [--agents 1 3 2] [--gpu-memory 0.15] [key=value ...]
 
 Agents with policies, trainers and engines of their own speak one after another in each episode. Every one
 reads the same prompts and says responses of the same length (ignore_eos), so each trains on as many tokens
@@ -13,24 +13,26 @@ cpu: processor time per trained token, which other programs on the machine hardl
 
 CPU: a model of 4 small layers, 2 processes. --gpu: the shape of Qwen3-0.6B with random weights, vLLM, one
 GPU; --gpu-memory is the share of each engine. Further keys go to the job. Writes
-benchmarks/results/agents_pool_<engine>_<device>.json (--out for another place).
+benchmarks/results/agents_pool_<engine>_<device>.json (--out for another place), after every counted step
+(report_file.py); numbers of agents in the order in which they are named.
 """
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 from grpo_gpu import SHAPES, make_data, make_model
+from report_file import Report, Rows, end_by_signals, following, rows_of, run_job
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
@@ -49,10 +51,14 @@ ONLY_THE_PROMPT = "def pre_process(messages, episode):\n    return messages[:1]\
 
 
 def main() -> int:
+    end_by_signals()
     args = arguments()
     device = "gpu" if args.gpu else "cpu"
-    report: dict[str, Any] = {"command": " ".join(sys.argv), "engine": args.engine, "device": device}
-    report |= {"load_before": os.getloadavg()[0], "cores": len(os.sched_getaffinity(0))}
+    out = args.out or HERE / "results" / f"agents_pool_{args.engine}_{device}.json"
+    report = Report(
+        out, dict.fromkeys(args.agents, args.blocks * args.steps), engine=args.engine, device=device
+    )
+    report |= {"load_before": os.getloadavg()[0], "cores": len(os.sched_getaffinity(0)), "keys": args.keys}
     blocks: dict[int, list[dict[str, Any]]] = {number: [] for number in args.agents}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -63,18 +69,21 @@ def main() -> int:
         make_data(folder / "train.parquet", args.prompts * steps, args.prompt_tokens, **vocabulary)
         (folder / "process.py").write_text(ONLY_THE_PROMPT)
         for block, number in itertools.product(range(args.blocks), args.agents):
-            out = folder / f"{number}_{block}"
-            blocks[number].append(run(args, folder, out, number))
+
+            def told(found: dict[str, Any], number: int = number, block: int = block) -> None:
+                trained = number * args.prompts * args.samples * args.response_tokens
+                blocks[number][block:] = [found | {"trained_tokens": trained}]
+                report["agents"] = summary(blocks)
+                report.count(number, sum(len(one["step_s"]) for one in blocks[number]))
+
+            run_workflow(args, folder, folder / f"{number}_{block}", workflow(number, folder), told)
             step_s = statistics.median(blocks[number][-1]["step_s"])
             print(f"block {block + 1}, {number} agents: {step_s:.2f} s a step", flush=True)
     report["load_after"] = os.getloadavg()[0]
-    report["agents"] = summary(blocks)
     for number, one in report["agents"].items():
         ratios = (f"{name} {one[name + '_ratio']:.3f}" for name in ("step_s", "step_s_min", "cpu_s"))
         print(f"{number} agents: {one['step_s']:.3f} s a step; per trained token: {', '.join(ratios)}")
-    out = args.out or HERE / "results" / f"agents_pool_{args.engine}_{device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    report.finish()
     return 0
 
 
@@ -83,7 +92,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--agents", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--agents", type=int, nargs="+", default=[1, 3, 2])
     parser.add_argument("--engine", choices=["hf", "vllm"])
     parser.add_argument("--blocks", type=int)
     parser.add_argument("--steps", type=int, default=6, help="counted steps of each block")
@@ -173,36 +182,49 @@ def job_keys(args: argparse.Namespace, folder: Path, out: Path) -> list[str]:
     return [*keys, *args.keys]
 
 
-def run(args: argparse.Namespace, folder: Path, out: Path, number: int) -> dict[str, Any]:
-    """One block: the times of its counted steps, and what was trained in each."""
-    block = run_job(args, folder, out, workflow(number, folder))
-    return block | {"trained_tokens": number * args.prompts * args.samples * args.response_tokens}
-
-
-def run_job(args: argparse.Namespace, folder: Path, out: Path, dag: dict[str, Any]) -> dict[str, Any]:
-    """Run a workflow by the command that users type; wall and processor time of its counted steps."""
+def run_workflow(
+    args: argparse.Namespace,
+    folder: Path,
+    out: Path,
+    dag: dict[str, Any],
+    told: Callable[[dict[str, Any]], None],
+) -> None:
+    """Run a workflow by the command that users type; told wall and processor time of its counted steps."""
     out.with_suffix(".yaml").write_text(yaml.safe_dump(dag, sort_keys=False))
     env = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
     env |= {} if args.gpu else {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "siirl.main_dag", *job_keys(args, folder, out)]
-    begin_s, log = time.perf_counter(), out.with_suffix(".log")
+    begin_s, samples = time.perf_counter(), [(time.time(), 0.0)]
+    pids: list[int] = []
+
+    def counted(rows: Rows) -> None:
+        if len(rows) > WARM_UP_STEPS:
+            told(block_of(rows, samples) | {"whole_run_s": time.perf_counter() - begin_s})
+
+    follow = following(out / "metrics.jsonl", counted)
+
+    def seen() -> None:
+        samples.append((time.time(), max(samples[-1][1], tree_cpu_s(pids[0]))))
+        follow()
+
+    log = out.with_suffix(".log")
     with log.open("w") as file:
-        job = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=file, stderr=subprocess.STDOUT)
-        samples = [(time.time(), 0.0)]
-        while job.poll() is None:
-            time.sleep(0.5)
-            samples.append((time.time(), tree_cpu_s(job.pid)))
-    if job.returncode:
+        how: dict[str, Any] = {"cwd": REPOSITORY, "env": env, "stdout": file, "stderr": subprocess.STDOUT}
+        status = run_job(command, seen, pids.append, **how)
+    if status:
         raise SystemExit(f"the job of {dag['dag_id']} failed:\n{log.read_text()[-6000:]}")
-    lines = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
-    ends = [one["time_s"] for one in lines[WARM_UP_STEPS - 1 :]]
+    counted(rows_of(out / "metrics.jsonl"))
+
+
+def block_of(rows: Rows, samples: list[tuple[float, float]]) -> dict[str, Any]:
+    """The counted steps of a job. samples: processor time of its processes, by time of day."""
+    ends = [one["time_s"] for one in rows[WARM_UP_STEPS - 1 :]]
     used = np.interp(ends, *zip(*samples, strict=True))
-    counted = lines[WARM_UP_STEPS:]
+    counted = rows[WARM_UP_STEPS:]
     names = sorted({name for one in counted for name in one if name.startswith("time/")})
     return {
         "step_s": [end - start for start, end in itertools.pairwise(ends)],
         "cpu_s": np.diff(used).tolist(),
-        "whole_run_s": time.perf_counter() - begin_s,
         "times_s": {name: statistics.median(one.get(name, 0.0) for one in counted) for name in names},
     }
 
@@ -211,6 +233,8 @@ def summary(blocks: dict[int, list[dict[str, Any]]]) -> dict[int, dict[str, Any]
     """Medians over the steps of all blocks; ratio: per trained token, to those of the fewest agents."""
     found: dict[int, dict[str, Any]] = {}
     for number, runs in blocks.items():
+        if not runs:
+            continue
         step_s = [seconds for one in runs for seconds in one["step_s"]]
         found[number] = {
             "step_s": statistics.median(step_s),

@@ -9,7 +9,7 @@ speed: time of update, old log-probs and reference, MFU of the update, peak memo
 written once as a recorded rollout, so that no rollout engine takes part (rollout.name=replay).
 curves: such rows, 30 steps of two epochs; loss, gradient norm, KL and entropy of each step. A third run,
 FSDP2 in fp32, says what bf16 alone does: the curves overlap if Megatron's is nowhere further from FSDP2's
-than BF16_TIMES times the largest distance between FSDP2's curves in bf16 and fp32.
+than twice the largest distance between FSDP2's curves in bf16 and fp32.
 vllm: a few steps with vLLM: time of the weight sync, distance of trainer's and rollout's log-probs.
 plot: the curves of one or several files as a picture.
 
@@ -19,8 +19,9 @@ Megatron actor and reference, as tp2pp2, tp2cp2 or ep4; the rest is data paralle
 The run fsdp_dealt has the experts of a layer dealt over all ranks, where fsdp gathers them; in fsdp_shared
 all ranks share each row.
 Further keys go to both runs (key=value), and to one of them as megatron:key=value or fsdp:key=value. Every
-subcommand writes OUT/<subcommand>_<shape>_<gpus>_<layout>.json after each run, so that a call which is cut
-off leaves what it has. `--runs` says which runs; files of several calls are joined by `plot`.
+subcommand writes OUT/<subcommand>_<shape>_<gpus>_<layout>.json after each counted step (report_file.py), so
+that a call which is cut leaves what it has. `--runs` says which runs, in their order; files of several calls
+are joined by `plot`.
 """
 
 import argparse
@@ -30,20 +31,21 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from backend_curves import join_and_plot, overlap, plot
 from grpo_gpu import COMMON, HERE, REPOSITORY, machine, make_data, make_model
+from report_file import Report, Rows, end_by_signals, following, run_job, write
 
 WARM_UP_STEPS = 2
 SAMPLES = 8
 RUNS = ("fsdp", "fsdp_dealt", "fsdp_shared", "fsdp_fp32", "megatron")
-BF16_TIMES = 2.0
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 SIZES = {
     "tp": "tensor_model_parallel_size",
@@ -143,16 +145,7 @@ class Job:
     prompts: int
     on_gpu: bool
     megatron_sizes: dict[str, int]
-    result: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def out(self) -> Path:
-        args = self.args
-        return args.out / f"{args.command}_{args.shape}_{args.gpus}_{args.layout}.json"
-
-    def save(self) -> None:
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.write_text(json.dumps(self.result, indent=1) + "\n")
+    result: Report
 
 
 def parse_layout(text: str, gpus: int) -> dict[str, int]:
@@ -260,8 +253,8 @@ def strategy_keys(job: Job, run: str) -> list[str]:
     return [*keys, f"{REF}.fsdp_config.model_dtype=bfloat16"]
 
 
-def run_main_job(job: Job, run: str, keys: list[str]) -> list[dict[str, Any]]:
-    """The metrics of each step of a run of the main job; SystemExit if it fails, its logs kept in OUT."""
+def run_main_job(job: Job, run: str, keys: list[str], seen: Callable[[Rows], None]) -> None:
+    """Run the main job; seen(metrics of its steps) after each. SystemExit if it fails: logs in OUT."""
     output = job.folder / run
     own = [key.partition(":")[2] for key in job.args.keys if key.startswith(f"{run.split('_')[0]}:")]
     both = [key for key in job.args.keys if ":" not in key.partition("=")[0]]
@@ -269,14 +262,13 @@ def run_main_job(job: Job, run: str, keys: list[str]) -> list[dict[str, Any]]:
     env = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
     begin_s = time.perf_counter()
     command = [sys.executable, "-m", "siirl.main_dag", *arguments, f"trainer.output_dir={output}"]
-    status = subprocess.call(command, cwd=REPOSITORY, env=env)
+    job.result["keys"][run] = arguments
+    status = run_job(command, following(output / "metrics.jsonl", seen), cwd=REPOSITORY, env=env)
     print(f"{run}: {time.perf_counter() - begin_s:.0f} s with its start", flush=True)
     if status:
         for log in sorted((output / "logs").glob("rank_*.log")):
-            (job.args.out / f"failed_{run}_{log.name}").write_text(log.read_text()[-100_000:])
+            write(job.args.out / f"failed_{run}_{log.name}", log.read_text()[-100_000:])
         raise SystemExit(f"the run {run} failed with status {status}: see OUT/failed_{run}_*.log")
-    job.result["keys"][run] = arguments
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def counted(rows: list[dict[str, Any]], names: tuple[str, ...], warm_up: int) -> dict[str, Any]:
@@ -287,98 +279,43 @@ def counted(rows: list[dict[str, Any]], names: tuple[str, ...], warm_up: int) ->
 
 def compare(job: Job, keys: list[str], names: tuple[str, ...]) -> None:
     """Run each strategy, and divide Megatron's medians by FSDP2's."""
-    for run in job.args.runs:
-        job.result["runs"][run] = counted(run_main_job(job, run, keys), names, job.args.warm_up)
-        job.save()
     runs = job.result["runs"]
-    if {"fsdp", "megatron"} <= runs.keys():
-        ours, theirs = runs["megatron"], runs["fsdp"]
-        job.result["megatron_over_fsdp"] = {
-            name: ours[name]["median"] / theirs[name]["median"]
-            for name in names
-            if name in ours and name in theirs and theirs[name]["median"]
-        }
-        job.save()
+    for run in job.args.runs:
+
+        def seen(rows: Rows, run: str = run) -> None:
+            if len(rows) > job.args.warm_up:
+                runs[run] = counted(rows, names, job.args.warm_up)
+                if {"fsdp", "megatron"} <= runs.keys():
+                    job.result["megatron_over_fsdp"] = ratios(runs["megatron"], runs["fsdp"])
+                job.result.count(run, len(rows) - job.args.warm_up)
+
+        run_main_job(job, run, keys, seen)
     print(f"{'':42s}" + "".join(f"{run:>14s}" for run in runs) + "   megatron/fsdp")
     for name in filter(lambda name: any(name in run for run in runs.values()), names):
         cells = "".join(f"{runs[run].get(name, {}).get('median', float('nan')):14.4f}" for run in runs)
         print(f"{name:42s}{cells}   {job.result.get('megatron_over_fsdp', {}).get(name, float('nan')):.3f}")
 
 
+def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+    """Of the medians that both have."""
+    names = [name for name in ours if name in theirs and theirs[name]["median"]]
+    return {name: ours[name]["median"] / theirs[name]["median"] for name in names}
+
+
 def draw_curves(job: Job, keys: list[str], names: tuple[str, ...]) -> None:
     """Run each strategy and keep its curves."""
+    runs = job.result["runs"]
     for run in job.args.runs:
-        rows = run_main_job(job, run, keys)
-        job.result["runs"][run] = {name: [row[name] for row in rows] for name in names if name in rows[0]}
-        job.result["overlap"] = overlap(job.result["runs"])
-        job.save()
+
+        def seen(rows: Rows, run: str = run) -> None:
+            runs[run] = {name: [row[name] for row in rows] for name in names if name in rows[0]}
+            job.result["overlap"] = overlap(runs)
+            job.result.count(run, len(rows))
+
+        run_main_job(job, run, keys, seen)
     print(json.dumps(job.result["overlap"], indent=1))
     if importlib.util.find_spec("matplotlib"):
-        plot(job.result, job.out.with_suffix(".png"))
-
-
-def overlap(runs: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """For each curve the largest distances, and whether Megatron's is within the tolerance of FSDP2's."""
-
-    def distance(one: str, other: str, name: str) -> float | None:
-        if one not in runs or other not in runs:
-            return None
-        return max(abs(a - b) for a, b in zip(runs[one][name], runs[other][name], strict=True))
-
-    found: dict[str, Any] = {}
-    for name in next(iter(runs.values())):
-        apart, bf16 = distance("megatron", "fsdp", name), distance("fsdp", "fsdp_fp32", name)
-        found[name] = {"megatron_to_fsdp": apart, "fsdp_bf16_to_fp32": bf16}
-        if apart is not None and bf16 is not None:
-            found[name] |= {"tolerance": BF16_TIMES * bf16, "overlap": apart <= BF16_TIMES * bf16}
-    return found
-
-
-def plot(result: dict[str, Any], png: Path) -> None:
-    """A picture of the curves: one panel for each metric, the tolerance as a band around FSDP2's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    runs, tolerances = result["runs"], result["overlap"]
-    names = list(next(iter(runs.values())))
-    figure, panels = plt.subplots(1, len(names), figsize=(5 * len(names), 4), layout="constrained")
-    styles = {"fsdp": "-", "megatron": "--", "fsdp_fp32": ":"}
-    for panel, name in zip(panels, names, strict=True):
-        for run, curves in runs.items():
-            panel.plot(
-                range(1, len(curves[name]) + 1), curves[name], styles[run], label=run.replace("_", " ")
-            )
-        band = tolerances[name].get("tolerance")
-        if band is not None and "fsdp" in runs:
-            curve = runs["fsdp"][name]
-            low, high = ([value + sign * band for value in curve] for sign in (-1, 1))
-            label = f"FSDP2 in bf16 +- {band:.2g}"
-            panel.fill_between(range(1, len(curve) + 1), low, high, alpha=0.2, label=label)
-        panel.set(title=name, xlabel="step")
-        panel.legend(fontsize="small")
-    about = result["settings"]
-    figure.suptitle(
-        f"Qwen3 {about['shape']} shape, {about['gpus']} devices, Megatron {about['layout']}, FSDP2: the same "
-        "weights and rows. Tolerance: what bf16 does to FSDP2, twice"
-    )
-    figure.savefig(png, dpi=110)
-    print(f"wrote {png}")
-
-
-def join_and_plot(files: list[Path], png: Path) -> None:
-    """Join the runs of several curves files of the same settings, and plot them."""
-    results = [json.loads(file.read_text()) for file in files]
-    if any(result["settings"] != results[0]["settings"] for result in results):
-        raise SystemExit(f"{', '.join(map(str, files))}: not of the same settings.")
-    joined = results[0]
-    for result in results[1:]:
-        joined["runs"] |= result["runs"]
-        joined["keys"] |= result["keys"]
-    joined["overlap"] = overlap(joined["runs"])
-    png.with_suffix(".json").write_text(json.dumps(joined, indent=1) + "\n")
-    plot(joined, png)
+        plot(job.result, job.result.path.with_suffix(".png"))
 
 
 def make_rows(job: Job) -> None:
@@ -439,8 +376,21 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         prompts = prompts // 2
     shape = dataclasses.replace(shape, samples=args.samples or shape.samples)
     on_gpu = torch.cuda.is_available() and args.shape not in ON_CPU
-    job = Job(args, folder, shape, args.prompts or prompts, on_gpu, parse_layout(args.layout, args.gpus))
-    args.out.mkdir(parents=True, exist_ok=True)
+    prompts, warm_up = args.prompts or prompts, 0 if args.command == "curves" else args.warm_up
+    settings = {
+        name: getattr(args, name) for name in ("command", "shape", "gpus", "layout", "steps", "warm_up")
+    }
+    settings |= {"prompts": prompts, "samples": shape.samples}
+    settings |= {"prompt_tokens": shape.prompt_tokens, "response_tokens": shape.response_tokens}
+    report = Report(
+        args.out / f"{args.command}_{args.shape}_{args.gpus}_{args.layout}.json",
+        dict.fromkeys(args.runs, args.steps - warm_up),
+        settings=settings,
+        machine=machine(),
+        keys={},
+        runs={},
+    )
+    job = Job(args, folder, shape, prompts, on_gpu, parse_layout(args.layout, args.gpus), report)
     begin_s = time.perf_counter()
     make_model(folder / "model", shape.sizes)
     words = shape.sizes.get("vocab_size", COMMON["vocab_size"])
@@ -448,15 +398,17 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     if args.command != "vllm":
         make_rows(job)
     print(f"model, data and rows made in {time.perf_counter() - begin_s:.0f} s", flush=True)
-    settings = {
-        name: getattr(args, name) for name in ("command", "shape", "gpus", "layout", "steps", "warm_up")
-    }
-    row = {"prompts": job.prompts, "samples": shape.samples}
-    row |= {"prompt_tokens": shape.prompt_tokens, "response_tokens": shape.response_tokens}
-    job.result.update(settings=settings | row, machine=machine(), keys={}, runs={})
     command, names = COMMANDS[args.command]
     command(job, KEYS[args.command](job), names)
-    print(f"wrote {job.out}")
+    report.finish()
+
+
+def named_runs(text: str) -> list[str]:
+    """fsdp,megatron -> ["fsdp", "megatron"]; an error of the command line for what is no run."""
+    runs = text.split(",")
+    if strange := [run for run in runs if run not in RUNS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(strange)}: choose from {', '.join(RUNS)}")
+    return runs
 
 
 def arguments() -> argparse.Namespace:
@@ -470,7 +422,7 @@ def arguments() -> argparse.Namespace:
         sub.add_argument("--shape", choices=SHAPES, default="1.7B")
         sub.add_argument("--gpus", type=int, default=1)
         sub.add_argument("--layout", default="tp1", help="sizes of the Megatron model: tp2pp2, tp4, dp4")
-        sub.add_argument("--runs", default=runs, type=lambda text: text.split(","), help=",".join(runs))
+        sub.add_argument("--runs", default=runs, type=named_runs, help=",".join(runs))
         sub.add_argument("--steps", type=int, default=steps)
         sub.add_argument("--warm-up", type=int, default=WARM_UP_STEPS, help="steps that are not counted")
         sub.add_argument("--prompts", type=int, help="of a step, on all GPUs together")
@@ -489,6 +441,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
+    end_by_signals()
     args = arguments()
     if args.command == "plot":
         join_and_plot(args.files, args.png)

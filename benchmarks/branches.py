@@ -8,30 +8,34 @@ work, one after the other. Blocks take turns, their first steps do not count. Go
 nothing waited for anything. What is trained must not differ: the exported weights of each agent are compared
 byte by byte with those of its branch alone.
 
-Further keys go to all jobs. Writes benchmarks/results/branches_cpu.json (--out for another place).
+Further keys go to all jobs. Writes benchmarks/results/branches_cpu.json (--out for another place), after
+every counted step (report_file.py).
 """
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agents_pool import HERE, SMALL, WARM_UP_STEPS, run_job
+from agents_pool import HERE, SMALL, WARM_UP_STEPS, run_workflow
 from grpo_cpu import machine, others_cpu_s, versions
 from grpo_gpu import make_data, make_model
+from report_file import Report, end_by_signals
 
 BRANCHES = (0, 1)
 CASES = {"together": BRANCHES, **{f"alone_{agent}": (agent,) for agent in BRANCHES}}
 
 
 def main() -> int:
+    end_by_signals()
     args = arguments()
-    report: dict[str, Any] = {"command": " ".join(sys.argv), "machine": machine(len(BRANCHES))}
+    out = args.out or HERE / "results" / "branches_cpu.json"
+    report = Report(out, dict.fromkeys(CASES, args.blocks * args.steps), machine=machine(len(BRANCHES)))
     report["versions"] = versions()
     blocks: dict[str, list[dict[str, Any]]] = {case: [] for case in CASES}
     with tempfile.TemporaryDirectory() as temporary:
@@ -40,21 +44,23 @@ def main() -> int:
         num_prompts = args.prompts * (WARM_UP_STEPS + args.steps)
         make_data(folder / "train.parquet", num_prompts, args.prompt_tokens, SMALL["vocab_size"])
         for block, case in itertools.product(range(args.blocks), CASES):
-            out = folder / f"{case}_{block}"
-            blocks[case].append(run(args, folder, out, CASES[case]))
+
+            def told(found: dict[str, Any], case: str = case, block: int = block) -> None:
+                blocks[case][block:] = [found]
+                report.update(summary(blocks))
+                report.count(case, sum(len(one["step_s"]) for one in blocks[case]))
+
+            run(args, folder, folder / f"{case}_{block}", CASES[case], told)
             step_s = statistics.median(blocks[case][-1]["step_s"])
             print(f"block {block + 1}, {case}: {step_s:.3f} s a step", flush=True)
         report["weights_equal"] = {
             str(agent): equal_weights(folder, args.blocks, agent) for agent in BRANCHES
         }
-    report |= summary(blocks)
     print(
         f"together {report['step_s']['together']:.3f} s a step, one after the other {report['serial_s']:.3f}"
     )
     print(f"{report['ratio']:.2f}x; weights equal those of each branch alone: {report['weights_equal']}")
-    out = args.out or HERE / "results" / "branches_cpu.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    report.finish()
     return 0 if all(report["weights_equal"].values()) else 1
 
 
@@ -101,12 +107,21 @@ def workflow(agents: tuple[int, ...]) -> dict[str, Any]:
     return {"dag_id": "branches_" + "_".join(map(str, agents)), "nodes": nodes}
 
 
-def run(args: argparse.Namespace, folder: Path, out: Path, agents: tuple[int, ...]) -> dict[str, Any]:
+def run(
+    args: argparse.Namespace,
+    folder: Path,
+    out: Path,
+    agents: tuple[int, ...],
+    told: Callable[[dict[str, Any]], None],
+) -> None:
     """One block, and how many cores other programs kept busy meanwhile."""
     args.processes = len(agents)
     before_s = others_cpu_s()
-    block = run_job(args, folder, out, workflow(agents))
-    return block | {"others_busy_cores": (others_cpu_s() - before_s) / block["whole_run_s"]}
+
+    def told_of(block: dict[str, Any]) -> None:
+        told(block | {"others_busy_cores": (others_cpu_s() - before_s) / block["whole_run_s"]})
+
+    run_workflow(args, folder, out, workflow(agents), told_of)
 
 
 def equal_weights(folder: Path, blocks: int, agent: int) -> bool:
@@ -127,20 +142,16 @@ def exported(run: Path, agent: int, agents: tuple[int, ...]) -> Path:
 
 def summary(blocks: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Medians over the steps of all blocks, and the branches one after the other against both at once."""
+    there = {case: runs for case, runs in blocks.items() if runs}
     step_s = {
-        case: statistics.median(s for one in runs for s in one["step_s"]) for case, runs in blocks.items()
+        case: statistics.median(s for one in runs for s in one["step_s"]) for case, runs in there.items()
     }
-    serial_s = sum(step_s[f"alone_{agent}"] for agent in BRANCHES)
-    return {
-        "step_s": step_s,
-        "serial_s": serial_s,
-        "ratio": serial_s / step_s["together"],
-        "cpu_s": {
-            case: statistics.mean(s for one in runs for s in one["cpu_s"]) for case, runs in blocks.items()
-        },
-        "load_after": os.getloadavg()[0],
-        "blocks": blocks,
-    }
+    found: dict[str, Any] = {"step_s": step_s}
+    if len(there) == len(blocks):
+        found["serial_s"] = sum(step_s[f"alone_{agent}"] for agent in BRANCHES)
+        found["ratio"] = found["serial_s"] / step_s["together"]
+    cpu_s = {case: statistics.mean(s for one in runs for s in one["cpu_s"]) for case, runs in there.items()}
+    return found | {"cpu_s": cpu_s, "load_after": os.getloadavg()[0], "blocks": blocks}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ A restart's seconds go from the kill to the first instruction of the last rank. 
 one without kills and waits (they compute nothing): the exported weights must be equal bit for bit, and so
 must the metrics of each step.
 
-Writes benchmarks/results/ettr_cpu.json (--out for another place), with every step and every kill.
+Writes benchmarks/results/ettr_cpu.json (--out for another place), with every step and every kill; after each
+kill what is known then (report_file.py).
 """
 
 import argparse
@@ -41,6 +42,7 @@ from typing import Any
 
 import psutil
 import yaml
+from report_file import Report, end_by_signals, end_job
 from safetensors.torch import load_file
 
 from siirl.launch.standby import NAME as STANDBY
@@ -82,23 +84,37 @@ class Kill:
     """From 0 to 1: which rank."""
 
 
+class Told(Report):
+    """A line for each kill and each step."""
+
+    def text(self) -> str:
+        return as_text(self)
+
+
 def main() -> int:
+    end_by_signals()
     args = arguments()
-    report: dict[str, Any] = {"command": " ".join(sys.argv), "cores": len(os.sched_getaffinity(0))}
+    kills = planned(args.steps, args.kills, args.seed)
+    report = Told(args.out, {"kills": len(kills)}, cores=len(os.sched_getaffinity(0)))
     report["load_before"] = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as temporary:
+
+    def seen(known: list[dict[str, Any]]) -> None:
+        report["kills"], report["restart_s"] = known, [kill["restart_s"] for kill in known]
+        report.count("kills", len(known))
+
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as jobs:
         folder = Path(temporary)
         prepare = [sys.executable, "-m", "examples.quickstart.prepare", "--out", temporary]
         subprocess.run(prepare, cwd=REPOSITORY, check=True, capture_output=True)
-        undisturbed = Run(args, folder, "undisturbed", 0.0)
+        disturbed = jobs.enter_context(contextlib.closing(Run(args, folder, "killed", args.step_s)))
+        report |= measured(disturbed, kills, seen)
+        report.save()
+        undisturbed = jobs.enter_context(contextlib.closing(Run(args, folder, "undisturbed", 0.0)))
         undisturbed.end()
-        disturbed = Run(args, folder, "killed", args.step_s)
-        report |= measured(disturbed, planned(args.steps, args.kills, args.seed))
         report["weights_equal"] = same_weights(undisturbed.output, disturbed.output)
         report["metrics_equal"] = comparable(undisturbed.lines()) == comparable(disturbed.lines())
     report["load_after"] = os.getloadavg()[0]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(as_text(report))
+    report.finish()
     print(
         f"ETTR {report['ettr']:.1%} ({report['ettr_of_the_command']:.1%} of the whole command); "
         f"restarts {report['restart_s']} s; the same weights: {report['weights_equal']}, "
@@ -173,6 +189,10 @@ class Run:
             raise SystemExit(f"{self.output.name} ended with {code}:\n{self._console.read_text()[-4000:]}")
         return time.time() - self.began_s
 
+    def close(self) -> None:
+        """End it, if it has not."""
+        end_job(self._job)
+
     def lines(self) -> list[dict[str, Any]]:
         """The metrics of the steps that count so far."""
         path = self.output / "metrics.jsonl"
@@ -243,10 +263,15 @@ class Run:
             time.sleep(POLL_S)
 
 
-def measured(run: Run, planned_kills: Sequence[Kill]) -> dict[str, Any]:
-    """Kill a run as planned; what it took, and what was lost."""
+def measured(
+    run: Run, planned_kills: Sequence[Kill], seen: Callable[[list[dict[str, Any]]], None]
+) -> dict[str, Any]:
+    """Kill a run as planned; what it took, and what was lost. seen(the kills so far) after each."""
     first_s, _ = run.first_instructions()
-    kills = [run.kill(kill, first_s) for kill in planned_kills]
+    kills: list[dict[str, Any]] = []
+    for kill in planned_kills:
+        kills.append(run.kill(kill, first_s))
+        seen(kills)
     whole_s, lines = run.end(), run.lines()
     useful_s, total_s = sum(line["time/step_s"] for line in lines), lines[-1]["time_s"] - first_s
     restarts = [kill["restart_s"] for kill in kills]
@@ -301,7 +326,7 @@ def same_weights(first: Path, second: Path) -> bool:
 
 def as_text(report: dict[str, Any]) -> str:
     """JSON with a line for each kill and step."""
-    tables = {"kills", "steps"}
+    tables = {"kills", "steps"} & report.keys()
     text = json.dumps({name: x for name, x in report.items() if name not in tables}, indent=1)
     for name in sorted(tables):
         rows = ",\n".join(f"  {json.dumps(row)}" for row in report[name])

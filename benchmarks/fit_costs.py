@@ -6,7 +6,8 @@ Reads benchmarks/results, prints the constants of siirl/compiler/cost/device_kin
 the table of docs/tuning.md: what that file predicts against what was measured, of the files that were fitted
 to and of those held out.
 Runs without torch and without a device. A step's time is a sum of amounts of work over rates, so the fit is
-least squares of relative errors.
+least squares of relative errors. Files of a call that was cut (report_file.py) count with the steps that they
+have; a run of which no step was counted is left out.
 """
 
 import argparse
@@ -67,18 +68,23 @@ def measured_runs(folder: Path) -> Iterator[Measured]:
     """The runs of grpo_gpu.py and backends_gpu.py that have times; config.json files go to a folder."""
     for file in (file for kind in KINDS for file in sorted(RESULTS.glob(f"{kind}.json"))):
         result = json.loads(file.read_text())
+        if "time/step_s" not in result["metrics"]:
+            continue
         arguments = argparse.Namespace(
             train_tokens=40960, forward_tokens=81920, gpu_memory=0.6, steps=6, keys=result["keys"],
-            tensor_parallel=result["tensor_parallel"], gpus=result["gpus"], best_flags=False,
+            tensor_parallel=result["tensor_parallel"], gpus=result["gpus"],
+            best_flags=result.get("best_flags", False),
         )  # fmt: skip
         shape = SHAPES[result["workload"]]
-        keys = overrides(arguments, folder, shape["prompts"] * result["gpus"])
+        keys = overrides(arguments, folder, result.get("prompts", shape["prompts"] * result["gpus"]))
         today = not file.stem.startswith("grpo_gpu")
         yield _measured(file.stem, "", keys, folder, shape, result["gpus"], result["metrics"], today)
     for file in sorted(RESULTS.glob("backends_gpu_[sv]*.json")):
         result = json.loads(file.read_text())
         settings = result["settings"]
         for run, metrics in result["runs"].items():
+            if "time/step_s" not in metrics:
+                continue
             sizes = BACKEND_SHAPES[settings["shape"]].sizes
             yield _measured(file.stem, run, result["keys"][run], folder, sizes, settings["gpus"], metrics)
 

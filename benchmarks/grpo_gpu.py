@@ -6,24 +6,26 @@ A: the shape of Qwen3-1.7B, 32 prompts x 8 samples on each GPU. B: that of Qwen3
 weights, prompts of 256 tokens, responses of 1,024 (ignore_eos), a reference model, two optimizer steps a
 step, bf16 compute with fp32 master weights, FSDP2 and vLLM on the same GPUs. Further keys go to the main job.
 
---best-flags: with BEST_FLAGS, which are faster and other numbers.
+--best-flags: with BEST_FLAGS, which are faster and other numbers. --small: two layers and responses of 16
+tokens, to try the script, also on a CPU (in bf16 and without Liger kernels there).
 
 The first steps are not counted. Writes benchmarks/results/grpo_gpu_<workload>_<gpus>.json (--out for
-another place): the median and all counted values of every time, rates, memory peaks, versions, the command.
+another place) after every counted step, as report_file.py says: the median and all counted values of every
+time, rates, memory peaks, versions, the command.
 """
 
 import argparse
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from report_file import Report, Rows, end_by_signals, following, run_job
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
@@ -32,6 +34,15 @@ WARM_UP_STEPS = 2
 SHAPES = {
     "A": {"hidden_size": 2048, "intermediate_size": 6144, "prompts": 32},
     "B": {"hidden_size": 1024, "intermediate_size": 3072, "prompts": 64},
+}
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 1024,
+    "prompts": 4,
 }
 COMMON = {
     "num_hidden_layers": 28,
@@ -42,6 +53,7 @@ COMMON = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 40960,
 }
+SMALL_KEYS = ("data.max_response_length=16", "actor_rollout_ref.rollout.max_num_seqs=64")
 BEST_FLAGS = (
     "actor_rollout_ref.actor.recompute_old_log_prob=False",
     "actor_rollout_ref.actor.fsdp_config.float8=True",
@@ -182,7 +194,7 @@ def overrides(args: argparse.Namespace, folder: Path, prompts: int) -> list[str]
     ]
 
 
-def summary(rows: list[dict], args: argparse.Namespace, world: int) -> dict:
+def summary(rows: Rows) -> dict:
     """Medians over the counted steps."""
     names = sorted({name for row in rows for name in row if name.startswith(("time/", "memory/", "perf/"))})
     extra = [name for row in rows for name in row if "log_prob_diff" in name or "bytes" in name]
@@ -190,7 +202,39 @@ def summary(rows: list[dict], args: argparse.Namespace, world: int) -> dict:
     return {name: {"median": statistics.median(values), "all": values} for name, values in series.items()}
 
 
+def run_counted(report: Report, name: str, keys: list[str], folder: Path) -> int:
+    """Run the main job into folder/out, and put the metrics of its counted steps into the report.
+
+    Gives its exit code. Traces lie beside the report afterwards; the logs, too, unless all went well.
+    """
+
+    def counted(rows: Rows) -> None:
+        report["metrics"] = summary(rows[WARM_UP_STEPS:])
+        if len(rows) > WARM_UP_STEPS:
+            report.count(name, len(rows) - WARM_UP_STEPS)
+
+    env = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
+    words = [sys.executable, "-m", "siirl.main_dag", *keys]
+    seen, status = following(folder / "out" / "metrics.jsonl", counted), None
+    try:
+        status = run_job(words, seen, cwd=REPOSITORY, env=env)
+    finally:
+        report.path.parent.mkdir(parents=True, exist_ok=True)
+        for trace in folder.glob("out/trace.json*"):
+            shutil.copy(trace, report.path.with_name(f"{report.path.stem}_{trace.name}"))
+        if status != 0 and (folder / "out" / "logs").is_dir():
+            shutil.copytree(folder / "out" / "logs", report.path.parent / "logs", dirs_exist_ok=True)
+    if status == 0:
+        report.finish()
+        for metric, value in report["metrics"].items():
+            print(f"{metric:45s} {value['median']:12.4f}   {' '.join(f'{x:.3g}' for x in value['all'])}")
+    return status
+
+
 def main() -> int:
+    import torch
+
+    end_by_signals()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -198,55 +242,48 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--prompts", type=int, help="of a step, on each GPU")
     parser.add_argument("--train-tokens", type=int, default=40960)
     parser.add_argument("--forward-tokens", type=int, default=81920)
     parser.add_argument("--gpu-memory", type=float, default=0.6)
     parser.add_argument("--best-flags", action="store_true", help="coarser numbers, fewer passes: BEST_FLAGS")
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--label", default="")
     parser.add_argument("keys", nargs="*")
     args = parser.parse_args()
-    shape = SHAPES[args.workload]
-    prompts = shape["prompts"] * args.gpus
+    shape = SHAPES[args.workload] | (SMALL if args.small else {})
+    prompts = (args.prompts or shape["prompts"]) * args.gpus
     label = f"_{args.label}" if args.label else ""
     out = args.out or HERE / "results" / f"grpo_gpu_{args.workload}_{args.gpus}{label}.json"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         begin_s = time.perf_counter()
         make_model(folder / "model", shape)
-        make_data(folder / "train.parquet", prompts * args.steps)
+        words = shape.get("vocab_size", COMMON["vocab_size"])
+        make_data(folder / "train.parquet", prompts * args.steps, vocabulary=words)
         print(f"model and data made in {time.perf_counter() - begin_s:.0f} s", flush=True)
-        keys = overrides(args, folder, prompts)
-        env = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
-        status = subprocess.call([sys.executable, "-m", "siirl.main_dag", *keys], cwd=REPOSITORY, env=env)
-        metrics_file = folder / "out" / "metrics.jsonl"
-        rows = (
-            [json.loads(line) for line in metrics_file.read_text().splitlines()]
-            if metrics_file.exists()
-            else []
+        report = Report(
+            out,
+            {args.workload: args.steps - WARM_UP_STEPS},
+            workload=args.workload,
+            gpus=args.gpus,
+            tensor_parallel=args.tensor_parallel,
+            prompts=prompts,
+            best_flags=args.best_flags,
+            small=args.small,
+            keys=args.keys,
+            metrics={},
+            machine=machine(),
         )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        for trace in folder.glob("out/trace.json*"):
-            shutil.copy(trace, out.with_name(out.stem + "_" + trace.name))
-        if status:
-            shutil.copytree(folder / "out" / "logs", out.parent / "logs", dirs_exist_ok=True)
-            return status
-    counted = summary(rows[WARM_UP_STEPS:], args, args.gpus)
-    result = {
-        "workload": args.workload,
-        "gpus": args.gpus,
-        "tensor_parallel": args.tensor_parallel,
-        "command": " ".join(sys.argv),
-        "keys": args.keys,
-        "counted_steps": len(rows) - WARM_UP_STEPS,
-        "metrics": counted,
-        "verl_0.9.1_one_h200": VERL[args.workload],
-        "machine": machine(),
-    }
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    for name, value in counted.items():
-        print(f"{name:45s} {value['median']:12.4f}   {' '.join(f'{x:.3g}' for x in value['all'])}")
-    return 0
+        report["verl_0.9.1_one_h200"] = VERL[args.workload]
+        if args.small:
+            args.keys = [
+                *SMALL_KEYS,
+                f"actor_rollout_ref.model.use_liger={torch.cuda.is_available()}",
+                *args.keys,
+            ]
+        return run_counted(report, args.workload, overrides(args, folder, prompts), folder)
 
 
 def machine() -> dict:

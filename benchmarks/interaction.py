@@ -1,7 +1,7 @@
 """How much time interactions save when no sample waits for the others at the end of a turn.
 
-    python benchmarks/interaction.py [--out benchmarks/results/interaction_cpu.json]
-    python benchmarks/interaction.py --gpu [--out benchmarks/results/interaction_gpu.json]
+    python benchmarks/interaction.py [--layers 28] [--engines vllm]
+    python benchmarks/interaction.py --gpu [--size 0.6B]
 
 Two agents with one policy talk in turn and an environment answers, with the runner, contexts, engines and
 environment threads of a real interaction. "free": each sample goes on as soon as it is ready. "barrier": the
@@ -20,11 +20,13 @@ change. Each repeat draws lengths of its own, and numbers are medians of them.
 On a CPU the model is narrow and has --layers layers, as many as Qwen3-0.6B by default: a step's cost of each
 layer then has about the share that it has in real models. --gpu: the shapes of Qwen3 (--size) in bf16, random
 weights. Goal: 1.5x for lengths by turn.
+
+Writes benchmarks/results/interaction_<device>.json (--out for another place), after each delay of the
+environment (report_file.py).
 """
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -36,7 +38,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grpo_gpu import COMMON, SHAPES, make_model
+from grpo_gpu import COMMON, HERE, SHAPES, make_model
+from report_file import Report, end_by_signals
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from fixtures_tiny import make_tiny_model_dir
@@ -50,6 +53,7 @@ from siirl.agents.pump import Pump
 from siirl.agents.runner import Game, Speaker, run_all, turn_seed
 from siirl.compiler.plan import InteractionPlan, ModelPlan, StagePlan
 from siirl.config import load_config
+from siirl.data.seen import NO_IMAGES, Seen
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Request, RolloutEngine, SamplingParams
 from siirl.parallel.dims import ParallelDims
@@ -83,10 +87,10 @@ class Lecture:
         }
         self._barrier = asyncio.Barrier(len(lengths)) if barrier else None
 
-    async def generate(self, prompt: list[int], params: Any, seed: int) -> Generated:
+    async def generate(self, prompt: list[int], params: Any, seed: int, seen: Seen = NO_IMAGES) -> Generated:
         if self._barrier is not None:
             await self._barrier.wait()
-        return await self._policy.generate(prompt, replace(params, max_tokens=self._tokens[seed]), seed)
+        return await self._policy.generate(prompt, replace(params, max_tokens=self._tokens[seed]), seed, seen)
 
 
 class Slow:
@@ -120,7 +124,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results: dict[str, Any] = {name: getattr(options, name) for name in ("samples", "turns", "shortest")}
+    end_by_signals()
+    out = options.out or HERE / "results" / f"interaction_{'gpu' if options.gpu else 'cpu'}.json"
+    results = Report(out, dict.fromkeys(options.engines, len(options.vary) * len(options.delays)))
+    results |= {name: getattr(options, name) for name in ("samples", "turns", "shortest")}
     sizes = SIZES[options.size] if options.gpu else MODEL | {"layers": options.layers}
     results |= {"model": sizes, "cores": len(os.sched_getaffinity(0)), "load_before": os.getloadavg()[0]}
     if options.gpu:
@@ -131,19 +138,17 @@ def main() -> None:
         else:
             make_tiny_model_dir(folder, max_positions=MOST_TOKENS, init_std=0.2, **sizes)
         for name in options.engines:
-            results[name] = compare(name, folder, options)
+            compare(name, folder, options, results)
     results["load_after"] = os.getloadavg()[0]
-    text = json.dumps(results, indent=2)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+    results.finish()
+    print(results.text())
 
 
-def compare(name: str, model_dir: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(name: str, model_dir: str, options: argparse.Namespace, results: Report) -> None:
     """Both ways on one engine: medians of interleaved pairs, by what varies and the environment's delay."""
     engine = loaded_engine(name, model_dir, "cuda" if options.gpu else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    found = []
+    results[name] = found = []
     try:
         for vary in options.vary:
             draws = [drawn(vary, options, repeat) for repeat in range(options.repeats)]
@@ -154,10 +159,10 @@ def compare(name: str, model_dir: str, options: argparse.Namespace) -> list[dict
                     for lengths in draws
                 ]
                 found.append(summary(vary, delay_s, draws, pairs))
+                results.count(name, len(found))
                 print(name, found[-1], file=sys.stderr, flush=True)
     finally:
         engine.close()
-    return found
 
 
 def drawn(vary: str, options: argparse.Namespace, seed: int) -> Lengths:
@@ -210,7 +215,7 @@ def play(
     chats = [[{"role": "user", "content": f"sample {sample}: what now?"}] for sample in range(len(lengths))]
     episodes = [Episode(sample, sample, 0, sample, {"raw_prompt": chat}) for sample, chat in enumerate(chats)]
     renderer = ChatRenderer(tokenizer, {})
-    prompts = [renderer.start(chat) for chat in chats]
+    prompts = [renderer.start(chat)[0] for chat in chats]
     plan = talk(len(lengths[0]))
     before = time.perf_counter(), cpu_seconds(engine)
     with Pump(engine.stream, Request, engine.name, 600.0) as policy:

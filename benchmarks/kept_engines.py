@@ -8,7 +8,8 @@ of a step at a quarter of the run, and rank 0 in the last one, when processes st
 workers. A restart's seconds go from the kill to the first instruction of the last rank. Both runs must end
 with the same weights, bit for bit.
 
-Writes benchmarks/results/kept_engines_cpu.json (--out for another place). On a GPU: trainer.device=cuda.
+Writes benchmarks/results/kept_engines_cpu.json (--out for another place), after every kill (report_file.py).
+On a GPU: trainer.device=cuda.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any
 
 import psutil
 from ettr import REPOSITORY, Kill, Run, measured, same_weights
+from report_file import Report, end_by_signals
 
 from siirl.engines.rollout.served.engine_child import SERVER
 
@@ -44,12 +46,14 @@ runpy.run_module("siirl.main_dag", run_name="__main__", alter_sys=True)
 
 
 def main() -> int:
+    end_by_signals()
     args = arguments()
     args.keys = [*VLLM, *args.keys]
     kills = [Kill(args.steps // 4, 0.5, 0.99), Kill(args.steps, 0.5, 0.0)]
-    report: dict[str, Any] = {"command": " ".join(sys.argv), "cores": len(os.sched_getaffinity(0))}
+    asked = dict.fromkeys(("engines_stay", "engines_start_anew"), len(kills))
+    report = Report(args.out, asked, cores=len(os.sched_getaffinity(0)), keys=args.keys)
     report["load_before"] = round(os.getloadavg()[0], 2)
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as jobs:
         folder = Path(temporary)
         prepare = [sys.executable, "-m", "examples.quickstart.prepare", "--out", temporary]
         subprocess.run(prepare, cwd=REPOSITORY, check=True, capture_output=True)
@@ -57,15 +61,20 @@ def main() -> int:
         anew.write_text(NONE_STAYS.format(python=sys.executable))
         anew.chmod(0o700)
         runs = {}
-        for name, python in (("engines_stay", sys.executable), ("engines_start_anew", str(anew))):
-            runs[name] = Struck(args, folder, name, args.step_s, python)
-            found = measured(runs[name], kills)
-            report[name] = {"restart_s": found["restart_s"], "engines": runs[name].engines}
-            report[name] |= {"start_s": round(runs[name].started_s, 2), "kills": found["kills"]}
+        for name, python in zip(asked, (sys.executable, str(anew)), strict=True):
+            struck = Struck(args, folder, name, args.step_s, python)
+            runs[name] = jobs.enter_context(contextlib.closing(struck))
+
+            def seen(known: list[dict[str, Any]], name: str = name, struck: Struck = struck) -> None:
+                restart_s = [kill["restart_s"] for kill in known]
+                report[name] = {"restart_s": restart_s, "engines": struck.engines}
+                report[name] |= {"start_s": round(struck.started_s, 2), "kills": known}
+                report.count(name, len(known))
+
+            measured(struck, kills, seen)
         report["weights_equal"] = same_weights(*(run.output for run in runs.values()))
     report["load_after"] = round(os.getloadavg()[0], 2)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    report.finish()
     print(json.dumps({name: x for name, x in report.items() if name != "command"}, indent=1))
     stayed = len({tuple(engines) for engines in report["engines_stay"]["engines"]}) == 1
     return 0 if report["weights_equal"] and stayed else 1

@@ -11,23 +11,25 @@ the trainer trains. --keep-kv: each lag once more with rollout.keep_kv, on a GPU
 A block is a job of its own, by the command that users type; blocks of the lags take turns. A step is all of
 it, from the end of the one before; the first steps of a block, and the last ones, which load nothing, do not
 count. CPU: a model of 4 small layers, one process. --gpu: the shape of Qwen3-1.7B, vLLM, one GPU. Further
-keys go to the job. Writes benchmarks/results/long_tail_<engine>_<device>.json (--out for another place).
+keys go to the job. Writes benchmarks/results/long_tail_<engine>_<device>.json (--out for another place),
+after every counted step (report_file.py).
 """
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 from agents_pool import REPOSITORY, SMALL
 from grpo_gpu import COMMON, SHAPES, make_data, make_model
+from report_file import Report, Rows, end_by_signals, following, run_job
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REPORTED = (
@@ -39,11 +41,14 @@ KEPT = " keep_kv"
 
 
 def main() -> int:
+    end_by_signals()
     args = arguments()
     device = "gpu" if args.gpu else "cpu"
-    report: dict[str, Any] = {"command": " ".join(sys.argv), "cores": len(os.sched_getaffinity(0))}
-    report["load_before"] = os.getloadavg()[0]
     kinds = [f"{lag}{kept}" for lag in args.lags for kept in (["", KEPT] if args.keep_kv and lag else [""])]
+    which = "_apart" * args.apart + "_equal" * args.equal + "_keep_kv" * args.keep_kv
+    out = args.out or RESULTS / f"long_tail_{args.engine}_{device}{which}.json"
+    report = Report(out, dict.fromkeys(kinds, args.blocks * args.steps), keys=args.keys)
+    report |= {"cores": len(os.sched_getaffinity(0)), "load_before": os.getloadavg()[0]}
     blocks: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -52,22 +57,23 @@ def main() -> int:
         vocabulary = shape.get("vocab_size", COMMON["vocab_size"])
         make_data(folder / "train.parquet", args.prompts * 64, args.prompt_tokens, vocabulary)
         for block, kind in itertools.product(range(args.blocks), kinds):
-            out = folder / f"{kind}_{block}".replace(" ", "_")
-            blocks[kind].append(run(args, folder, out, kind, vocabulary))
+
+            def told(found: dict[str, Any], kind: str = kind, block: int = block) -> None:
+                blocks[kind][block:] = [found]
+                report["lags"] = summary(blocks)
+                report.count(kind, sum(len(one["step_s"]) for one in blocks[kind]))
+
+            run(args, folder, folder / f"{kind}_{block}".replace(" ", "_"), kind, vocabulary, told)
             rate = blocks[kind][-1]["tokens_per_s"]
             print(f"block {block + 1}, lag {kind}: {rate:.0f} tokens/s", flush=True)
     report["load_after"] = os.getloadavg()[0]
-    report["lags"] = summary(blocks)
     for lag, one in report["lags"].items():
         print(
             f"lag {lag}: {one['steps_per_s']:.3f} steps/s ({one['ratio']:.2f}x), "
             f"{one['tokens_per_s']:.0f} tokens/s ({one['tokens_ratio']:.2f}x), "
             f"blocks {[round(x, 3) for x in one['blocks_steps_per_s']]}"
         )
-    which = "_apart" * args.apart + "_equal" * args.equal + "_keep_kv" * args.keep_kv
-    out = args.out or RESULTS / f"long_tail_{args.engine}_{device}{which}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    report.finish()
     return 0
 
 
@@ -105,8 +111,32 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace, folder: Path, out: Path, kind: str, vocabulary: int) -> dict[str, Any]:
+def run(
+    args: argparse.Namespace,
+    folder: Path,
+    out: Path,
+    kind: str,
+    vocabulary: int,
+    told: Callable[[dict[str, Any]], None],
+) -> None:
     """One block: the counted steps' seconds and what they sampled. kind: the lag, and KEPT if that is on."""
+
+    def counted(rows: Rows) -> None:
+        if len(rows) > args.warm_up:
+            told(block_of(args, rows))
+
+    command = [sys.executable, "-m", "siirl.main_dag", *job_keys(args, folder, out, kind, vocabulary)]
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    log, seen = out.with_suffix(".log"), following(out / "metrics.jsonl", counted)
+    with log.open("w") as file:
+        status = run_job(command, seen, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    if status:
+        raise SystemExit(f"lag {kind} ended with {status}:\n{log.read_text()[-4000:]}")
+
+
+def job_keys(args: argparse.Namespace, folder: Path, out: Path, kind: str, vocabulary: int) -> list[str]:
+    """The main job's keys."""
     lag, keeps = int(kind.removesuffix(KEPT)), kind.endswith(KEPT)
     policy, rollout = "actor_rollout_ref.", "actor_rollout_ref.rollout."
     longest = args.mean_tokens if args.equal else args.response_tokens
@@ -161,26 +191,20 @@ def run(args: argparse.Namespace, folder: Path, out: Path, kind: str, vocabulary
             f"{policy}actor.fsdp_config.mixed_precision.param_dtype=float32",
             f"{rollout}dtype=float32",
         ]
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "siirl.main_dag", *keys, *args.keys],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise SystemExit(f"lag {kind} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    counted = lines[args.warm_up : args.warm_up + args.steps]
-    ends_s = [line["time_s"] for line in lines[args.warm_up - 1 : args.warm_up + args.steps]]
+    return [*keys, *args.keys]
+
+
+def block_of(args: argparse.Namespace, rows: Rows) -> dict[str, Any]:
+    """The counted steps of a job."""
+    counted = rows[args.warm_up : args.warm_up + args.steps]
+    ends_s = [row["time_s"] for row in rows[args.warm_up - 1 : args.warm_up + args.steps]]
     step_s = [end - start for start, end in itertools.pairwise(ends_s)]
     return {
         "step_s": step_s,
-        "rollout_s": [line["time/rollout_actor_s"] for line in counted],
-        "tokens_per_s": sum(line["rollout/tokens"] for line in counted) / sum(step_s),
+        "rollout_s": [row["time/rollout_actor_s"] for row in counted],
+        "tokens_per_s": sum(row["rollout/tokens"] for row in counted) / sum(step_s),
         "steps_per_s": len(step_s) / sum(step_s),
-    } | {name: [line[name] for line in counted if name in line] for name in REPORTED}
+    } | {name: [row[name] for row in counted if name in row] for name in REPORTED}
 
 
 def apart_dag(folder: Path) -> Path:
@@ -195,6 +219,7 @@ def apart_dag(folder: Path) -> Path:
 
 def summary(blocks: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """For each lag its rates, and their ratios to those of the first one."""
+    blocks = {lag: runs for lag, runs in blocks.items() if runs}
     rates = {
         lag: {name: statistics.median(x[name] for x in runs) for name in ("steps_per_s", "tokens_per_s")}
         for lag, runs in blocks.items()

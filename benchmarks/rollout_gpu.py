@@ -6,27 +6,27 @@ Two engines with equal arguments stay on one GPU and take turns: vLLM's own, ask
 for the log-prob of each sampled token; and siirl's rollout engine, which gives tokens by seeds and their
 log-probs. Workloads as in grpo_gpu.py: A 32 prompts x 8 samples of Qwen3-1.7B's shape, B 64 x 8 of
 Qwen3-0.6B's; 256 + 1,024 tokens, each round other prompts. Writes all seconds to
-benchmarks/results/rollout_gpu_<workload>.json.
+benchmarks/results/rollout_gpu_<workload>.json (--out for another place), after every round (report_file.py).
 """
 
 import argparse
 import gc
-import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from grpo_gpu import COMMON, HERE, PROMPT_TOKENS, RESPONSE_TOKENS, SAMPLES, SHAPES, machine, make_model
+from report_file import Report, end_by_signals
 
 PLAIN, SCORED, OURS = "vllm", "vllm_log_probs", "siirl"
 
 
 def main() -> int:
+    end_by_signals()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -40,26 +40,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         make_model(Path(temporary) / "model", SHAPES[args.workload])
         gc.collect()
-        seconds = measure(args, Path(temporary))
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    ratios = {name: round(value / medians[PLAIN], 3) for name, value in medians.items()}
-    for name, values in seconds.items():
-        print(f"{name}: {[round(value, 2) for value in values]} s, {ratios[name]:.3f}x plain vLLM")
-    report = {
-        "command": " ".join(sys.argv),
-        "workload": args.workload,
-        "machine": machine(),
-        "seconds": seconds,
-        "medians": medians,
-        "ratios": ratios,
-    }
-    out = args.out or HERE / "results" / f"rollout_gpu_{args.workload}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+        out = args.out or HERE / "results" / f"rollout_gpu_{args.workload}.json"
+        asked = dict.fromkeys((PLAIN, SCORED, OURS), args.rounds)
+        report = Report(out, asked, workload=args.workload, machine=machine(), keys=args.keys)
+        measure(args, Path(temporary), report)
+    for name, values in report["seconds"].items():
+        ratio = report["ratios"][name]
+        print(f"{name}: {[round(value, 2) for value in values]} s, {ratio:.3f}x plain vLLM")
+    report.finish()
     return 0
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+def measure(args: argparse.Namespace, folder: Path, report: Report) -> None:
     """Seconds of each round, after one that does not count."""
     kinds = {OURS: ours(args, folder)}
     kinds = {PLAIN: plain(args, folder, None)} | {SCORED: plain(args, folder, 0)} | kinds
@@ -72,10 +64,17 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
             prompts = [dealt.choices(words, k=PROMPT_TOKENS) for _ in range(count)]
             begin_s = time.perf_counter()
             tokens = sample(prompts)
-            seconds[name].append(time.perf_counter() - begin_s)
+            took_s = time.perf_counter() - begin_s
             assert tokens == count * SAMPLES * RESPONSE_TOKENS, (name, tokens)
-            print(f"round {round_number}, {name}: {seconds[name][-1]:.2f} s", flush=True)
-    return {name: values[1:] for name, values in seconds.items()}
+            print(f"round {round_number}, {name}: {took_s:.2f} s", flush=True)
+            if round_number:
+                seconds[name].append(took_s)
+        if round_number:
+            medians = {name: statistics.median(values) for name, values in seconds.items()}
+            report |= {"seconds": seconds, "medians": medians}
+            report["ratios"] = {name: round(value / medians[PLAIN], 3) for name, value in medians.items()}
+            for name in kinds:
+                report.count(name, round_number)
 
 
 def configuration(args: argparse.Namespace, folder: Path):

@@ -9,20 +9,18 @@ kernels: vision models do without. --freeze leaves the vision tower as it is. --
 responses of 16 tokens, to try the script (with --prompts 2 --side 64 also on a CPU).
 
 The first steps are not counted. Writes benchmarks/results/vision_gpu_<gpus>.json (--out for another place),
-as grpo_gpu.py does.
+after every counted step as grpo_gpu.py does.
 """
 
 import argparse
 import json
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import grpo_gpu
-from grpo_gpu import COMMON, HERE, REPOSITORY, SHAPES, WARM_UP_STEPS, machine, summary
+from grpo_gpu import COMMON, HERE, SHAPES, WARM_UP_STEPS, machine, run_counted
+from report_file import Report, end_by_signals
 
 TEXT_TOKENS = 60
 SPECIAL = ("<pad>", "<eos>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
@@ -156,6 +154,7 @@ def overrides(args: argparse.Namespace, folder: Path, prompts: int) -> list[str]
 
 
 def main() -> int:
+    end_by_signals()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -172,39 +171,27 @@ def main() -> int:
     parser.add_argument("--label", default="")
     parser.add_argument("keys", nargs="*")
     args = parser.parse_args()
-    given, prompts = args.keys, args.prompts * args.gpus
+    prompts = args.prompts * args.gpus
     label = f"_{args.label}" if args.label else ""
     out = args.out or HERE / "results" / f"vision_gpu_{args.gpus}{label}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    report = Report(
+        out,
+        {"vision": args.steps - WARM_UP_STEPS},
+        workload="vision",
+        side=args.side,
+        prompts=prompts,
+        freeze_vision_tower=args.freeze,
+        small=args.small,
+        gpus=args.gpus,
+        keys=args.keys,
+        metrics={},
+    )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         vocabulary = make_model(folder / "model", args.small)
         make_data(folder / "train.parquet", prompts * args.steps, args.side, vocabulary)
-        keys = overrides(args, folder, prompts)
-        env = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
-        status = subprocess.call([sys.executable, "-m", "siirl.main_dag", *keys], cwd=REPOSITORY, env=env)
-        if status:
-            shutil.copytree(folder / "out" / "logs", out.parent / "logs", dirs_exist_ok=True)
-            return status
-        lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    counted = summary(rows[WARM_UP_STEPS:], args, args.gpus)
-    result = {
-        "workload": "vision",
-        "side": args.side,
-        "prompts": prompts,
-        "freeze_vision_tower": args.freeze,
-        "gpus": args.gpus,
-        "command": " ".join(sys.argv),
-        "keys": given,
-        "counted_steps": len(rows) - WARM_UP_STEPS,
-        "metrics": counted,
-        "machine": machine(),
-    }
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    for name, value in counted.items():
-        print(f"{name:45s} {value['median']:12.4f}   {' '.join(f'{x:.3g}' for x in value['all'])}")
-    return 0
+        report["machine"] = machine()
+        return run_counted(report, "vision", overrides(args, folder, prompts), folder)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ rank sends, each bucket is announced); `plan`, as later ones go (rollout.weight_
 announcements); `spread` (rollout.weight_link=spread): each trainer rank sends its rows, and nobody gathers.
 Told are the seconds of the slowest rank, and the bytes that each rank wrote to its sockets (/proc/self/io).
 All bytes that arrive are compared. --gpu: a GPU for each rank, over NCCL, whose bytes are not counted. Writes
-benchmarks/results/weight_link_<device>.json (--out for another place).
+benchmarks/results/weight_link_<device>.json (--out for another place), after every turn (report_file.py).
 """
 
 import argparse
@@ -16,7 +16,6 @@ import json
 import math
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from report_file import Report, end_by_signals, on_change, run_ranks, write
 from torch import Tensor
 
 from siirl.compiler.plan import LinkPlan, sender_groups
@@ -162,6 +161,7 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
         for way, kind in WAYS.items()
     }
     found: dict[str, Any] = {way: {"seconds": [], "sent": []} for way in WAYS}
+    told: list[Any] = [None] * world
     version = 0
     for turn in range(args.syncs + 1):
         for way, link in links.items():
@@ -176,10 +176,9 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
             if turn:  # the first one makes the plan
                 found[way]["seconds"].append(seconds)
                 found[way]["sent"].append(sent)
-    told = [None] * world
-    dist.all_gather_object(told, found)
-    if rank == 0:
-        Path(folder, "found").write_text(json.dumps(told))
+        dist.all_gather_object(told, found)
+        if rank == 0 and turn:
+            write(Path(folder, "found"), json.dumps(told))
 
 
 def timed(link: WeightLink) -> tuple[float, int]:
@@ -196,6 +195,7 @@ def written() -> int:
 
 
 def main() -> int:
+    end_by_signals()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -208,22 +208,29 @@ def main() -> int:
     args = parser.parse_args()
     device = "gpu" if args.gpu else "cpu"
     out = args.out or REPOSITORY / "benchmarks" / "results" / f"weight_link_{device}.json"
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(worker, (args, folder), args.sources + args.targets, start_method="fork")
-        told = json.loads(Path(folder, "found").read_text())
     words = ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"]
     commit = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-    report: dict[str, Any] = {"command": " ".join(sys.argv), "commit": commit, "ways": {}}
+    report = Report(out, dict.fromkeys(WAYS, args.syncs), commit=commit, ways={})
+    with tempfile.TemporaryDirectory() as folder:
+        found, ranks = Path(folder, "found"), args.sources + args.targets
+        run_ranks(worker, (args, folder), ranks, "fork", on_change(found, lambda: tell(report, found)))
+    for way, one in report["ways"].items():
+        median, each = statistics.median(one["seconds"]), " ".join(f"{x:.3f}" for x in one["seconds"])
+        shares = " ".join(f"{x / 2**20:.0f}" for x in one["sent_bytes_of_ranks"])
+        print(f"{way:8s} median {median:.3f} s ({each}); MiB sent by rank: {shares}", flush=True)
+    report.finish()
+    return 0
+
+
+def tell(report: Report, found: Path) -> None:
+    """Put what the ranks have found so far into the report."""
+    told = json.loads(found.read_text())
     for way in WAYS:
         seconds = [max(each) for each in zip(*(rank[way]["seconds"] for rank in told), strict=True)]
         sent = [statistics.median(rank[way]["sent"]) for rank in told]
         report["ways"][way] = {"seconds": seconds, "sent_bytes_of_ranks": sent}
-        median, each = statistics.median(seconds), " ".join(f"{one:.3f}" for one in seconds)
-        shares = " ".join(f"{one / 2**20:.0f}" for one in sent)
-        print(f"{way:8s} median {median:.3f} s ({each}); MiB sent by rank: {shares}", flush=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+        report.count(way, len(seconds))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Weights from a trainer into a vLLM engine: by vLLM's loaders, and written in place.
 
-    python benchmarks/weight_sync.py [--shapes 0.6B 1.7B] [--blocks 2] [--syncs 4] [--tokens 384]
+    python benchmarks/weight_sync.py [--shapes 1.7B 0.6B] [--blocks 2] [--syncs 4] [--tokens 384]
         [--replace-weights in_place_checked] [--max-engine-restarts 0] [--apart] [--cpu]
 
 One process: an FSDP2 trainer of fp32 master weights, an engine in bf16 that sleeps between rollouts, and the
@@ -17,7 +17,7 @@ are announced by headers and vLLM's loaders (as every first sync goes), the plan
 each rank spent them. At the end each way replaces weights of another sign that the first one has brought.
 
 Writes benchmarks/results/weight_sync_<device>.json, or weight_sync_apart_<device>.json (--out for another
-place). --cpu: a small shape, over gloo.
+place), after every sync that counts (report_file.py); "equal" comes last. --cpu: a small shape, over gloo.
 """
 
 import argparse
@@ -28,13 +28,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from grpo_gpu import REPOSITORY, SHAPES, make_model
+from grpo_gpu import REPOSITORY, SHAPES, machine, make_model
+from report_file import Report, end_by_signals, on_change, run_job, run_ranks, write
 
 from siirl.compiler.plan import LinkPlan, ModelPlan
 from siirl.config import Config, load_config
@@ -56,10 +57,11 @@ READ = ("model.norm.weight", "model.layers.0.self_attn.q_norm.weight")
 
 
 def main() -> int:
+    end_by_signals()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", choices=NAMED, default=["0.6B", "1.7B"])
+    parser.add_argument("--shapes", nargs="+", choices=NAMED, default=["1.7B", "0.6B"])
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--syncs", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=32)
@@ -72,27 +74,36 @@ def main() -> int:
     parser.add_argument("--apart", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # a shape, and the file of what is found
     args = parser.parse_args()
     if args.one:
-        found = of_shape_apart(args, args.one) if args.apart else of_shape(args, args.one)
-        print("RESULT " + json.dumps(found), flush=True)
+        (of_shape_apart if args.apart else of_shape)(args, args.one[0], Path(args.one[1]))
         return 0
-    report: dict[str, Any] = {"command": " ".join(sys.argv), "commit": commit(), **machine()}
-    report["shapes"] = {}
-    for shape in ["small"] if args.cpu else args.shapes:
-        words = [sys.executable, __file__, *sys.argv[1:], "--one", shape]
-        ran = subprocess.run(words, capture_output=True, text=True, check=False)
-        lines = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
-        if ran.returncode or not lines:
-            print(ran.stdout[-4000:], ran.stderr[-8000:])
-            return 1
-        report["shapes"][shape] = found = json.loads(lines[0].removeprefix("RESULT "))
-        print_shape(shape, found)
     name = f"weight_sync{'_apart' * args.apart}_{'cpu' if args.cpu else 'gpu'}.json"
     out = args.out or REPOSITORY / "benchmarks" / "results" / name
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    shapes, ways = ["small"] if args.cpu else args.shapes, APART if args.apart else WAYS
+    asked = {f"{shape} {way}": args.blocks * args.syncs for shape in shapes for way in ways}
+    report = Report(out, asked, commit=commit(), **machine(), shapes={})
+    with tempfile.TemporaryDirectory() as temporary:
+        for shape in shapes:
+            found, log = Path(temporary, f"{shape}.json"), Path(temporary, f"{shape}.log")
+            words = [sys.executable, __file__, *sys.argv[1:], "--one", shape, str(found)]
+            seen = on_change(found, lambda shape=shape, found=found: tell(report, shape, found))
+            with log.open("w") as file:
+                status = run_job(words, seen, stdout=file, stderr=subprocess.STDOUT)
+            if status:
+                print(log.read_text()[-12000:])
+                return status
+            print_shape(shape, report["shapes"][shape])
+    report.finish()
     return 0
+
+
+def tell(report: Report, shape: str, found: Path) -> None:
+    """Put what was found of a shape so far into the report."""
+    report["shapes"][shape] = told = json.loads(found.read_text())
+    for way in APART if "plan_loaders" in told else WAYS:
+        report.count(f"{shape} {way}", len(told[way]["sync_s"]))
 
 
 def print_shape(shape: str, found: dict[str, Any]) -> None:
@@ -108,7 +119,7 @@ def print_shape(shape: str, found: dict[str, Any]) -> None:
             print(f"    rank {rank}, medians: {told}", flush=True)
 
 
-def of_shape(args: argparse.Namespace, shape: str) -> dict[str, Any]:
+def of_shape(args: argparse.Namespace, shape: str, out: Path) -> None:
     """Times of both ways, with a trainer and an engine of this shape."""
     device = torch.device("cpu" if args.cpu else "cuda:0")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
@@ -120,7 +131,7 @@ def of_shape(args: argparse.Namespace, shape: str) -> dict[str, Any]:
         make_model(folder / "model", SMALL if args.cpu else NAMED[shape])
         trainer, rollout, link = build(args, folder, device, ProcessGroupManager([(0,)], backend, 120))
         try:
-            return measure(args, trainer, rollout, link)
+            measure(args, trainer, rollout, link, lambda found: write(out, json.dumps(found)))
         finally:
             rollout.close()
 
@@ -162,14 +173,13 @@ def model_plan(role: Any, rank: int) -> ModelPlan:
     return ModelPlan(f"agent_0.{role}", 0, role, kind, "lm", trains, (rank,), dims, role, (role,))
 
 
-def of_shape_apart(args: argparse.Namespace, shape: str) -> dict[str, Any]:
+def of_shape_apart(args: argparse.Namespace, shape: str, out: Path) -> None:
     """Times of three ways, with a trainer on one rank and an engine on another."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(of_rank, (args, shape, folder), 2, start_method="spawn")
-        return json.loads(Path(folder, "found").read_text())
+        run_ranks(of_rank, (args, shape, folder, out), 2, "spawn")
 
 
-def of_rank(rank: int, args: argparse.Namespace, shape: str, temporary: str) -> None:
+def of_rank(rank: int, args: argparse.Namespace, shape: str, temporary: str, out: Path) -> None:
     folder, device = Path(temporary), torch.device("cpu")
     if not args.cpu:
         device = torch.device("cuda", rank)
@@ -188,9 +198,9 @@ def of_rank(rank: int, args: argparse.Namespace, shape: str, temporary: str) -> 
         trainer.version = 1
     plan = LinkPlan("agent_0.sync", "agent_0.actor", "agent_0.rollout", (0, 1), "broadcast")
     try:
-        found = Apart(args, trainer, rollout, make_link(plan, trainer, rollout, groups, folder)).measure()
-        if rank == 0:
-            (folder / "found").write_text(json.dumps(found))
+        link = make_link(plan, trainer, rollout, groups, folder)
+        said: Callable[[dict[str, Any]], None] = lambda found: write(out, json.dumps(found))  # noqa: E731
+        Apart(args, trainer, rollout, link).measure(said if rank == 0 else lambda _: None)
     finally:
         if rollout is not None:
             rollout.close()
@@ -211,10 +221,11 @@ class Apart:
         if rollout is not None:
             self._in_place, self._by_loaders = rollout._weights, loaders_of(args, rollout)
 
-    def measure(self) -> dict[str, Any]:
-        """Seconds of the slowest rank in each sync, and of each rank's phases; on both ranks."""
-        first_s, _ = self._sync("first")
+    def measure(self, tell: Callable[[dict[str, Any]], None]) -> None:
+        """Seconds of the slowest rank in each sync, and of each rank's phases: told after each turn."""
+        found: dict[str, Any] = {"first_sync_s": self._sync("first")[0]}
         mine: dict[str, list[tuple[float, dict[str, float]]]] = {way: [] for way in APART}
+        told: list[Any] = [None, None]
         for turn in range(self._args.blocks * self._args.syncs + 1):
             for way in APART:
                 if self._trainer is not None:
@@ -223,16 +234,10 @@ class Apart:
                 if turn:  # the first one of each way takes memory, and makes views that are used again
                     mine[way].append(took)
                 self._generate()
-        found: dict[str, Any] = {"first_sync_s": first_s, **self._compared()}
-        told: list[Any] = [None, None]
-        dist.all_gather_object(told, mine)
-        for way in APART:
-            syncs = zip(*(each[way] for each in told), strict=True)
-            found[way] = {
-                "sync_s": [max(seconds for seconds, _ in ranks) for ranks in syncs],
-                "where": [medians([phases for _, phases in each[way]]) for each in told],
-            }
-        return found
+            if turn:
+                dist.all_gather_object(told, mine)
+                tell(found | {way: slowest([each[way] for each in told]) for way in APART})
+        tell(found | {way: slowest([each[way] for each in told]) for way in APART} | self._compared())
 
     def _sync(self, way: str) -> tuple[float, dict[str, float]]:
         """One sync; the seconds of this rank, and of its phases."""
@@ -269,7 +274,8 @@ class Apart:
                 self._sync(used)
             if self._rollout is not None:
                 tensors = [part.tolist() for name in READ for part in self._rollout.read_tensor(name)]
-                rows = self._rollout.generate(self._prompts[:8], greedy, range(8))
+                asked = self._prompts[:8]
+                rows = self._rollout.generate(asked, greedy, range(len(asked)))
                 seen.append((tensors, [row[0].token_ids for row in rows]))
         found: list[Any] = [None]
         if self._rollout is not None:
@@ -284,6 +290,14 @@ class Apart:
             for _, tensor in self._trainer.live_weights() or ():
                 tensor.neg_()
             self._trainer.version += 1
+
+
+def slowest(ranks: list[list[tuple[float, dict[str, float]]]]) -> dict[str, Any]:
+    """Of the syncs of each rank: the seconds of the slowest, and where each rank spent them."""
+    return {
+        "sync_s": [max(seconds for seconds, _ in syncs) for syncs in zip(*ranks, strict=True)],
+        "where": [medians([phases for _, phases in syncs]) for syncs in ranks],
+    }
 
 
 def loaders_of(args: argparse.Namespace, rollout: Any) -> EngineWeights:
@@ -301,7 +315,14 @@ def medians(syncs: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(sync.get(name, 0.0) for sync in syncs) for name in names}
 
 
-def measure(args: argparse.Namespace, trainer: FSDPEngine, rollout: Any, link: Any) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace,
+    trainer: FSDPEngine,
+    rollout: Any,
+    link: Any,
+    tell: Callable[[dict[str, Any]], None],
+) -> None:
+    """Both ways in turn; told after each sync, and whether they bring the same at the end."""
     params = SamplingParams(max_tokens=args.tokens, n=8, ignore_eos=True)
     asked = prompts(args)
     begin = time.perf_counter()
@@ -325,8 +346,8 @@ def measure(args: argparse.Namespace, trainer: FSDPEngine, rollout: Any, link: A
                 times.append(time.perf_counter())
                 for name, span in (("wake_s", 0), ("sync_s", 1), ("rollout_s", 2)):
                     found[way][name].append(times[span + 1] - times[span])
-    found["equal"] = same_weights(trainer, rollout, link, asked, ways)
-    return found
+                tell(found)
+    tell(found | {"equal": same_weights(trainer, rollout, link, asked, ways)})
 
 
 @torch.no_grad()
@@ -360,12 +381,6 @@ def same_weights(
 def commit() -> str:
     words = ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def machine() -> dict[str, Any]:
-    from grpo_gpu import machine
-
-    return machine()
 
 
 if __name__ == "__main__":

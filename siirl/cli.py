@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     migrate.set_defaults(command=_migrate)
     export = commands.add_parser("export", help="turn a checkpoint into a Hugging Face model")
-    export.add_argument("checkpoint", help="directory of a checkpoint: .../global_step_N")
+    export.add_argument("checkpoint", help="a checkpoint (.../global_step_N), or a run: its current one")
     export.add_argument("out", help="directory of the model")
     export.add_argument(
         "--model", help="which of its models, e.g. agent_0.actor; not needed for the only one"

@@ -70,7 +70,9 @@ def parse_settings(
     args, rest = parser.parse_known_args(argv)
     options = [item for item in rest if item.startswith("-")]
     if options or (rest and not hasattr(args, "overrides")):
-        parser.error(f"unknown argument {(options or rest)[0]!r}")
+        word = (options or rest)[0]
+        plain = f": settings have no dashes, as {word.lstrip('-')}" if "=" in word else ""
+        parser.error(f"unknown argument {word!r}{plain}")
     if getattr(args, "config_path", None) is not None:
         suffix = "" if args.config_name.endswith((".yaml", ".yml")) else ".yaml"
         args.config_name = str(Path(args.config_path) / f"{args.config_name}{suffix}")

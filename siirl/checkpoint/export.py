@@ -84,14 +84,22 @@ def export_folder(folder: Path, out: Path, base: Path | None = None) -> Path:
 
 
 def current(path: Path) -> Path:
-    """`path` itself if it is a checkpoint; the current one if it is a folder of checkpoints."""
-    step = files.current_step(path)
-    return path if step is None else files.step_folder(path, step)
+    """`path` itself if it is a checkpoint; the current one if it is a folder of checkpoints or a run."""
+    for folder in (path, path / "checkpoints"):
+        step = files.current_step(folder)
+        if step is not None:
+            return files.step_folder(folder, step)
+    return path
 
 
 def _verified(checkpoint: Path, model: str | None) -> Path:
     """The folder of a checkpoint's model, after its files were compared with the manifest."""
-    checkpoint = current(Path(checkpoint))
+    given, checkpoint = checkpoint, current(Path(checkpoint))
+    if not (checkpoint / files.MANIFEST).exists():
+        raise CheckpointError(
+            f"{given} is no checkpoint: there is no {checkpoint / files.MANIFEST}. Give the folder of one, "
+            "as RUN/checkpoints/global_step_N, or a run that has saved one (trainer.save_freq)."
+        )
     name = _choose(checkpoint, files.read_manifest(checkpoint)["models"], model)
     files.verify(checkpoint, under=f"{name}/")
     return checkpoint / name

@@ -111,6 +111,7 @@ def _weights(model: str, path: Path, recorded: RecordedRun | None) -> dict[str, 
         "trainer.rollout_only": "true",
         "actor_rollout_ref.rollout.max_lag": "0",
         "actor_rollout_ref.model.path": source,
+        "critic.model.path": source,  # as it follows the policy's, unless a run's file has set it
     }
 
 

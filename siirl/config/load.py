@@ -104,7 +104,8 @@ def _read_override(text: str) -> _Override:
     name = match["name"].strip() if match else ""
     if match is None or not name or (match["value"] is None and match["sign"] != "~"):
         raise ConfigError(
-            f"{text!r} is not an override: write key=value (+key=value adds to a map, ~key removes)."
+            f"{text!r} is not an override: write key=value, without blanks around the sign (+key=value adds "
+            "to a map, ~key removes)."
         )
     if name.split(".")[0] == "hydra":
         raise ConfigError(f"{text!r}: hydra's own settings are not used. Outputs go to trainer.output_dir.")

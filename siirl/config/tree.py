@@ -141,7 +141,9 @@ def split_name(name: str) -> tuple[str, str]:
                 raise ConfigError(f"{name} would have no effect.{foreign_hint(name)}")
             return head, ".".join(parts[end:])
     meant = closest_name(name, keys)
-    hint = foreign_hint(name) or (f" Did you mean {meant!r}?" if meant else "")
+    hint = foreign_hint(name) or (
+        f" Did you mean {meant!r}?" if meant else " docs/configuration.md has all keys."
+    )
     error = ConfigError(f"unknown key {name!r}: no key or map of this name exists.{hint}")
     error.breaks = (meant,) if meant else ()
     raise error

@@ -217,7 +217,7 @@ def closing_report(
     trace: Path | None,
     total_s: float,
 ) -> str:
-    """The closing summary; draws the reward curve that it names."""
+    """The closing summary; draws the reward curve that it names, of a run with rewards."""
     metrics_file = output_dir / METRICS_FILE
     curve = reward_curve_png(metrics_file, output_dir / "reward_curve.png", run_title(cfg, dag_id))
     profiles = profile_folder(cfg, output_dir)

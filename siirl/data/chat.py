@@ -34,7 +34,9 @@ def read_tokenizer(name: str, trust_remote_code: bool, fix: str) -> PreTrainedTo
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"no tokenizer can be loaded from {name}: {error}. {fix}.") from error
+        raise DataError(
+            f"no tokenizer can be loaded from {name}: {str(error).rstrip('.')}. {fix}."
+        ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

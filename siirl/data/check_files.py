@@ -179,7 +179,10 @@ def open_rows(file: DataFile, prompt_key: str = "prompt", source_key: str = "dat
     try:
         parquet = pq.ParquetFile(file, memory_map=file.stat().st_size > 0)
     except UNREADABLE as error:
-        raise DataError(f"{file} cannot be read as parquet: {error}. Write the file again.") from error
+        fix = (
+            "Write the file again" if file.suffix == ".parquet" else "Write its rows as parquet: docs/data.md"
+        )
+        raise DataError(f"{file} cannot be read as parquet: {str(error).rstrip('.')}. {fix}.") from error
     return Rows(parquet.schema_arrow, parquet.metadata.num_rows, parquet.read)
 
 

@@ -24,7 +24,7 @@ def check_gpus(cfg: Config, env: Mapping[str, str] = os.environ, dev: Path = Pat
     raise ConfigError(
         f"trainer.device={wanted} with trainer.n_gpus_per_node={ranks}, but this machine offers {found} "
         f"GPU(s) (CUDA_VISIBLE_DEVICES: {env.get('CUDA_VISIBLE_DEVICES', 'not set')}): each rank needs its "
-        f"own. Set trainer.n_gpus_per_node={max(found, 1)}, or trainer.device=cpu."
+        f"own. Set {f'trainer.n_gpus_per_node={found}, or ' if found else ''}trainer.device=cpu."
     )
 
 

@@ -180,7 +180,7 @@ def pick_device(wanted: str, place: ProcessPlace) -> "torch.device":
         raise ConfigError(
             f"trainer.device={wanted} with trainer.n_gpus_per_node={place.local_world_size}, but {visible} "
             f"GPU(s) are visible here (CUDA_VISIBLE_DEVICES: {shown}): each rank needs its own. Set "
-            f"trainer.n_gpus_per_node={max(visible, 1)}, or trainer.device=cpu."
+            f"{f'trainer.n_gpus_per_node={visible}, or ' if visible else ''}trainer.device=cpu."
         )
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)

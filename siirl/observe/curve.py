@@ -37,14 +37,19 @@ def of_column(series: Series, column: Column) -> Series:
     return {name: dict(sorted(series[name].items())) for name in matches(column, last)}
 
 
-def reward_curve_png(metrics_jsonl: Path, out_png: Path, title: str = "reward") -> Path:
-    """Draw training reward (of many steps with its moving mean) and validation reward; return out_png."""
+def reward_curve_png(metrics_jsonl: Path, out_png: Path, title: str = "reward") -> Path | None:
+    """Draw training reward (of many steps with its moving mean) and validation reward; return out_png.
+
+    None of a run without rewards, such as supervised fine-tuning: there is nothing to draw.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     series = read_series(metrics_jsonl)
     training, validation = of_column(series, REWARD), of_column(series, VALIDATION_REWARD)
+    if not (training or validation):
+        return None
     figure = Figure(figsize=(8, 4.5), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -103,5 +103,6 @@ def check_validation(plan: Plan, cfg: Config) -> Iterator[UserError]:
     if given and validates and not plan.validation:
         yield ConfigError(
             "the run validates, and all its responses come with the dataset: nothing samples. Set "
-            f"{VALIDATES}, and score the export by `siirl eval`."
+            f"{VALIDATES}, and score the export by `siirl eval RUN/hf_model "
+            "actor_rollout_ref.rollout.name=vllm` (or hf), which samples."
         )

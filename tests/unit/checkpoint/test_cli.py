@@ -130,7 +130,22 @@ def test_an_unknown_option_prints_the_usage(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["plan", *GOOD, "--jsn", "x"])
     assert caught.value.code == 2
-    assert "unknown argument '--jsn'" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("unknown argument '--jsn'\n")
+    with pytest.raises(SystemExit):
+        main(["plan", *GOOD, "--trainer.nnodes=2"])
+    assert "settings have no dashes, as trainer.nnodes=2" in capsys.readouterr().err
+
+
+def test_what_cannot_be_exported_is_told_with_what_can(capsys, tmp_path):
+    for given in (tmp_path / "none", tmp_path):
+        assert main(["export", str(given), str(tmp_path / "out")]) == 2
+        told = capsys.readouterr().err
+        assert f"{given} is no checkpoint: there is no {given}/manifest.json." in told
+        assert "RUN/checkpoints/global_step_N" in told
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / POINTER).write_text("4")
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert f"there is no {tmp_path}/checkpoints/global_step_4/manifest.json" in capsys.readouterr().err
 
 
 def test_plan_prints_and_writes_everything(capsys, tmp_path):

@@ -8,8 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from siirl.commands import evaluate
 from siirl.commands.evaluate import pass_at_k, results, summary, table_text
 from siirl.commands.recorded_run import from_here
+from siirl.config import load_config
+from siirl.config.resolve import is_changed
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -65,3 +68,10 @@ def test_values_that_name_files_are_taken_from_where_the_user_is(tmp_path, monke
         "x.y=1.0",
         f"z={here}",
     ]
+
+
+def test_a_model_of_a_run_is_evaluated_without_a_word_about_the_critic_of_that_run(tmp_path):
+    keys = evaluate._weights("org/model", tmp_path / "org" / "model", None)
+    told = [f"{name}={value}" for name, value in keys.items() if name.endswith("model.path")]
+    assert not is_changed(load_config(told), "critic.model.path") and len(told) == 2
+    assert is_changed(load_config([told[0], "critic.model.path=old"]), "critic.model.path")

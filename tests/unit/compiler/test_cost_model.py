@@ -1,6 +1,7 @@
 """The cost model: its constants are what a fit gives, and it predicts steps that it was not fitted to."""
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -280,3 +281,14 @@ def test_experts_that_a_token_does_not_choose_cost_nothing(model):
 
 def test_every_device_has_every_constant():
     assert all(kind.constants.keys() == H200.constants.keys() for kind in DEVICES.values())
+
+
+def test_a_file_of_a_call_that_was_cut_counts_with_the_steps_that_it_has(tmp_path, monkeypatch):
+    whole = json.loads((fit_costs.RESULTS / "backends_gpu_speed_1.7B_1_tp1.json").read_text())
+    cut = whole | {"complete": False, "runs": {"fsdp": whole["runs"]["fsdp"], "megatron": {}}}
+    (tmp_path / "backends_gpu_speed_cut.json").write_text(json.dumps(cut))
+    grpo = json.loads((fit_costs.RESULTS / "grpo_gpu_A_1.json").read_text())
+    (tmp_path / "grpo_gpu_none.json").write_text(json.dumps(grpo | {"complete": False, "metrics": {}}))
+    monkeypatch.setattr(fit_costs, "RESULTS", tmp_path)
+    found = [run.name for run in fit_costs.measured_runs(tmp_path)]
+    assert found == ["backends_gpu_speed_cut fsdp"]

@@ -195,6 +195,12 @@ def test_a_bad_file_is_refused_before_and_after_launch(tmp_path, tokenizer, kind
         PromptDataset(file, tokenizer)
 
 
+def test_a_file_of_another_format_is_told_where_the_format_is(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
+    with pytest.raises(DataError, match=r"not a parquet file\. Write its rows as parquet: docs/data\.md\.$"):
+        inspect_files(str(tmp_path / "rows.jsonl"))
+
+
 def test_a_directory_or_an_empty_list_is_no_dataset(tmp_path):
     make_arithmetic_parquet(tmp_path / "train.parquet", 1)
     with pytest.raises(DataError, match=r"is a directory.*train\.parquet"):

@@ -40,8 +40,12 @@ def test_too_few_gpus_are_refused_before_the_start(tmp_path, device, num_gpus, f
     if fits:
         check_gpus(cfg, {}, tmp_path)
     else:
-        with pytest.raises(ConfigError, match=rf"this machine offers {num_gpus} GPU.*trainer\.device=cpu"):
+        with pytest.raises(
+            ConfigError, match=rf"this machine offers {num_gpus} GPU.*trainer\.device=cpu"
+        ) as told:
             check_gpus(cfg, {}, tmp_path)
+        fewer = str(told.value).rpartition(" Set ")[2]
+        assert fewer == ("trainer.n_gpus_per_node=1, or " if num_gpus else "") + "trainer.device=cpu."
 
 
 def megatron_ranks(*overrides: str) -> list[dict[str, str]]:

@@ -255,11 +255,21 @@ def test_the_reward_curve_is_a_picture_with_both_curves(tmp_path):
         values = step_values(step) | ({"val/reward/mean": 1 - math.exp(-step / 25)} if step % 10 == 0 else {})
         sink.log(step, values)
     sink.close()
-    full = imread(reward_curve_png(tmp_path / "metrics.jsonl", tmp_path / "sub" / "curve.png"))
-    (tmp_path / "empty.jsonl").write_text("")
-    empty = imread(reward_curve_png(tmp_path / "empty.jsonl", tmp_path / "empty.png"))
-    assert full.shape == empty.shape and full.shape[1] > 1000
-    assert abs(full - empty).sum() > 1000
+    drawn = reward_curve_png(tmp_path / "metrics.jsonl", tmp_path / "sub" / "curve.png")
+    full = imread(drawn)
+    one = JsonlSink(tmp_path / "one.jsonl")
+    one.log(0, {"reward/score": 0.0})
+    one.close()
+    flat = imread(reward_curve_png(tmp_path / "one.jsonl", tmp_path / "one.png"))
+    assert full.shape == flat.shape and full.shape[1] > 1000
+    assert abs(full - flat).sum() > 1000
+
+
+def test_no_curve_is_drawn_of_a_run_without_rewards(tmp_path):
+    for text in ("", '{"step": 1, "actor/sft_loss": 0.5}\n'):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        assert reward_curve_png(tmp_path / "metrics.jsonl", tmp_path / "curve.png") is None
+        assert not (tmp_path / "curve.png").exists()
 
 
 @pytest.mark.parametrize(
