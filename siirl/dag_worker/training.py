@@ -79,8 +79,9 @@ class Training:
         self.worker, self.cfg, self.output_dir = worker, worker.cfg, output_dir
         self.steps = worker.plan.of_rank(worker.rank)
         self.validation = worker.plan.of_rank(worker.rank, "validation")
+        self._node_cfgs = {name: worker.node_cfg(name) for name in worker.plan.nodes}
         self.windows = {
-            node.agent: window_of(worker.node_cfg(name)) for name, node in worker.plan.nodes.items()
+            node.agent: window_of(self._node_cfgs[name]) for name, node in worker.plan.nodes.items()
         }
         self.total_steps = worker.last_step = self._count_steps()
         self.num_val_batches = self._max_over_ranks(
@@ -374,7 +375,7 @@ class Training:
 
     def _trains(self, name: str, step: int) -> bool:
         """Whether a node takes optimizer steps in a step: agents may take turns, or be left out."""
-        node, cfg = self.worker.plan.nodes[name], self.worker.node_cfg(name)
+        node, cfg = self.worker.plan.nodes[name], self._node_cfgs[name]
         if not takes_part(self.windows[node.agent], step):
             return False
         if not node.spec.trains_policy:

@@ -359,7 +359,7 @@ def _token_bounds(prompts: pa.ChunkedArray) -> np.ndarray:
         if pa.types.is_string(chunk.type) or pa.types.is_large_string(chunk.type):
             bounds.append(_byte_lengths(chunk) + TEMPLATE_TOKENS)
             continue
-        owner = pc.list_parent_indices(chunk).to_numpy(zero_copy_only=False)
+        owner = _numbers(pc.list_parent_indices(chunk))
         turns = pc.list_flatten(chunk)
         sizes = _byte_lengths(pc.struct_field(turns, "content")) + _byte_lengths(
             pc.struct_field(turns, "role")
@@ -370,4 +370,9 @@ def _token_bounds(prompts: pa.ChunkedArray) -> np.ndarray:
 
 
 def _byte_lengths(texts: pa.Array) -> np.ndarray:
-    return pc.fill_null(pc.binary_length(texts), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return _numbers(pc.fill_null(pc.binary_length(texts), 0)).astype(np.int64)
+
+
+def _numbers(of: pa.Array) -> np.ndarray:
+    """The values of an array without nulls. Its own `to_numpy` imports pandas, which takes a second."""
+    return np.from_dlpack(of)

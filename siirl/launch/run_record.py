@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from email import message_from_string
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,22 @@ def describe(command: Sequence[str]) -> dict[str, Any]:
         "siirl": {"path": str(source), **commit_of(source)},
         "project": commit_of(Path.cwd()),
         "python": platform.python_version(),
-        "packages": dict(
-            sorted(
-                (str(found.name), found.version)
-                for found in metadata.distributions()
-                if found.metadata["Name"]
-            )
-        ),
+        "packages": packages(),
     }
+
+
+def packages() -> dict[str, str]:
+    """Name -> version of what is installed; of two with a name, the one that is imported.
+
+    Only headers are parsed: what follows them is a hundred times longer.
+    """
+    found: dict[str, str] = {}
+    for one in metadata.distributions():
+        text = one.read_text("METADATA") or one.read_text("PKG-INFO") or one.read_text("") or ""
+        about = message_from_string(text.partition("\n\n")[0])
+        if about["Name"]:
+            found.setdefault(str(about["Name"]), str(about["Version"]))
+    return dict(sorted(found.items()))
 
 
 def without_secrets(command: Sequence[str]) -> list[str]:

@@ -9,7 +9,9 @@ import pytest
 import trl_trainers
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
-from job_harness import Finished, run_example, run_job
+from job_harness import ROOT, Finished, run_example, run_job
+
+from examples.given_responses import prepare
 
 LR, BATCH, MINI = 1e-3, 8, 4
 ACTOR = "actor_rollout_ref.actor"
@@ -175,7 +177,34 @@ def test_preferences_are_learnt_as_trl_does(folder, tmp_path, world, more):
         assert ours.values(f"actor/reward_{own}") == pytest.approx(means, rel=1e-4, abs=1e-6), own
 
 
-@pytest.mark.parametrize("name", ["sft", "sft_grpo", "dpo"])
+SHORT = {
+    "sft": ("trainer.total_training_steps=1",),
+    "dpo": ("trainer.total_training_steps=1",),
+    "sft_grpo": (
+        "dag.node_config.demonstrations.rollout.agent.last_step=1",
+        "dag.node_config.rollout.rollout.agent.first_step=2",
+        "trainer.total_training_steps=2",
+    ),
+}
+"""Example -> keys that leave of its training a step of each kind."""
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_the_examples_train_by_the_keys_of_their_script(name, tmp_path, monkeypatch):
+    prepare.write(tmp_path, 64)
+    words = run_example(tmp_path, name, *SHORT[name], example="given_responses", python="echo").split()
+    monkeypatch.chdir(ROOT)
+    found = run_job(1, words[2:])
+    losses = {"sft": "actor/sft_loss", "dpo": "actor/dpo_loss", "sft_grpo": "agent_1/actor/sft_loss"}
+    assert [loss > 0.5 for loss in found.values(losses[name])] == [True]
+    grads = (
+        ("agent_0/actor/grad_norm", "agent_1/actor/grad_norm") if name == "sft_grpo" else ("actor/grad_norm",)
+    )
+    assert all(max(found.values(grad)) > 0 for grad in grads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT)
 def test_the_examples_learn(name, tmp_path):
     run_example(tmp_path, name, example="given_responses")
     found = Finished.read(tmp_path / name)

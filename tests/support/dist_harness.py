@@ -7,6 +7,7 @@ workers of each call from there: every worker is fresh, and starts in millisecon
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -33,8 +34,18 @@ PRELOAD = (
     "torch.distributed.checkpoint",
     "tensordict",
     "transformers.models.qwen3.modeling_qwen3",
+    "hydra",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "pandas",  # pyarrow imports it where it is installed
     "siirl.dag_worker.training",
+    "siirl.engines.train.fsdp",
+    "siirl.engines.rollout.hf.hf_rollout",
+    "siirl.launch.input_checks",
     "siirl.main_dag",
+    "siirl.nodes.actor_train",
+    "siirl.nodes.function_reward",
+    "siirl.nodes.log_prob",
 )
 PRELOAD_ON_CPU = ("siirl.engines.train.megatron.engine",)
 """Where there is CUDA, importing it might initialise CUDA, which forks do not survive."""
@@ -113,6 +124,8 @@ def _serve(parent: Connection) -> None:
     for module in PRELOAD if torch.cuda.is_available() else (*PRELOAD, *PRELOAD_ON_CPU):
         importlib.import_module(module)
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # no worker looks for garbage in what all share
     while True:
         try:
             job = parent.recv()

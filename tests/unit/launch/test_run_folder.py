@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,8 @@ def test_the_folder_says_what_was_started_and_its_configuration_starts_the_same_
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     assert second["siirl"].get("commit", "") == head and second["project"].get("commit", "") == head
     assert {"torch", "transformers", "siirl"} <= second["packages"].keys()
+    assert second["packages"] == {name: version(name) for name in second["packages"]}
+    assert len(second["packages"]) == len({found.metadata["Name"] for found in distributions()})
     for name in (run_record.RUN_FILE, run_record.CONFIG_FILE):
         assert "secret" not in (tmp_path / name).read_text()
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
