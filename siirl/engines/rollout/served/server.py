@@ -28,6 +28,7 @@ from siirl.data.seen import NO_IMAGES
 from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served.beating_channel import BeatingChannel
+from siirl.engines.rollout.served.engine_parts import find_parts
 from siirl.engines.rollout.served.kept_engine import next_worker
 from siirl.engines.rollout.served.messages import (
     Abort,
@@ -230,9 +231,10 @@ def main(argv: list[str] | None = None) -> int:
     if given.keeper_fd is not None:
         os.set_inheritable(given.keeper_fd, False)
         keeper = socket.socket(fileno=given.keeper_fd)
-    while (
-        server.run() and keeper is not None and server.renew() and (sock := next_worker(keeper)) is not None
-    ):
+    while server.run() and keeper is not None and server.renew():
+        parts = [process.pid for process in find_parts(os.getpid())]  # all of which have just answered
+        if (sock := next_worker(keeper, parts)) is None:
+            break
         server.connect(BeatingChannel(sock, FromWorker))
     sys.stdout.flush()
     os._exit(0)  # an engine's own teardown can hang; nothing is left to save
