@@ -20,7 +20,7 @@ from siirl.engines.rollout.served import engine_process, kept_engine
 from siirl.engines.rollout.served.engine_parts import find_parts
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
 from siirl.engines.rollout.served.kept_engine import KEEPER_FD, FromKeeper
-from siirl.engines.rollout.served.messages import Call, Generate, Start, Submit
+from siirl.engines.rollout.served.messages import Call, Doubt, Generate, Start, Submit
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.errors import RolloutError
 from siirl.launch import engine_keeper
@@ -191,6 +191,12 @@ def half_asleep(engine):
     engine.call("wake", part="weights")
 
 
+def fails_midway(engine):
+    engine.call("begin_update")
+    engine.ask(Doubt())
+    engine.call("finish_update", keeps_kv=True)
+
+
 def fails(engine):
     with pytest.raises(RolloutError, match="AttributeError"):
         engine.call("unknown")
@@ -198,7 +204,7 @@ def fails(engine):
 
 @slow
 @pytest.mark.parametrize(
-    "before", [part_of_an_update, half_asleep, fails], ids=lambda before: before.__name__
+    "before", [part_of_an_update, fails_midway, half_asleep, fails], ids=lambda before: before.__name__
 )
 def test_in_every_doubt_a_new_engine_is_started(before, site):
     engine = site.engine()

@@ -35,6 +35,7 @@ from siirl.engines.rollout.served.messages import (
     Alive,
     Call,
     Done,
+    Doubt,
     Failed,
     Finished,
     FromEngine,
@@ -128,6 +129,8 @@ class Server:
                 answer = Paused(self._pause(names))
             case Abort():
                 self._abort()
+            case Doubt():
+                self._renewal.sound = False
         self._outbox.put(answer)
 
     def _guarded(self, of_stream: bool, work: Callable[..., None], *arguments: Any) -> None:
