@@ -171,7 +171,8 @@ class NativeEngine:
     def renew(self) -> None:
         """Forget all that a worker has asked and left in caches: another one comes. Also while it sleeps.
 
-        Adapters stay loaded under names that nobody can ask for, until begin_update.
+        Adapters stay loaded under names that nobody can ask for, until begin_update. Errors also if one of
+        the engine's processes does not answer.
         """
         self._engine.abort_request([*self._engine.output_processor.request_states], internal=True)
         self._adapters.clear()
@@ -179,6 +180,8 @@ class NativeEngine:
             self._engine.reset_encoder_cache()
         if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
             raise RuntimeError("requests are still in work")
+        self._learns = False
+        self._engine.collective_rpc("let_go")
 
     def greet(self) -> None:
         """Answer, in all processes of the engine."""
@@ -388,6 +391,11 @@ class WorkerExtension:
 
     def greet(self) -> None:
         """See NativeEngine."""
+
+    def let_go(self) -> None:
+        """Unmap the memory of a worker of siirl's that has gone; where weights land is found out anew."""
+        self.weight_transfer_engine.shutdown()
+        self.weight_transfer_engine.saw = self._places = None
 
     def draw_by_seeds(self) -> None:
         """See native_draws."""
