@@ -5,9 +5,8 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 from chaos_cases import STARTS_AGAIN, Case
-from chaos_runs import Chaos
+from chaos_runs import Chaos, variables_of
 
 
 class Waiting(Chaos):
@@ -42,6 +41,6 @@ class Waiting(Chaos):
 
 def folders_of(engines, number=2):
     """Their folders for temporary files, so many."""
-    found = {Path(psutil.Process(pid).environ()["TMPDIR"]) for pid in engines}
+    found = {Path(variables_of(pid)["TMPDIR"]) for pid in engines}
     assert len(found) == number and all(folder.is_dir() for folder in found)
     return found
