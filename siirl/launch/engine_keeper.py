@@ -16,7 +16,7 @@ import select
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from siirl.config import Config
@@ -24,7 +24,6 @@ from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served.engine_child import EngineChild
 from siirl.engines.rollout.served.kept_engine import (
     CALL,
-    IDLE,
     KEEPER_FD,
     WORKER,
     End,
@@ -33,8 +32,10 @@ from siirl.engines.rollout.served.kept_engine import (
     Given,
     Wanted,
     bound_waits,
+    keeper_line,
+    parts_of_idle,
 )
-from siirl.launch.health import look_at
+from siirl.launch.health import Process, look_at
 
 LOOK_S = 0.1
 SETTLE_S = 10.0
@@ -54,19 +55,33 @@ class _Kept:
     owner: Channel | None = None
     """The conversation with its worker; None: that is gone."""
     idle_since_s: float | None = None
+    parts: dict[int, Process | None] = field(default_factory=dict)
+    """The processes that it had started when it became idle, as they were then."""
 
     def look(self) -> None:
         """Has it said that it is idle?"""
-        with contextlib.suppress(OSError):
-            if self.line.recv(len(IDLE), socket.MSG_DONTWAIT) == IDLE:
-                self.idle_since_s = time.monotonic()
+        if (parts := parts_of_idle(self.line)) is not None:
+            self.parts = {pid: look_at(pid) for pid in parts}
+            self.idle_since_s = time.monotonic()
 
-    def is_fit(self) -> bool:
-        """Whether it waits for a worker, as far as can be seen from outside; the worker asks it further."""
+    def why_unfit(self) -> str:
+        """Why it can have no worker, as far as can be seen from outside; "" if it waits for one.
+
+        The worker asks it further, in all its processes.
+        """
         self.look()
-        process = look_at(self.child.pid)
-        runs = self.child.poll() is None and process is not None and not process.is_stopped
-        return runs and self.idle_since_s is not None
+        if self.child.poll() is not None:
+            return "it has ended"
+        if self.idle_since_s is None:
+            return "it is at work"
+        own = look_at(self.child.pid)
+        for pid, before in {self.child.pid: own, **self.parts}.items():
+            now = look_at(pid)
+            if now is None or before is None or now.has_ended or now.started != before.started:
+                return f"its process {pid} is gone"
+            if now.is_stopped:
+                return f"its process {pid} is stopped"
+        return ""
 
     def take(self, connection: int) -> bool:
         """Give it the connection to its next worker; if it takes none, end it."""
@@ -76,6 +91,7 @@ class _Kept:
             self.end()
             return False
         self.idle_since_s = None
+        self.parts = {}
         return True
 
     def end(self) -> None:
@@ -209,13 +225,12 @@ class EngineKeeper:
         one = self._kept.pop(wanted.log_path, None)
         if one is None:
             return None
-        same = one.digest == wanted.digest
-        if same and one.is_fit():
+        otherwise = "another one is to be started otherwise"
+        why = one.why_unfit() if one.digest == wanted.digest else otherwise
+        if not why:
             return one
         one.end()
-        _say(
-            wanted.log_path, "it is stopped or at work" if same else "another one is to be started otherwise"
-        )
+        _say(wanted.log_path, why)
         return None
 
 
@@ -227,7 +242,7 @@ def _say(log_path: str, why: str) -> None:
 
 def _started(wanted: Wanted, connection: int, log: int) -> _Kept:
     """A new engine. OSError if none can be started."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = keeper_line()
     with theirs:
         child = EngineChild(wanted.environment, connection, log, theirs.fileno())
     return _Kept(wanted.digest, child, ours)

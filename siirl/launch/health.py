@@ -37,10 +37,16 @@ class Process:
     state: str
     """T: stopped by a signal; see proc(5)."""
     cpu_s: float
+    started: int = 0
+    """When, in ticks since the machine began: another one that has got the same number has another time."""
 
     @property
     def is_stopped(self) -> bool:
         return self.state == "T"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in "ZX"
 
 
 @dataclass(frozen=True)
@@ -213,8 +219,9 @@ def _is_stopped(worker: Worker) -> bool:
 
 
 def look_at(pid: int) -> Process | None:
-    """State and CPU time of a process; None where the kernel does not say."""
+    """What the kernel says of a process; None if it says nothing."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return Process(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+        cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return Process(fields[0], cpu_s, int(fields[19]))
     return None

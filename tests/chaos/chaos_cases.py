@@ -13,6 +13,7 @@ PHASES = {
     "scoring": "scoring",
     "train": "actor_train",
     "weight sync": "weight_sync",
+    "half a sync": "half a sync",
     "validation": "validation",
     "save": "checkpoint",
     "write": "write",
@@ -22,6 +23,7 @@ PHASES = {
 """Phase -> the span of the loop that it begins with, or the place that hook/sitecustomize.py, the reward
 function or a service names. In the order in which a run that is struck several times comes to them.
 
+"half a sync": an engine has begun to replace its weights.
 write: all files of a checkpoint are there, but not its manifest; in the loop's thread. "write in memory": the
 same of one in host memory, in a thread of its own.
 """
@@ -47,7 +49,7 @@ SAID = {
 }
 """What happens to a disk, or who is lost -> what is said of it."""
 PARALLEL = "parallel vLLM"
-"""Whose names begin so: processes of an engine of two ranks."""
+"""Whose names begin so: processes of an engine of two ranks, and these ranks, for which it stays."""
 KEPT = "kept vLLM"
 """Whose names begin so: ranks with an engine each, that stays when they are struck."""
 JUMPS_S = {"a day ahead": 86400, "a day back": -86400}
@@ -80,9 +82,21 @@ class Case:
     @property
     def rank(self) -> int:
         """The rank that is held in the phase."""
-        return 1 if self.who in ("rank 1", f"{KEPT} rank 1", *BESIDE_STANDBYS, *RAY_PARTS) else 0
+        second = ("rank 1", f"{KEPT} rank 1", f"{PARALLEL} rank 1", *BESIDE_STANDBYS, *RAY_PARTS)
+        return 1 if self.who in second else 0
+
+    @property
+    def strikes_rank_of_engine(self) -> bool:
+        """One of two that share an engine, not a process of the engine."""
+        return self.who.startswith(f"{PARALLEL} rank")
+
+    @property
+    def node(self) -> str:
+        """What the record of the attempt says of the phase."""
+        return PHASES["weight sync" if self.phase == HALF else self.phase]
 
 
+HALF = "half a sync"
 STEPS = ("load", "rollout", "reward", "train", "weight sync", "validation", "save")
 OF_RANK_0 = ("write", "write in memory")
 """Rank 0 alone completes a checkpoint."""
@@ -135,6 +149,8 @@ def make_cases() -> list[Case]:
         add("vLLM engine", ("rollout", "train"), (how,), GOES_ON)
     for who in (f"{KEPT} rank 0", f"{KEPT} rank 1"):
         add(who, ("rollout", "train", "weight sync"), ("SIGKILL",), STARTS_AGAIN)
+    for who in (f"{PARALLEL} rank 0", f"{PARALLEL} rank 1"):
+        add(who, ("rollout", "train", "weight sync", HALF), ("SIGKILL",), STARTS_AGAIN)
     for part in (f"{PARALLEL} core", f"{PARALLEL} worker"):
         add(part, ("rollout",), ("SIGKILL", "SIGSTOP"), STARTS_AGAIN)
     add(TOOL_SERVER, ("rollout", "tool", "train"), ("SIGKILL", "SIGSTOP"), GOES_ON)
@@ -175,6 +191,7 @@ FILES = {
     "vllm": ("vLLM engine",),
     "parallel_vllm": (f"{PARALLEL} core", f"{PARALLEL} worker"),
     "kept_engines": (f"{KEPT} rank 0", f"{KEPT} rank 1"),
+    "kept_parallel": (f"{PARALLEL} rank 0", f"{PARALLEL} rank 1"),
     "services": SERVICES,
 }
 """test_chaos_FILE.py -> who is struck there. Workers of the suite take whole files: 10 minutes at most."""

@@ -20,6 +20,7 @@ from chaos_cases import (
     COMMAND_AGAIN,
     CUT,
     DISKS,
+    HALF,
     JUMPS_S,
     KEPT,
     NAMED,
@@ -37,6 +38,7 @@ from ray_machines import RayMachines
 
 from siirl.checkpoint import files
 from siirl.engines.rollout.served.engine_child import SERVER
+from siirl.engines.rollout.served.engine_parts import find_parts
 from siirl.launch.standby import NAME as STANDBY
 
 STEPS = 24
@@ -291,12 +293,12 @@ class Chaos:
         reached = self.folder / f"reached_{self._number}"
         self._wait_until(reached.exists, job, f"the phase of {case.name}")
         held, failed = json.loads(reached.read_text()), self.attempts()
-        knows = case.phase not in ("scoring", "tool")
+        knows = case.phase not in ("scoring", "tool", HALF)
         step = held["step"] if knows else self.steps_done() + 1
         if case.job == "Ray":
             time.sleep(NEWS_S)
         standbys = self._await_standbys(job) if case.job == "standby" and not self._standbys_struck else []
-        engines = self.engines() if case.job == KEPT else {}
+        engines = self.engines() if case.job == KEPT or case.strikes_rank_of_engine else {}
         struck_s, struck_at_s = time.monotonic(), time.time()
         if case.who in DISKS:
             self._strike_disk(held["pid"], case.how)
@@ -352,12 +354,20 @@ class Chaos:
         else:
             self._wait_until(lambda: self.steps_done() >= max(step, 1), job, f"the step of {case.name}")
         self.took_s.append(time.monotonic() - struck_s)
-        if engines and case.phase != "weight sync":  # within a sync, an engine has weights of two versions
-            assert len(engines) == 2 and self.engines() == engines, case.name
+        if engines:
+            self._check_engines(case, engines)
         if case.then != STARTS_AGAIN:
             assert self.attempts() == failed, case.name
         self._arm(following)
         return job
+
+    def _check_engines(self, case: Case, before: dict[int, float]) -> None:
+        """Those of before, all their processes; within a sync, an engine has weights of two versions."""
+        now = self.engines()
+        if case.phase == HALF:
+            assert not before.keys() & now.keys(), case.name
+        elif case.phase != "weight sync" or case.job == PARALLEL:  # whose ranks wait for each other there
+            assert len(before) == (4 if case.job == PARALLEL else 2) and now == before, case.name
 
     def _strike_disk(self, held: int, how: str) -> None:
         """Fill the disk, as the process that is held sees it, or have it take nothing more."""
@@ -404,7 +414,7 @@ class Chaos:
         """The record names who was struck, where, and how."""
         causes = {"SIGSTOP": "it was stopped by a signal", OUT_OF_MEMORY: "killed by SIGKILL"}
         causes |= {"Ray actor": "its actor died"}
-        if case.job == PARALLEL:
+        if case.job == PARALLEL and not case.strikes_rank_of_engine:
             how, part = ("stopped", "killed")[case.how == "SIGKILL"], case.who.split()[-1]
             named = f"RolloutError: rollout engine .*VLLM::(EngineC|W){part[1:]}.*: {how} by signal"
             assert re.match(named, attempt["cause"]) and attempt["node"] == PHASES[case.phase], attempt
@@ -418,7 +428,7 @@ class Chaos:
             told = "the kernel's OOM killer ended"  # recorded first, then said
             self._wait_until(lambda: told in self.console, None, told)
         elif not case.phase.startswith("write"):
-            assert (attempt["node"], attempt["step"]) == (PHASES[case.phase], step), (case, attempt)
+            assert (attempt["node"], attempt["step"]) == (case.node, step), (case, attempt)
 
     def _victims(self, job: subprocess.Popen, case: Case, held: int) -> list[int]:
         match case.who:
@@ -441,7 +451,7 @@ class Chaos:
                 return [self._cluster.gcs_pid]
             case "vLLM engine":
                 return [process.pid for process in self._processes(SERVER)]
-            case _ if case.job == PARALLEL:
+            case _ if case.job == PARALLEL and not case.strikes_rank_of_engine:
                 (server,) = self._processes(SERVER)
                 name = "VLLM::EngineCore" if case.who.endswith("core") else "VLLM::Worker_TP1"
                 return [
@@ -458,17 +468,18 @@ class Chaos:
         return [held]
 
     def engines(self) -> dict[int, float]:
-        """Those that run: their numbers, and when they were started."""
-        return {process.pid: process.create_time() for process in self._processes(SERVER)}
+        """Those that run, with what vLLM has started for them: their numbers, and when they were started."""
+        servers = self._processes(SERVER)
+        parts = [part for server in servers for part in find_parts(server.pid)]
+        return {process.pid: process.create_time() for process in (*servers, *parts)}
 
     def _processes(self, word: str = "") -> list[psutil.Process]:
         """Of this job, with a word in their command: by their environment, wherever they hang."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("CHAOS_DIR") == str(self.folder) and word in " ".join(
-                    process.cmdline()
-                ):
+                mine = variables_of(process.pid).get("CHAOS_DIR") == str(self.folder)
+                if mine and word in " ".join(process.cmdline()):
                     found.append(process)
         return found
 
@@ -545,6 +556,14 @@ class Chaos:
                 return
             assert not ended and time.monotonic() < deadline, f"waited for {word}\n{self.console}"
             time.sleep(0.02)
+
+
+def variables_of(pid: int) -> dict[str, str]:
+    """The environment of a process; psutil reads none of one that has given itself a title, as vLLM's."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        return dict(word.split("=", 1) for word in words if "=" in word)
+    return {}
 
 
 def shared_memory() -> set[str]:

@@ -3,13 +3,12 @@
 import os
 import signal
 import time
-from pathlib import Path
 
-import psutil
 import pytest
-from chaos_cases import KEPT, STARTS_AGAIN, Case
+from chaos_cases import KEPT
 from chaos_chains import chains_of, take
-from chaos_runs import Chaos, Result
+from chaos_runs import Result
+from chaos_waiting import Waiting, folders_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -19,42 +18,6 @@ def test_ranks_that_are_struck_find_their_engines_and_the_run_ends_as_if_nothing
     chain, inputs, undisturbed, tmp_path
 ):
     take(chain, inputs, undisturbed, tmp_path)
-
-
-class Waiting(Chaos):
-    """A job whose first rank is killed in a rollout; of the next attempt one is held as it starts."""
-
-    def reach_start(self):
-        """The job, and its engines, both of which wait: nobody has asked for them yet."""
-        self._arm(Case(f"{KEPT} rank 0", "rollout", "SIGKILL", STARTS_AGAIN))
-        job = self._start()
-        self._wait_until((self.folder / "reached_1").exists, job, "the rollout")
-        held = int((self.folder / "reached_1").read_text().partition('"pid": ')[2].partition(",")[0])
-        engines = self.engines()
-        self._arm(Case(f"{KEPT} rank 1", "start", "", STARTS_AGAIN))
-        os.kill(held, signal.SIGKILL)
-        self._wait_until((self.folder / "reached_2").exists, job, "the next attempt")
-        return job, engines
-
-    def go_on(self, job):
-        """From there, to the end of the run."""
-        (self.folder / "strike.json").unlink()
-        (self.folder / "struck_2").touch()
-
-    def end(self, job, folders):
-        """Nothing is left of the run. folders: those of its engines for their temporary files."""
-        assert self._end(job) == []
-        deadline = time.monotonic() + 20
-        while left := [folder for folder in folders if folder.exists()]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
-        self._check_nothing_is_left()
-
-
-def folders_of(engines):
-    found = {Path(psutil.Process(pid).environ()["TMPDIR"]) for pid in engines}
-    assert len(found) == 2 and all(folder.is_dir() for folder in found)
-    return found
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)

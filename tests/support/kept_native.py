@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -15,6 +16,9 @@ class NativeEngine:
     def __init__(self, arguments):
         self.life, self.requests = Path(arguments["life"]), {}
         self.faults = set(arguments.get("faults", ()))
+        for number in range(arguments.get("ranks", 0)):  # as vLLM's own processes, for an engine of several
+            words = [f"VLLM::Worker_TP{number}", "600"]
+            subprocess.Popen(words, executable="/bin/sleep")
         self._note("start")
 
     def _note(self, what, **more):

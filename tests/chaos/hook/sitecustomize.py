@@ -64,6 +64,18 @@ def hold_before_publishing(module) -> None:
     module.write_manifest = held
 
 
+def hold_half_a_sync(module) -> None:
+    """An engine has begun to replace its weights, and no tensor is there."""
+    update = module.EngineWeights._update
+
+    @functools.wraps(update)
+    def held(*args):
+        reach("half a sync")
+        update(*args)
+
+    module.EngineWeights._update = held
+
+
 def start_standbys_at_once(module) -> None:
     """Not only after a minute, if the case asks for it."""
     if "CHAOS_STANDBYS" in os.environ:
@@ -74,6 +86,7 @@ CHANGED = {
     "siirl.observe.spans": hold_in_spans,
     "siirl.checkpoint.files": hold_before_publishing,
     "siirl.launch.standbys": start_standbys_at_once,
+    "siirl.engines.rollout.served.engine_weights": hold_half_a_sync,
 }
 
 

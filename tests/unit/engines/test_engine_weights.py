@@ -13,7 +13,7 @@ from siirl.engines.rollout.served import kept_weights, recovery, weight_writing
 from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.engines.rollout.served.engine_shard import EngineShard
 from siirl.engines.rollout.served.engine_weights import EngineWeights
-from siirl.engines.rollout.served.messages import Call, Done, Start
+from siirl.engines.rollout.served.messages import Call, Done, Doubt, Start
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.rollout.served.samples import fingerprint, sampled_sum
 from siirl.engines.rollout.served.shared_buffer import open_buffer
@@ -37,7 +37,7 @@ class ModelProcess:
     def __init__(self, rng, mean):
         self.rng, self.left = rng, rng.expovariate(1 / mean) if mean else float("inf")
         self.weights, self.updating, self.asked, self.knows = {}, "", False, False
-        self.learns = True
+        self.learns, self.doubtful = True, False
 
     def ask(self, message):
         late = self.rng.random() < 0.5
@@ -49,7 +49,8 @@ class ModelProcess:
         if isinstance(message, Call):
             result = getattr(self, message.method)(**message.arguments)
         else:
-            assert isinstance(message, Start)
+            assert isinstance(message, Start | Doubt)
+            self.doubtful = self.doubtful or isinstance(message, Doubt)
         if lost:
             raise EngineLost("it died.", "")
         return Done(result)
@@ -254,6 +255,27 @@ def test_what_a_process_cannot_learn_is_loaded_each_time_and_said_once(tmp_path,
         assert holds(process, now)
     sent.close()
     assert "write" not in log and caplog.text.count("it does not know") == 1
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("way", ["by loaders", "in place"])
+def test_an_engine_whose_update_failed_is_told_that_it_is_not_whole(way, before, tmp_path):
+    """Before it is told to finish: it would be taken for whole, and for the worker of the next attempt."""
+    log, process = [], ModelProcess(random.Random(0), 0)
+    ways_of(process, log)
+    engine = RecoveringEngine(lambda: process, Start("", {}), tmp_path / "log", 0)
+    shard = EngineShard((0,))
+    sent = in_place(False) if way == "in place" else EngineWeights("engine", SPECS, CPU, False, shard)
+    now = a_set(random.Random(1))
+    for _ in range(before):
+        sent.replace(engine, iter(now.items()), False)
+    assert not process.doubtful
+    log.clear()
+    with pytest.raises(ZeroDivisionError):
+        sent.replace(engine, failing(now), False)
+    sent.close()
+    assert process.doubtful and log.index("doubt") > 0
+    assert not {"finish_update", "finish_writing"}.intersection(log[: log.index("doubt")])
 
 
 def test_a_fingerprint_tells_values_and_their_order():

@@ -1,5 +1,6 @@
 """Engines that stay when their worker goes: who gets them, in which state, and which of them are ended."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,9 +17,10 @@ from siirl.config import load_config
 from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.channel import Channel
 from siirl.engines.rollout.served import engine_process, kept_engine
+from siirl.engines.rollout.served.engine_parts import find_parts
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
 from siirl.engines.rollout.served.kept_engine import KEEPER_FD, FromKeeper
-from siirl.engines.rollout.served.messages import Call, Generate, Start, Submit
+from siirl.engines.rollout.served.messages import Call, Doubt, Generate, Start, Submit
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.errors import RolloutError
 from siirl.launch import engine_keeper
@@ -189,6 +191,12 @@ def half_asleep(engine):
     engine.call("wake", part="weights")
 
 
+def fails_midway(engine):
+    engine.call("begin_update")
+    engine.ask(Doubt())
+    engine.call("finish_update", keeps_kv=True)
+
+
 def fails(engine):
     with pytest.raises(RolloutError, match="AttributeError"):
         engine.call("unknown")
@@ -196,7 +204,7 @@ def fails(engine):
 
 @slow
 @pytest.mark.parametrize(
-    "before", [part_of_an_update, half_asleep, fails], ids=lambda before: before.__name__
+    "before", [part_of_an_update, fails_midway, half_asleep, fails], ids=lambda before: before.__name__
 )
 def test_in_every_doubt_a_new_engine_is_started(before, site):
     engine = site.engine()
@@ -228,6 +236,96 @@ def test_one_that_is_struck_while_it_waits_is_replaced_at_once(how, site):
     began_s = time.monotonic()
     following = site.engine()
     assert following.pid != engine.pid and not lives(engine.pid) and time.monotonic() - began_s < 10
+
+
+@slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
+def test_an_engine_of_several_ranks_stays_while_all_its_processes_do(how, site):
+    start = site.start(ranks=2)
+    engine = site.engine(start)
+    sync(engine)
+    parts = find_parts(engine.pid)
+    assert {*parts.values()} == {"VLLM::Worker_TP0", "VLLM::Worker_TP1"}
+    site.go(engine)
+    following = site.engine(start)
+    assert following.pid == engine.pid and find_parts(engine.pid).keys() == parts.keys()
+    site.go(following)
+    victim = max(process.pid for process in parts)
+    os.kill(victim, how)
+    time.sleep(0.3)
+    last = site.engine(start)
+    assert last.pid != engine.pid and len(find_parts(last.pid)) == 2
+    word = "gone" if how == signal.SIGKILL else "stopped"
+    said = f"the engine has been ended: its process {victim} is {word}."
+    assert said in site.log_path.read_text() and not lives(engine.pid)
+    assert not [process for process in parts if lives(process.pid)], "they end as a group"
+    last._process.kill()
+    await_gone({process.pid for process in parts})
+
+
+def idle_engine(child, *parts):
+    """As its keeper has it: child: its process; parts: others that it says it needs."""
+    ours, theirs = kept_engine.keeper_line()
+    numbers = b" ".join(b"%d" % one.pid for one in parts)
+    theirs.send(b"idle " + numbers)
+    return engine_keeper._Kept("", child, ours), theirs
+
+
+def ends(process):
+    process.kill()
+    process.wait()
+
+
+DECISIONS = {
+    "all run": ("", lambda engine, part: None),
+    "a part was killed and reaped": ("is gone", lambda engine, part: ends(part)),
+    "a part was killed": ("is gone", lambda engine, part: part.kill()),
+    "a part is stopped": ("is stopped", lambda engine, part: os.kill(part.pid, signal.SIGSTOP)),
+    "the engine is stopped": ("is stopped", lambda engine, part: os.kill(engine.pid, signal.SIGSTOP)),
+    "the engine has ended": ("it has ended", lambda engine, part: ends(engine)),
+}
+
+
+@pytest.mark.parametrize(("expected", "strike"), DECISIONS.values(), ids=DECISIONS)
+def test_an_engine_is_fit_if_it_is_idle_and_all_its_processes_run(expected, strike):
+    engine, part = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    kept, line = idle_engine(engine, part)
+    try:
+        assert kept.why_unfit() == "", "it has just said so"
+        strike(engine, part)
+        time.sleep(0.1)
+        why = kept.why_unfit()
+        assert why.endswith(expected) and bool(why) == bool(expected), why
+    finally:
+        for process in (engine, part):
+            ends(process)
+        line.close()
+
+
+def test_an_engine_is_unfit_while_it_works_and_if_a_part_is_not_the_one_that_it_was(monkeypatch):
+    engine, part = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    kept, line = idle_engine(engine, part)
+    try:
+        assert kept.why_unfit() == ""
+        look = engine_keeper.look_at
+
+        def another(pid):
+            found = look(pid)
+            return dataclasses.replace(found, started=found.started + (pid == part.pid))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_keeper, "look_at", another)
+            assert kept.why_unfit() == f"its process {part.pid} is gone", "another one has its number"
+        connection, other = socket.socketpair()
+        assert kept.take(connection.fileno()) and kept.why_unfit() == "it is at work"
+        line.send(b"idle")
+        assert kept.why_unfit() == "" and kept.parts == {}
+        connection.close()
+        other.close()
+    finally:
+        for process in (engine, part):
+            ends(process)
+        line.close()
 
 
 @slow

@@ -22,19 +22,14 @@ class EngineParts:
     """
 
     def __init__(self, pid: int, log_path: Path, log_offset: int) -> None:
-        self._engine = psutil.Process(pid)
+        self._pid = pid
         self._log_path, self._log_offset = log_path, log_offset
         self._names: dict[psutil.Process, str] = {}
         self._since_s: dict[tuple[psutil.Process, str], float] = {}
 
     def find(self) -> None:
         """Look for those that there are now. While an engine starts, they come one by one."""
-        with contextlib.suppress(psutil.Error):
-            for process in self._engine.children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    title = (process.cmdline() or [""])[0].strip()
-                    if title.startswith(TITLES):
-                        self._names[process] = title
+        self._names |= find_parts(self._pid)
 
     def trouble(self) -> str:
         """What keeps the engine from going on, if one has been stopped or gone for a while; else ""."""
@@ -75,6 +70,18 @@ class EngineParts:
             file.seek(self._log_offset)
             return file.read().decode(errors="replace")
         return ""
+
+
+def find_parts(pid: int) -> dict[psutil.Process, str]:
+    """The processes below that of an engine which it needs, and their names."""
+    found: dict[psutil.Process, str] = {}
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                title = (process.cmdline() or [""])[0].strip()
+                if title.startswith(TITLES):
+                    found[process] = title
+    return found
 
 
 def _state(process: psutil.Process) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from siirl.engines.rollout.served.engine_shard import EngineShard
-from siirl.engines.rollout.served.messages import Call
+from siirl.engines.rollout.served.messages import Call, Doubt
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.rollout.served.weight_transfer import Bucket, WeightTransfer, joined_places
 from siirl.engines.rollout.weight_loading import WeightSpecs
@@ -103,6 +103,9 @@ class EngineWeights:
             yield finished
             complete = True
         finally:  # after a failure, which is the one to tell of, finishing may fail too
+            if process is not None and not complete:
+                with suppress(RolloutError):
+                    process.ask(Doubt())
             with phase("finish"), nullcontext() if complete else suppress(RolloutError):
                 keeps = keeps_kv and complete
                 finished.append(self.together(process, lambda engine: finish(engine, keeps, complete)))

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,7 +27,9 @@ ANSWER_S = 10.0
 CALL = b"engine"
 """What the descriptors come with."""
 IDLE, WORKER = b"idle", b"worker"
-"""What an engine and its keeper tell each other: it waits for a worker; here is one (with the connection)."""
+"""What an engine and its keeper tell each other: it waits for a worker (with the numbers of the processes
+that it has started and needs); here is one (with the connection)."""
+MOST_IDLE_BYTES = 1 << 14
 
 
 class Wanted(Message):
@@ -147,10 +149,27 @@ def bound_waits(sock: socket.socket, most_s: float) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, patience)
 
 
-def next_worker(keeper: socket.socket) -> socket.socket | None:
-    """In an engine: say that it is idle, and wait for a worker; None if the keeper has gone."""
+def keeper_line() -> tuple[socket.socket, socket.socket]:
+    """Between a keeper and an engine: what one sends at once, the other receives at once."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def parts_of_idle(line: socket.socket) -> list[int] | None:
+    """In a keeper: the processes that an engine needs, if it has said that it is idle; waits for nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        word, *pids = line.recv(MOST_IDLE_BYTES, socket.MSG_DONTWAIT).split()
+        if word == IDLE:
+            return [int(pid) for pid in pids]
+    return None
+
+
+def next_worker(keeper: socket.socket, parts: Sequence[int]) -> socket.socket | None:
+    """In an engine: say that it is idle, and wait for a worker; None if the keeper has gone.
+
+    parts: the processes that it has started and needs.
+    """
     with contextlib.suppress(OSError):
-        keeper.send(IDLE)
+        keeper.send(b" ".join([IDLE, *(b"%d" % pid for pid in parts)]))
         _, descriptors, _, _ = socket.recv_fds(keeper, len(WORKER), 1)
         if descriptors:
             os.set_inheritable(descriptors[0], False)

@@ -76,6 +76,10 @@ class Abort(Message):
     """Forget all requests that were submitted. Answered by Done."""
 
 
+class Doubt(Message):
+    """What the engine holds is not whole, whatever comes next: no other worker gets it. Answered by Done."""
+
+
 class Stop(Message):
     """End the process. Not answered."""
 
@@ -158,5 +162,5 @@ class Failed(Message):
     """It is the end of all requests that were submitted."""
 
 
-FromWorker = Start | Call | Generate | Score | Submit | Pause | Abort | Stop
+FromWorker = Start | Call | Generate | Score | Submit | Pause | Abort | Doubt | Stop
 FromEngine = Done | Generated | Scored | Paused | Finished | Alive | Beat | Failed

@@ -157,10 +157,9 @@ class ServedRollout(RolloutEngine):
             arguments = self.engine_arguments(plan, hf_config, num_ranks)
             why_none = "An engine of several ranks is not started again." if num_ranks > 1 else ""
             start = Start(self.native, arguments)
-            keep_for = start if num_ranks == 1 else None  # no test holds one of several ranks that stays
             with phase(f"start_{self.backend}"):
                 self._process = RecoveringEngine(
-                    lambda: EngineProcess(plan.name, environment, log_path, cfg.trainer.deadline_s, keep_for),
+                    lambda: EngineProcess(plan.name, environment, log_path, cfg.trainer.deadline_s, start),
                     start,
                     log_path,
                     self._restarts,

@@ -28,12 +28,14 @@ from siirl.data.seen import NO_IMAGES
 from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served.beating_channel import BeatingChannel
+from siirl.engines.rollout.served.engine_parts import find_parts
 from siirl.engines.rollout.served.kept_engine import next_worker
 from siirl.engines.rollout.served.messages import (
     Abort,
     Alive,
     Call,
     Done,
+    Doubt,
     Failed,
     Finished,
     FromEngine,
@@ -127,6 +129,8 @@ class Server:
                 answer = Paused(self._pause(names))
             case Abort():
                 self._abort()
+            case Doubt():
+                self._renewal.sound = False
         self._outbox.put(answer)
 
     def _guarded(self, of_stream: bool, work: Callable[..., None], *arguments: Any) -> None:
@@ -230,9 +234,10 @@ def main(argv: list[str] | None = None) -> int:
     if given.keeper_fd is not None:
         os.set_inheritable(given.keeper_fd, False)
         keeper = socket.socket(fileno=given.keeper_fd)
-    while (
-        server.run() and keeper is not None and server.renew() and (sock := next_worker(keeper)) is not None
-    ):
+    while server.run() and keeper is not None and server.renew():
+        parts = [process.pid for process in find_parts(os.getpid())]  # all of which have just answered
+        if (sock := next_worker(keeper, parts)) is None:
+            break
         server.connect(BeatingChannel(sock, FromWorker))
     sys.stdout.flush()
     os._exit(0)  # an engine's own teardown can hang; nothing is left to save

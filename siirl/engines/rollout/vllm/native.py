@@ -79,7 +79,6 @@ class NativeEngine:
             fixed |= {name: value for name, value in OF_IMAGES.items() if name in known}
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | fixed))
         self._engine.collective_rpc("draw_by_seeds")
-        self._keeps_stats = self._engine.log_stats
         self._adapters: dict[str | None, LoRARequest] = {}
         self._learns = False
 
@@ -179,10 +178,11 @@ class NativeEngine:
             self._engine.reset_encoder_cache()
         if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
             raise RuntimeError("requests are still in work")
+        self.greet()
 
     def greet(self) -> None:
-        """Answer, in all processes of the engine."""
-        self._engine.collective_rpc("greet")
+        """Answer, in all processes of the engine, none of which maps what is a worker's that has gone."""
+        self._engine.collective_rpc("let_go")
 
     def sleep(self, keeps_weights: bool) -> None:
         """Give back the device memory of weights and KV cache. The weights are gone, or in host memory.
@@ -265,7 +265,7 @@ class NativeEngine:
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges of vLLM since its start, by their own names; none with disable_log_stats."""
-        if not self._keeps_stats:
+        if not self._engine.log_stats:
             return {}
         values = {metric.name: getattr(metric, "value", None) for metric in self._engine.get_metrics()}
         return {name: float(value) for name, value in values.items() if value is not None}
@@ -386,8 +386,10 @@ def _cut(buffer: Tensor, info: BucketInfo) -> Iterator[tuple[str, Tensor]]:
 class WorkerExtension:
     """Methods that vLLM's workers get from us: called by name through collective_rpc."""
 
-    def greet(self) -> None:
-        """See NativeEngine."""
+    def let_go(self) -> None:
+        """Unmap the memory of a worker of siirl's that has gone; where weights land is found out anew."""
+        self.weight_transfer_engine.shutdown()
+        self.weight_transfer_engine.saw = self._places = None
 
     def draw_by_seeds(self) -> None:
         """See native_draws."""

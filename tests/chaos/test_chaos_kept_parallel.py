@@ -1,0 +1,61 @@
+"""Ranks are struck that share an engine, which stays for the next attempt; and its processes as it waits."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from chaos_cases import PARALLEL
+from chaos_chains import chains_of, take
+from chaos_runs import Result
+from chaos_waiting import Waiting, folders_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@chains_of("kept_parallel")
+def test_ranks_that_are_struck_find_the_engine_that_they_share_unless_its_weights_were_half_replaced(
+    chain, inputs, undisturbed, tmp_path
+):
+    take(chain, inputs, undisturbed, tmp_path)
+
+
+def process_of(engines, name):
+    (found,) = [pid for pid in engines if psutil.Process(pid).cmdline()[0].strip() == f"VLLM::{name}"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("Worker_TP1", signal.SIGKILL), ("Worker_TP1", signal.SIGSTOP), ("EngineCore", signal.SIGKILL)],
+)
+def test_an_engine_that_loses_a_process_while_it_waits_is_done_without(
+    name, how, inputs, undisturbed, tmp_path
+):
+    chaos = Waiting(inputs, tmp_path, kind=PARALLEL)
+    job, engines = chaos.reach_start()
+    folders = folders_of(engines, 1)
+    try:
+        assert chaos.engines() == engines and len(engines) == 4
+        os.kill(process_of(engines, name), how)
+        time.sleep(0.5)
+        chaos.go_on(job)
+        chaos._wait_until(lambda: chaos.steps_done() >= 2, job, "the next steps")
+        now = chaos.engines()
+        folders |= folders_of(now, 1)
+        assert len(now) == 4 and not now.keys() & engines.keys()
+        assert job.wait(240) == 0, chaos.console
+    finally:
+        chaos.end(job, folders)
+    Result.read(chaos.output).check_equal(undisturbed(PARALLEL))
+
+
+def test_all_processes_of_an_engine_that_waits_end_with_the_launcher(inputs, tmp_path):
+    chaos = Waiting(inputs, tmp_path, kind=PARALLEL)
+    job, engines = chaos.reach_start()
+    folders = folders_of(engines, 1)
+    try:
+        assert chaos.engines() == engines and len(engines) == 4
+    finally:
+        chaos.end(job, folders)
