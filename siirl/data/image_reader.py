@@ -47,7 +47,12 @@ class ImageReader:
             self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
             self.image_token_id = int(config["image_token_id"])
             self.merge = int(config["vision_config"]["spatial_merge_size"])
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except ImportError as error:
+            raise DataError(
+                f"{folder}: its processor of images needs a package that is not installed: {error}. "
+                "Install it (transformers 5.17 wants torchvision, 5.19 does not)."
+            ) from error
+        except (OSError, ValueError, KeyError) as error:
             raise DataError(
                 f"{folder} has no processor of images that can be loaded: {error}. A vision model has a "
                 "preprocessor_config.json, and names its image_token_id. Restore its files."
