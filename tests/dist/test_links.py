@@ -19,6 +19,7 @@ from siirl.engines.links import make_link
 from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.served import served_rollout
 from siirl.engines.rollout.served.engine_process import EngineLost
+from siirl.engines.rollout.served.messages import Call
 from siirl.errors import RolloutError, WeightSyncError
 from siirl.model_files.file_parts import FilePart
 from siirl.parallel.dims import ParallelDims
@@ -442,8 +443,9 @@ class LostProcess:
         if method == LostProcess.lost_in:
             raise EngineLost("rollout engine 'agent_0.rollout' (pid 5) died: killed by SIGKILL.", "")
 
-    def ask(self, message, again):
-        self.call(message.method)
+    def ask(self, message, again=None):
+        if isinstance(message, Call):
+            self.call(message.method)
 
 
 def shared_engine_is_lost(rank, world_size, model_dir, calls):
