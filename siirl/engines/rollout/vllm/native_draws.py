@@ -51,7 +51,7 @@ class _FirstRunner:
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._inner = runner, runner.sampler.forward
-        self.guesses = getattr(runner, "speculative_config", None) is not None
+        self.guesses = runner.speculative_config is not None
         self._num_draws: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
 
     def forward(
