@@ -25,7 +25,6 @@ from expert_adapter_cases import (
 from expert_cases import assert_equal_training, unequal_replicas
 from fixtures_tiny import make_tiny_model_dir
 from recorded_cases import case_of, record_gaps, record_outcome
-from torch import Tensor
 from train_engine_cases import Scenario
 
 from siirl.compiler.adapter_targets import ADAPTED, EXPERT_MATRICES

@@ -1,4 +1,4 @@
-"""LoRA adapters on CUDA under both strategies, on attention, MLP and experts: the numbers of peft and AdamW."""
+"""LoRA adapters on CUDA under both strategies, also on experts, against the numbers of peft and AdamW."""
 
 from dataclasses import replace
 from typing import Any
@@ -57,7 +57,9 @@ EXPERTS = [
 ]
 
 
-def train(rank: int, world: int, scenario: Scenario, path: str, start: dict[str, Any] | None) -> cases.Outcome:
+def train(
+    rank: int, world: int, scenario: Scenario, path: str, start: dict[str, Any] | None
+) -> cases.Outcome:
     """start: the adapters' first values; None: their own, which are peft's."""
     scenario = replace(scenario, device=f"cuda:{rank}")
     engine, _ = cases.build_engine(scenario, path)
