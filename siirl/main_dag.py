@@ -9,6 +9,7 @@ import time
 
 from siirl.command_line import parse_arguments, print_text, user_errors
 from siirl.compiler.memory.phases import estimate_record
+from siirl.compiler.memory.staying_awake import awake_lines
 from siirl.compiler.plan import Plan
 from siirl.config import Config, to_dict
 from siirl.config.load import read_config
@@ -23,7 +24,7 @@ from siirl.launch.local import run_local
 from siirl.launch.preflight import preflight
 from siirl.launch.run_folder import held, with_absolute_folders, with_own_results
 from siirl.launch.run_record import command_line, open_folder
-from siirl.launch.survey import survey, survey_inputs
+from siirl.launch.survey import survey, survey_inputs, with_awake_engines
 from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun, with_machines_there
 from siirl.model_files.local_models import token_to_environment
 from siirl.observe.logs import setup_logging
@@ -66,6 +67,7 @@ def run(cfg: Config, found: Findings) -> int:
     if len(found):
         survey_inputs(seen, launcher == "ray" or not is_first_on_machine(), found)
         found.close()
+    seen = with_awake_engines(seen, launcher)
     cfg, plan, node_cfgs = seen.cfg, seen.plan, seen.node_cfgs
     assert plan is not None, "without a plan there is a problem"
     output_dir = cfg.trainer.output_dir
@@ -84,7 +86,7 @@ def run(cfg: Config, found: Findings) -> int:
         too_much = memory_warnings(plan, node_cfgs, device_gib)
         for warning in [*seen.warnings, *too_much]:
             log.warning(warning)
-        setup = [model_setup(plan, node_cfgs), *batch_lines(plan, node_cfgs)]
+        setup = [model_setup(plan, node_cfgs), *batch_lines(plan, node_cfgs), *awake_lines(plan, node_cfgs)]
         print(*setup, sep="\n", flush=True)  # before what workers write to the same file
         return _launch(launcher, job, cfg, plan)
 

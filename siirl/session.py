@@ -18,8 +18,9 @@ from siirl.config import Config
 from siirl.errors import ConfigError, WorkerError
 from siirl.findings import Findings
 from siirl.launch.devices import device_memory_gib, device_name
+from siirl.launch.launcher_choice import choose_launcher
 from siirl.launch.run_folder import absolute
-from siirl.launch.survey import survey, survey_inputs
+from siirl.launch.survey import survey, survey_inputs, with_awake_engines
 from siirl.observe.curve import METRICS_FILE, Series, read_series
 from siirl.show.cost_text import explanation
 from siirl.show.memory_text import memory_warnings
@@ -134,6 +135,7 @@ def planned(cfg: Config, elsewhere: bool, found: Findings) -> PlannedRun:
     """The run that a configuration plans. UserError: all that is wrong, with what `found` has already."""
     seen = survey_inputs(survey(cfg, found), elsewhere, found)
     found.close()
+    seen = with_awake_engines(seen, choose_launcher(cfg))
     assert seen.plan is not None, "without a plan there is a problem"
     too_much = memory_warnings(seen.plan, seen.node_cfgs, device_memory_gib())
     return PlannedRun(seen.cfg, seen.plan, seen.node_cfgs, [*seen.warnings, *too_much])

@@ -186,7 +186,9 @@ class RolloutConfig:
         True, "run without CUDA graphs (vLLM: and torch.compile)", when="name=vllm|sglang"
     )
     free_cache_engine: bool = key(
-        True, "give device memory back between rollouts (hf: the weights move to host memory)"
+        True,
+        "give device memory back between rollouts (hf: the weights move to host memory; vllm, if this key is "
+        "not set: only where not all fits on a device of known size)",
     )
     tensor_model_parallel_size: int = key(1, "ranks that share one engine", low=1)
     max_num_batched_tokens: int = key(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.memory.staying_awake import keep_awake
 from siirl.compiler.model_types import check_trained_model
 from siirl.compiler.plan import Plan
 from siirl.compiler.plan_warnings import plan_warnings
@@ -14,6 +15,7 @@ from siirl.config.roles import ROLES, role_model
 from siirl.dag.spec import DagSpec
 from siirl.errors import DataError, Place, PlacementError, UserError
 from siirl.findings import Findings
+from siirl.launch.devices import device_memory_gib
 from siirl.launch.preflight import check_code, check_resumed, check_reward_code
 from siirl.launch.run_folder import refuse_busy
 from siirl.model_files.directory import check_lengths, check_reward_model
@@ -43,6 +45,20 @@ def survey(cfg: Config, found: Findings) -> Survey:
         warnings = [] if len(found) else plan_warnings(cfg, plan, node_cfgs)
         return Survey(cfg, plan, node_cfgs, warnings)
     return Survey(cfg)
+
+
+def with_awake_engines(seen: Survey, launcher: str) -> Survey:
+    """The survey of a run whose engines stay awake if that fits (see keep_awake), on devices of known size.
+
+    Known is what trainer.device_memory_gib says, else, of a job of this machine alone, what its GPUs have.
+    """
+    gib = seen.cfg.trainer.device_memory_gib
+    if gib is None and seen.cfg.trainer.nnodes == 1 and launcher != "ray":
+        gib = device_memory_gib()
+    if seen.plan is None or seen.cfg.trainer.device == "cpu":
+        return seen
+    plan, configs = keep_awake(seen.plan, seen.node_cfgs, gib)
+    return dataclasses.replace(seen, plan=plan, node_cfgs=configs)
 
 
 def _check_fewest(dag: DagSpec, cfg: Config) -> None:

@@ -8,6 +8,7 @@ from siirl.compiler.backends import backend_of
 from siirl.compiler.instructions import ROUTING
 from siirl.compiler.memory.awake_engines import awake_shares, shares_text
 from siirl.compiler.memory.estimate import read_shape
+from siirl.compiler.memory.staying_awake import awake_lines
 from siirl.compiler.plan import (
     Collect,
     Free,
@@ -51,7 +52,7 @@ def report(plan: Plan, configs: dict[str, Config], device_gib: float | None = No
         ("batches", batch_lines(plan, configs)),
         ("a step", _instructions(plan)),
         ("process groups", _groups(plan)),
-        ("memory per rank (estimate)", [*memory_table(plan, configs, device_gib), *_awake(plan, configs)]),
+        ("memory per rank (estimate)", _memory(plan, configs, device_gib)),
         ("left out", [f"{node}: {why}" for node, why in plan.pruned.items()]),
     ]
     head = f"plan of DAG {plan.dag_id!r} on {count_of(plan.world_size, 'rank')}"
@@ -341,6 +342,10 @@ def _groups(plan: Plan) -> list[str]:
     lines = [f"{format_ranks(ranks)}" for ranks in plan.groups[:_MOST_GROUPS]]
     more = len(plan.groups) - len(lines)
     return lines + ([f"and {more} more"] if more else [])
+
+
+def _memory(plan: Plan, configs: dict[str, Config], device_gib: float | None) -> list[str]:
+    return [*memory_table(plan, configs, device_gib), *awake_lines(plan, configs), *_awake(plan, configs)]
 
 
 def _awake(plan: Plan, configs: dict[str, Config]) -> list[str]:

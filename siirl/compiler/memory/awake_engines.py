@@ -14,7 +14,7 @@ MOST_OF_A_DEVICE = 0.95
 """What engines can have of a device; the rest is for CUDA contexts and the workers."""
 
 Shares = dict[str, float]
-_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
+SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 
 def with_shares(
@@ -30,7 +30,7 @@ def with_shares(
     lowered: Shares = {}
     for talk in interactions.values():
         for shares in awake_shares(talk, models, configs).values():
-            free = [name for name in shares if not _is_set(configs[models[name].node])]
+            free = [name for name in shares if not share_is_set(configs[models[name].node])]
             taken = sum(share for name, share in shares.items() if name not in free)
             for name in free:
                 fits = int(100 * (MOST_OF_A_DEVICE - taken) / len(free) + 1e-6) / 100
@@ -39,15 +39,15 @@ def with_shares(
     changed = dict(nodes)
     for name, share in lowered.items():
         node = nodes[models[name].node]
-        cfg = with_overrides(node.cfg, {_SHARE: share})
-        changed[node.id] = replace(node, cfg=cfg, overrides=node.overrides | {_SHARE: share})
+        cfg = with_overrides(node.cfg, {SHARE: share})
+        changed[node.id] = replace(node, cfg=cfg, overrides=node.overrides | {SHARE: share})
     return changed
 
 
-def _is_set(cfg: Config) -> bool:
+def share_is_set(cfg: Config) -> bool:
     """Whether somebody set the share of the device that a rollout engine takes."""
     return (
-        _SHARE in cfg.explicit or "gpu_memory_utilization" in cfg.actor_rollout_ref.rollout.engine_kwargs.vllm
+        SHARE in cfg.explicit or "gpu_memory_utilization" in cfg.actor_rollout_ref.rollout.engine_kwargs.vllm
     )
 
 
@@ -94,7 +94,7 @@ def check_awake(
                 f"while node {entry!r} plays its episodes, the engines on ranks {format_ranks(ranks)} are "
                 f"awake together and take {shares_text(shares)} of the device "
                 f"(rollout.gpu_memory_utilization): at most {MOST_OF_A_DEVICE} fits. Set "
-                f"{_SHARE}={fits}, or a share for each in the config "
+                f"{SHARE}={fits}, or a share for each in the config "
                 "of its rollout node; or place the agents on ranks of their own; or let them share a policy "
                 "(rollout.agent.share_instance)."
             )

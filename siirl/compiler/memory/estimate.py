@@ -429,7 +429,7 @@ def hf_rollout_lines(
 ) -> list[MemoryLine]:
     """What one rank holds of a transformers model that samples. rows_per_shard: rows of a whole batch."""
     rollout = cfg.actor_rollout_ref.rollout
-    weights, cache = _engine_bytes(model, cfg, shape, rows_per_shard)
+    weights, cache = engine_bytes(model, cfg, shape, rows_per_shard)
     return [
         offloadable(model.name, "weights", weights, rollout.free_cache_engine, ("generate",)),
         MemoryLine(model.name, "KV cache", cache, ("generate",)),
@@ -443,7 +443,7 @@ def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     started again are in host memory too.
     """
     rollout = cfg.actor_rollout_ref.rollout
-    weights, cache = _engine_bytes(model, cfg, shape, rows_per_shard)
+    weights, cache = engine_bytes(model, cfg, shape, rows_per_shard)
     kept = weights if rollout.max_engine_restarts and model.dims.tp == 1 else 0
     on_another = model.base not in (None, model.name)  # one engine, and its cache, for all adapters
     if cfg.trainer.device == "cpu":
@@ -479,7 +479,7 @@ def scored_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shar
     each = shape.vocabulary * (BYTES[rollout.dtype] + 2 * BYTES["float32"])
     asleep = 0
     if rollout.free_cache_engine and cfg.trainer.device != "cpu":
-        asleep, _ = _engine_bytes(model, cfg, shape, rows_per_shard)
+        asleep, _ = engine_bytes(model, cfg, shape, rows_per_shard)
     return [
         *teacher_lines(model, cfg, shape, rows_per_shard),
         MemoryLine(model.name, "log-probs of a row", tokens * each, ("generate",)),
@@ -487,7 +487,7 @@ def scored_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shar
     ]
 
 
-def _engine_bytes(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> tuple[int, int]:
+def engine_bytes(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> tuple[int, int]:
     """Weights, and the KV cache of a batch's rows as far as they run at once."""
     rollout = cfg.actor_rollout_ref.rollout
     width, tp = BYTES[rollout.dtype], model.dims.tp
