@@ -37,9 +37,10 @@ def _problems(cfg: Config) -> Iterator[str]:
     for name in DECIDED:
         if name in given:
             yield f"with engine_kwargs.vllm.{name}: both choose vLLM's attention"
-    yield from _of_model(
-        {**config_json(cfg.actor_rollout_ref.model), **cfg.actor_rollout_ref.model.override_config}
-    )
+    if rollout.dtype == "float32":
+        yield "with dtype=float32: FlashAttention is for bfloat16 and float16"
+    model = cfg.actor_rollout_ref.model
+    yield from _of_model({**config_json(model), **model.override_config})
 
 
 def _of_model(config: Mapping[str, Any]) -> Iterator[str]:
