@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from grpo_gpu import COMMON, HERE, PROMPT_TOKENS, RESPONSE_TOKENS, SAMPLES, SHAPES, machine, make_model
@@ -206,7 +205,11 @@ def plain(args: argparse.Namespace, folder: Path, log_probs: int | None = None) 
         if engine.is_sleeping():
             engine.wake_up()
 
-    return Kind(sample, wake, partial(engine.sleep, level=1))
+    def sleep() -> None:
+        if not engine.is_sleeping():
+            engine.sleep(level=1)
+
+    return Kind(sample, wake, sleep)
 
 
 ENGINES: list = []
