@@ -27,15 +27,15 @@ def random_batch(rng, most_rows, width, block=BLOCK):
     Rows that have ended or were preempted are missing, one may have been taken up again at the end, and rows
     that fill up a batch are last.
     """
-    fresh = iter(rng.sample(range(1, 40 * width * most_rows), 30 * width * most_rows))
+    fresh = iter(rng.sample(range(3, 40 * width * most_rows), 30 * width * most_rows))
     system = [next(fresh) for _ in range(rng.choice([0, 0, 1, 3]))]
     rows = []
     while len(rows) < most_rows:
         prompt = system * rng.choice([0, 1, 1, 1]) + [next(fresh) for _ in range(rng.randrange(width // 2))]
         for _ in range(rng.choice([1, 2, 3, 8, 16])):
-            own = [next(fresh) for _ in range(rng.randrange(1, width - len(prompt) + 1))]
+            own = [next(fresh) for _ in range(rng.randrange(not prompt, width - len(prompt) + 1))]
             line = prompt + own
-            least = len(prompt) * block + 1
+            least = len(prompt) * block + bool(own)
             length = rng.choice([rng.randint(least, len(line) * block), least, len(line) * block])
             rows.append((line[: -(-length // block)], length))
     rows = [row for row in rows[:most_rows] if rng.random() < 0.9]
