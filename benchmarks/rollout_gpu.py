@@ -1,12 +1,16 @@
 """A rollout against plain vLLM: what seeds, log-probs and the way through siirl cost.
 
-    python benchmarks/rollout_gpu.py [--workload A] [--rounds 3] [--out FILE] [key=value ...]
+    python benchmarks/rollout_gpu.py [--workload A] [--rounds 3] [--kinds ...] [--out FILE] [key=value ...]
 
 Two engines with equal arguments stay on one GPU and take turns: vLLM's own, asked for tokens alone, and then
 for the log-prob of each sampled token; and siirl's rollout engine, which gives tokens by seeds and their
-log-probs. Workloads as in grpo_gpu.py: A 32 prompts x 8 samples of Qwen3-1.7B's shape, B 64 x 8 of
-Qwen3-0.6B's; 256 + 1,024 tokens, each round other prompts. Writes all seconds to
-benchmarks/results/rollout_gpu_<workload>.json (--out for another place), after every round (report_file.py).
+log-probs. --kinds says which of these, in the order of their turns, and siirl_shared: siirl's with
+share_prompts_in_decode, in an engine of its own. With it, engines sleep while others have their turn; that,
+and waking, is not timed.
+
+Workloads as in grpo_gpu.py: A 32 prompts x 8 samples of Qwen3-1.7B's shape, B 64 x 8 of Qwen3-0.6B's; 256 +
+1,024 tokens, each round other prompts. Writes all seconds to benchmarks/results/rollout_gpu_<workload>.json
+(--out for another place), after every round (report_file.py).
 """
 
 import argparse
@@ -17,12 +21,24 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_gpu import COMMON, HERE, PROMPT_TOKENS, RESPONSE_TOKENS, SAMPLES, SHAPES, machine, make_model
 from report_file import Report, end_by_signals
 
-PLAIN, SCORED, OURS = "vllm", "vllm_log_probs", "siirl"
+PLAIN, SCORED, OURS, SHARED = "vllm", "vllm_log_probs", "siirl", "siirl_shared"
+SHARES = "actor_rollout_ref.rollout.share_prompts_in_decode=True"
+
+
+@dataclass
+class Kind:
+    """One way to sample."""
+
+    sample: Callable[[list], int]
+    """What it samples of some prompts: the number of tokens."""
+    wake: Callable[[], object]
+    sleep: Callable[[], object]
 
 
 def main() -> int:
@@ -32,39 +48,51 @@ def main() -> int:
     )
     parser.add_argument("--workload", choices=SHAPES, default="A")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--gpu-memory", type=float, default=0.42)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[PLAIN, SCORED, OURS])
+    parser.add_argument("--gpu-memory", type=float, help="share of the device; 0.42, or 0.6 of sleepers")
     parser.add_argument("--out", type=Path)
     parser.add_argument("keys", nargs="*")
     args = parser.parse_args()
+    args.sleeps = SHARED in args.kinds
+    args.gpu_memory = args.gpu_memory or (0.6 if args.sleeps else 0.42)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with tempfile.TemporaryDirectory() as temporary:
         make_model(Path(temporary) / "model", SHAPES[args.workload])
         gc.collect()
         out = args.out or HERE / "results" / f"rollout_gpu_{args.workload}.json"
-        asked = dict.fromkeys((PLAIN, SCORED, OURS), args.rounds)
+        asked = dict.fromkeys(args.kinds, args.rounds)
         report = Report(out, asked, workload=args.workload, machine=machine(), keys=args.keys)
         measure(args, Path(temporary), report)
     for name, values in report["seconds"].items():
         ratio = report["ratios"][name]
-        print(f"{name}: {[round(value, 2) for value in values]} s, {ratio:.3f}x plain vLLM")
+        print(f"{name}: {[round(value, 2) for value in values]} s, {ratio:.3f}x {args.kinds[0]}")
     report.finish()
     return 0
 
 
 def measure(args: argparse.Namespace, folder: Path, report: Report) -> None:
     """Seconds of each round, after one that does not count."""
-    kinds = {OURS: ours(args, folder)}
-    kinds = {PLAIN: plain(args, folder, None)} | {SCORED: plain(args, folder, 0)} | kinds
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    kinds = {}
+    for name in sorted(args.kinds, key=[OURS, SHARED, PLAIN, SCORED].index):  # vLLM's own is of this process
+        begin_s = time.perf_counter()
+        kinds[name] = KINDS[name](args, folder)
+        if args.sleeps:
+            kinds[name].sleep()
+        print(f"{name}: started in {time.perf_counter() - begin_s:.0f} s", flush=True)
+    seconds: dict[str, list[float]] = {name: [] for name in args.kinds}
     for round_number in range(args.rounds + 1):
-        for place, (name, sample) in enumerate(kinds.items()):
+        for place, name in enumerate(args.kinds):
+            if args.sleeps:
+                kinds[name].wake()
             dealt = random.Random(1000 * round_number + place)
             count = SHAPES[args.workload]["prompts"]
             words = range(2, COMMON["vocab_size"])
             prompts = [dealt.choices(words, k=PROMPT_TOKENS) for _ in range(count)]
             begin_s = time.perf_counter()
-            tokens = sample(prompts)
+            tokens = kinds[name].sample(prompts)
             took_s = time.perf_counter() - begin_s
+            if args.sleeps:
+                kinds[name].sleep()
             assert tokens == count * SAMPLES * RESPONSE_TOKENS, (name, tokens)
             print(f"round {round_number}, {name}: {took_s:.2f} s", flush=True)
             if round_number:
@@ -72,12 +100,13 @@ def measure(args: argparse.Namespace, folder: Path, report: Report) -> None:
         if round_number:
             medians = {name: statistics.median(values) for name, values in seconds.items()}
             report |= {"seconds": seconds, "medians": medians}
-            report["ratios"] = {name: round(value / medians[PLAIN], 3) for name, value in medians.items()}
-            for name in kinds:
+            first = medians[args.kinds[0]]
+            report["ratios"] = {name: round(value / first, 3) for name, value in medians.items()}
+            for name in args.kinds:
                 report.count(name, round_number)
 
 
-def configuration(args: argparse.Namespace, folder: Path):
+def configuration(args: argparse.Namespace, folder: Path, *keys: str):
     """The keys of grpo_gpu.py that an engine takes."""
     from siirl.config import load_config
 
@@ -89,19 +118,20 @@ def configuration(args: argparse.Namespace, folder: Path):
             f"data.max_response_length={RESPONSE_TOKENS}",
             f"{rollout}.name=vllm",
             f"{rollout}.ignore_eos=True",
-            f"{rollout}.free_cache_engine=False",
+            f"{rollout}.free_cache_engine={args.sleeps}",
             f"{rollout}.gpu_memory_utilization={args.gpu_memory}",
             f"{rollout}.enforce_eager=False",
             f"{rollout}.max_num_seqs=512",
             f"{rollout}.max_num_batched_tokens=16384",
             f"trainer.output_dir={folder}/out",
             *args.keys,
+            *keys,
         ]
     )
 
 
-def ours(args: argparse.Namespace, folder: Path) -> Callable[[list], int]:
-    """siirl's engine, with weights; what it samples of some prompts: the number of tokens."""
+def ours(args: argparse.Namespace, folder: Path, *keys: str) -> Kind:
+    """siirl's engine, with weights."""
     import torch
     from safetensors.torch import load_file
 
@@ -113,19 +143,26 @@ def ours(args: argparse.Namespace, folder: Path) -> Callable[[list], int]:
     plan = ModelPlan(
         "agent_0.rollout", 0, "rollout", "vllm", "lm", False, (0,), ParallelDims(1), "rollout", ()
     )
-    engine = make_rollout_engine(plan, configuration(args, folder), None, torch.device("cuda", 0))
+    engine = make_rollout_engine(plan, configuration(args, folder, *keys), None, torch.device("cuda", 0))
     weights = load_file(folder / "model" / "model.safetensors")
-    engine.load_weights([(name, weights[name].cuda()) for name in engine.weight_specs()], version=0)
+
+    def wake() -> None:
+        engine.wake()
+        engine.load_weights(((name, weights[name].cuda()) for name in engine.weight_specs()), version=0)
+        torch.cuda.empty_cache()
+        engine.generate([[2, 3]], SamplingParams(max_tokens=1), [0])  # also wakes the KV cache
+
+    wake()
     params = SamplingParams(n=SAMPLES, max_tokens=RESPONSE_TOKENS, ignore_eos=True)
 
     def sample(prompts: list) -> int:
         rows = engine.generate(prompts, params, list(range(len(prompts))))
         return sum(len(one.token_ids) for row in rows for one in row)
 
-    return sample
+    return Kind(sample, wake, engine.sleep)
 
 
-def plain(args: argparse.Namespace, folder: Path, log_probs: int | None) -> Callable[[list], int]:
+def plain(args: argparse.Namespace, folder: Path, log_probs: int | None = None) -> Kind:
     """vLLM's engine in this process; one for both ways of asking."""
     import torch
     from vllm import SamplingParams
@@ -164,11 +201,25 @@ def plain(args: argparse.Namespace, folder: Path, log_probs: int | None) -> Call
             )
         return tokens
 
-    return sample
+    def wake() -> None:
+        if engine.is_sleeping():
+            engine.wake_up()
+
+    def sleep() -> None:
+        if not engine.is_sleeping():
+            engine.sleep(level=1)
+
+    return Kind(sample, wake, sleep)
 
 
 ENGINES: list = []
 """vLLM's own, when it has been started."""
+KINDS = {
+    PLAIN: plain,
+    SCORED: lambda args, folder: plain(args, folder, 0),
+    OURS: ours,
+    SHARED: lambda args, folder: ours(args, folder, SHARES),
+}
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,6 +12,7 @@ from siirl.compiler.checks.megatron_checks import MegatronModel, advice, check_m
 from siirl.compiler.checks.megatron_options import recomputation
 from siirl.compiler.checks.packages import check_megatron_packages, sglang_version, vllm_version
 from siirl.compiler.checks.sglang_checks import check_sglang
+from siirl.compiler.checks.shared_prompt_checks import check_shared_prompts
 from siirl.compiler.checks.vllm_arguments import check_vllm_arguments
 from siirl.compiler.memory.estimate import (
     BYTES,
@@ -362,6 +363,7 @@ def _check_openai(cfg: Config, role: ModelRole, dims: ParallelDims, node: Resolv
 def _check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
     check_trained_model(cfg, role, str(node))
     check_vllm_arguments(cfg, node)
+    check_shared_prompts(cfg, node)
     key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={dims.tp}"
     if dims.tp > cfg.trainer.n_gpus_per_node:
         raise PlacementError(
@@ -450,7 +452,7 @@ ROLLOUT_BACKENDS = {
             *("name", "dtype", "prompt_length", "response_length", "max_model_len", "max_num_seqs"),
             *("max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager", "disable_log_stats"),
             *("gpu_memory_utilization", "free_cache_engine", "tensor_model_parallel_size"),
-            *("keep_kv", "speculative_tokens", "engine_kwargs.vllm"),
+            *("keep_kv", "speculative_tokens", "share_prompts_in_decode", "engine_kwargs.vllm"),
         ),
     ),
     "openai": Backend(

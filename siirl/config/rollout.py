@@ -286,6 +286,12 @@ class RolloutConfig:
         low=0,
         when="name=vllm",
     )
+    share_prompts_in_decode: bool = key(
+        False,
+        "responses to one prompt read its keys and values once in each decode step, and not once each: on "
+        "Hopper GPUs, for models whose layers all have full attention",
+        when="name=vllm",
+    )
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own")
 
     @property

@@ -20,7 +20,7 @@ BUCKET_BYTES = 256 << 20
 ALIGN_BYTES = 16
 
 Bucket = dict[str, Any]
-"""What of a buffer the engine shall load, see BucketInfo of native.py."""
+"""What of a buffer the engine shall load, see BucketInfo of native_transfer.py."""
 
 
 class WeightTransfer:

@@ -22,6 +22,10 @@ CPU_BLOCK = 128
 LEAST_CPU_CACHE_BYTES = 64 << 20
 FOLLOWS = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """How many last tokens of a row are looked for earlier in it, to guess what follows them."""
+ATTENTION_BACKEND = "CUSTOM"
+"""vLLM's name for an attention backend of others: here that of rollout.share_prompts_in_decode."""
+SHARED_PROMPTS = "siirl.engines.rollout.vllm.native_prefixes.SharedPromptBackend"
+"""What is registered under it. It is imported where an engine is asked for it."""
 KEPT_BLOCK = 32
 """Tokens of a block of the KV cache on a CPU with rollout.keep_kv: the fewest that its fast kernels take."""
 

@@ -5,29 +5,22 @@ Imported in an engine process and in vLLM's workers, never in a training worker.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -38,15 +31,14 @@ from siirl.engines.rollout.call_limits import PAUSED
 from siirl.engines.rollout.sampling import later_seed
 from siirl.engines.rollout.served.draws import signed
 from siirl.engines.rollout.served.messages import UNKNOWN, Response, RowScores
-from siirl.engines.rollout.served.shared_buffer import open_buffer
+from siirl.engines.rollout.vllm.arguments import ATTENTION_BACKEND, SHARED_PROMPTS
 from siirl.engines.rollout.vllm.native_draws import draw_by_seeds
 from siirl.engines.rollout.vllm.native_places import Places, read_parameter
+from siirl.engines.rollout.vllm.native_transfer import TRANSFER_BACKEND
 from siirl.engines.rollout.vllm.routed_experts import experts_of, replayed_layers
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.spelling import suggest
 
-TRANSFER_BACKEND = "siirl"
-"""Name under which vLLM finds BucketTransfer."""
 LOG_PROBS_MODE = "processed_logprobs"
 """At the sampling temperature; and before top-k and top-p, see native_draws."""
 OF_IMAGES = {
@@ -54,6 +46,8 @@ OF_IMAGES = {
     "mm_device_do_normalize": False,  # from 0.32 on, vLLM would take pixels as the file has them
 }
 """Arguments of an engine that is given patches of images."""
+
+register_backend(AttentionBackendEnum[ATTENTION_BACKEND], SHARED_PROMPTS)
 
 
 class NativeEngine:
@@ -298,89 +292,6 @@ def _row_scores(output: RequestOutput, start: int) -> RowScores:
 def _name(output: RequestOutput) -> str:
     """Under which a request was added."""
     return output.request_id.split("-")[0]
-
-
-@dataclass
-class NoInfo(WeightTransferInitInfo):
-    """A bucket transfer needs no rendezvous."""
-
-
-@dataclass
-class BucketInfo(WeightTransferUpdateInfo):
-    """Tensors in one buffer of bytes; all values are JSON."""
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    starts: list[int]
-    """First byte of each tensor."""
-    size: int
-    """Bytes of all tensors."""
-    place: dict[str, Any]
-    """Where the buffer is (SharedBuffer.place)."""
-
-
-class BucketTransfer(WeightTransferEngine):
-    """vLLM's weight-transfer interface over shared memory: of the GPU (CUDA IPC), or of the host."""
-
-    init_info_cls = NoInfo
-    update_info_cls = BucketInfo
-
-    def __init__(self, config: Any, *others: Any) -> None:
-        super().__init__(config, *others)
-        self._source: tuple[str, Tensor] | None = None  # what is mapped, and the mapping
-        self.saw: Callable[[str, Tensor], None] | None = None  # told of what is loaded
-
-    def init_transfer_engine(self, init_info: NoInfo) -> None:
-        """Nothing to meet."""
-
-    def start_weight_update(self) -> None:  # from 0.25 on; before, vLLM's worker does this
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        initialize_layerwise_reload(self.model)
-
-    def finish_weight_update(self) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def receive_weights(self, update_info: BucketInfo, load_weights: Callable | None = None) -> None:
-        """Load a bucket. The model keeps references until a layer is complete, so it gets copies."""
-        buffer = self._buffer(update_info)
-        copies = [(name, part.clone()) for name, part in _cut(buffer, update_info)]
-        if self.saw is not None:
-            for copy in copies:
-                self.saw(*copy)
-        (load_weights or self.model.load_weights)(copies)
-        if buffer.is_cuda:
-            torch.cuda.synchronize()
-
-    def shutdown(self) -> None:
-        """Let go of the buffer."""
-        self._source = None
-
-    def _buffer(self, info: BucketInfo) -> Tensor:
-        key = str(info.place)
-        if self._source is None or self._source[0] != key:
-            self._source = None  # let go of the one before first
-            device = getattr(self, "device", None) or torch.device("cuda", torch.cuda.current_device())
-            self._source = (key, open_buffer(info.place, info.size, device))
-        return self._source[1]
-
-    @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Part of the interface of 0.24; siirl's links send the weights."""
-        raise RuntimeError("weights are sent by a siirl weight link")
-
-
-WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, BucketTransfer)
-
-
-def _cut(buffer: Tensor, info: BucketInfo) -> Iterator[tuple[str, Tensor]]:
-    for name, dtype_name, shape, start in zip(info.names, info.dtypes, info.shapes, info.starts, strict=True):
-        dtype = getattr(torch, dtype_name)
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        yield name, buffer[start : start + size].view(dtype).view(shape)
 
 
 class WorkerExtension:

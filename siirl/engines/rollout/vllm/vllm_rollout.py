@@ -8,7 +8,12 @@ from siirl.compiler.checks.packages import vllm_version
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.engines.rollout.served.served_rollout import ServedRollout
-from siirl.engines.rollout.vllm.arguments import adapter_arguments, engine_arguments, engine_environment
+from siirl.engines.rollout.vllm.arguments import (
+    ATTENTION_BACKEND,
+    adapter_arguments,
+    engine_arguments,
+    engine_environment,
+)
 from siirl.engines.rollout.vllm.routed_experts import ARGUMENT as ROUTED_EXPERTS
 from siirl.errors import NotSupportedError
 from siirl.model_files.directory import model_dir
@@ -35,6 +40,11 @@ class VLLMRollout(ServedRollout):
                 "not supported yet: actor.router_replay.mode=R3 with rollout.name=vllm on a CPU, where vLLM "
                 "does not say which experts computed a token. Set rollout.name=hf."
             )
+        if cfg.actor_rollout_ref.rollout.share_prompts_in_decode and device.type == "cpu":
+            raise NotSupportedError(
+                "not supported yet: rollout.share_prompts_in_decode on a CPU: it is for Hopper GPUs. Set it "
+                "to False."
+            )
 
     def engine_arguments(self, plan: ModelPlan, hf_config: Any, num_ranks: int) -> dict[str, Any]:
         """See ServedRollout."""
@@ -43,6 +53,8 @@ class VLLMRollout(ServedRollout):
         arguments = engine_arguments(cfg, folder, hf_config, num_ranks, self._device)
         if _says_experts(plan, cfg):
             arguments[ROUTED_EXPERTS] = True
+        if cfg.actor_rollout_ref.rollout.share_prompts_in_decode and not plan.is_teacher:
+            arguments["attention_backend"] = ATTENTION_BACKEND
         if plan.is_teacher:
             arguments["max_logprobs"] = max(1, cfg.teacher.top_k)
         return arguments | (adapter_arguments(plan.adapters) if plan.adapters else {})
