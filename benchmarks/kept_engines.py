@@ -51,7 +51,7 @@ def main() -> int:
     args.keys = [*VLLM, *args.keys]
     kills = [Kill(args.steps // 4, 0.5, 0.99), Kill(args.steps, 0.5, 0.0)]
     asked = dict.fromkeys(("engines_stay", "engines_start_anew"), len(kills))
-    report = Report(args.out, asked, cores=len(os.sched_getaffinity(0)), keys=args.keys)
+    report = Report(args.out, asked, keys=args.keys)
     report["load_before"] = round(os.getloadavg()[0], 2)
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as jobs:
         folder = Path(temporary)

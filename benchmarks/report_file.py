@@ -10,6 +10,7 @@ fields: they are complete.
 import contextlib
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -35,7 +36,10 @@ class Report(dict[str, Any]):
         self.path = path
         asked = {str(name): steps for name, steps in asked_steps.items()}
         counted = dict.fromkeys(asked, 0)
-        super().__init__(command=command(), complete=False, asked_steps=asked, counted_steps=counted, **told)
+        where = {"commit": commit(), "host": host()}
+        super().__init__(
+            command=command(), complete=False, asked_steps=asked, counted_steps=counted, **where, **told
+        )
 
     def count(self, name: Any, steps: int) -> None:
         """So many steps of it are there now. Writes the file."""
@@ -70,6 +74,35 @@ def write(path: Path, text: str) -> None:
 def command() -> str:
     """This call, without the places of this machine: of an absolute path its name."""
     return " ".join(str(Path(word).name) if os.path.isabs(word) else word for word in sys.argv)
+
+
+def commit() -> str:
+    """What runs: SIIRL_COMMIT, which a copy of a checkout needs, or what git says, where changes are marked."""
+    words = [
+        "git",
+        "-C",
+        str(Path(__file__).resolve().parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+    ]
+    said = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    return os.environ.get("SIIRL_COMMIT") or said
+
+
+def host() -> dict[str, Any]:
+    """The machine, but for its name."""
+    gib = round(psutil.virtual_memory().total / 2**30)
+    return {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "memory_gib": gib}
+
+
+def cpu_model() -> str:
+    """As the kernel names it; on a machine that does not tell, its kind."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def end_by_signals() -> None:

@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -208,9 +207,7 @@ def main() -> int:
     args = parser.parse_args()
     device = "gpu" if args.gpu else "cpu"
     out = args.out or REPOSITORY / "benchmarks" / "results" / f"weight_link_{device}.json"
-    words = ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"]
-    commit = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-    report = Report(out, dict.fromkeys(WAYS, args.syncs), commit=commit, ways={})
+    report = Report(out, dict.fromkeys(WAYS, args.syncs), ways={})
     with tempfile.TemporaryDirectory() as folder:
         found, ranks = Path(folder, "found"), args.sources + args.targets
         run_ranks(worker, (args, folder), ranks, "fork", on_change(found, lambda: tell(report, found)))

@@ -83,7 +83,7 @@ def main() -> int:
     out = args.out or REPOSITORY / "benchmarks" / "results" / name
     shapes, ways = ["small"] if args.cpu else args.shapes, APART if args.apart else WAYS
     asked = {f"{shape} {way}": args.blocks * args.syncs for shape in shapes for way in ways}
-    report = Report(out, asked, commit=commit(), **machine(), shapes={})
+    report = Report(out, asked, **machine(), shapes={})
     with tempfile.TemporaryDirectory() as temporary:
         for shape in shapes:
             found, log = Path(temporary, f"{shape}.json"), Path(temporary, f"{shape}.log")
@@ -376,11 +376,6 @@ def same_weights(
         rows = rollout.generate(asked[:8], greedy, range(len(asked[:8])))
         seen.append((tensors, [row[0].token_ids for row in rows]))
     return seen[0] == seen[1] == seen[2]
-
-
-def commit() -> str:
-    words = ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

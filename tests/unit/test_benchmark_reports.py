@@ -78,6 +78,7 @@ def test_a_benchmark_that_is_cut_leaves_its_steps_and_no_process(tmp_path, numbe
 
 def test_a_report_is_complete_when_all_is_counted_that_was_asked(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmarks/some.py", "--out", "/a/place/out.json", "a.b=c/d"])
+    monkeypatch.setenv("SIIRL_COMMIT", "1a2b3c")
     report = report_file.Report(tmp_path / "new" / "report.json", {1: 2, 3: 1}, keys=["a"])
     assert not report.path.exists(), "an older file stays until there is something to tell"
     report.count(1, 2)
@@ -87,6 +88,7 @@ def test_a_report_is_complete_when_all_is_counted_that_was_asked(tmp_path, capsy
     report.finish()
     told = json.loads(report.path.read_text())
     assert told["complete"] is True and told["keys"] == ["a"]
+    assert told["commit"] == "1a2b3c" and told["host"]["cores"] > 0 and told["host"]["cpu"]
     assert told["command"] == "benchmarks/some.py --out out.json a.b=c/d", "no place of this machine"
 
 
