@@ -77,7 +77,7 @@ def command() -> str:
 
 
 def commit() -> str:
-    """What runs: SIIRL_COMMIT, which a copy of a checkout needs, or what git says, where changes are marked."""
+    """What runs: SIIRL_COMMIT, which a copy of a checkout needs, or what git says, with changes marked."""
     words = [
         "git",
         "-C",
