@@ -37,6 +37,17 @@ class Workflow:
         able = [node for node in sampling if node.agent in trained and node.lora_rank]
         return {node.agent: node.shares for node in able if node.shares is not None}
 
+    @cached_property
+    def own_bases(self) -> tuple[int, ...]:
+        """Agents whose adapter goes to the engine alone, on their own base (rollout.merge_lora=false)."""
+        trained = {node.agent for node in self.nodes.values() if node.op.trains_policy}
+        return tuple(
+            agent
+            for agent, node in self.rollouts.items()
+            if agent in trained - self.bases.keys() and not node.op.gives_data and node.lora_rank
+            if not node.cfg.actor_rollout_ref.rollout.merge_lora
+        )
+
     def shared_policy(self, node: ResolvedNode) -> int | None:
         """The agent with whose policy a rollout speaks instead of its own, if it does."""
         return None if node.agent in self.bases or node.op.gives_data else node.shares

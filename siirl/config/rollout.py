@@ -175,6 +175,12 @@ class RolloutConfig:
         low=0,
         excluded=0,
     )
+    merge_lora: bool = key(
+        True,
+        "send an engine the model with the LoRA adapter merged into it; false: the frozen model once, then "
+        "in each sync the adapter alone, which the engine computes beside it (as for agents on one base)",
+        when="actor_rollout_ref.model.lora_rank",
+    )
     gpu_memory_utilization: float = key(
         0.5,
         "share of device memory for the rollout (hf: of the free memory, for the KV cache of one pass; "

@@ -28,7 +28,7 @@ def check_quantized(kept: Workflow) -> Iterator[UserError]:
         rollout = node.cfg.actor_rollout_ref.rollout
         if not node.op.is_rollout or rollout.name != "vllm" or not rollout.quantization:
             continue
-        shares = node.agent in {*kept.bases, *kept.bases.values()}
+        shares = node.agent in {*kept.bases, *kept.bases.values(), *kept.own_bases}
         if problem := _problem(node, shares):
             yield NotSupportedError(
                 f"not supported yet: {node}: {KEY}.quantization={rollout.quantization} {problem}. Set "
@@ -42,7 +42,7 @@ def _problem(node: ResolvedNode, shares_base: bool) -> str:
     if kind and kind not in FLOAT8:
         return f"for a {kind}: only models without experts, images and compressed keys were seen in it"
     if shares_base:
-        return "for agents on one base: an adapter beside rounded weights was compared with nothing"
+        return "for adapters that are not merged: one beside rounded weights was compared with nothing"
     if "quantization" in rollout.engine_kwargs.vllm:
         return "and engine_kwargs.vllm.quantization both say how weights are rounded"
     return ""

@@ -31,7 +31,7 @@ def _why_not(model: ModelPlan, cfg: Config) -> str:
     if rollout.quantization or "quantization" in rollout.engine_kwargs.vllm:
         return "with quantized weights: each sync rounds them anew"
     if model.base is not None:
-        return "for agents on one base, whose weights come once"
+        return "for adapters that are not merged, whose base comes once"
     if cfg.trainer.rollout_only:
         return "with trainer.rollout_only=true: weights come once"
     if kind and kind not in SEEN:

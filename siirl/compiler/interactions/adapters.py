@@ -1,7 +1,8 @@
-"""Agents that train a LoRA adapter of their own on the frozen base of another agent's model. Pure.
+"""Agents whose LoRA adapters stay apart: on the frozen base of another agent's model, or on their own. Pure.
 
-Such an agent has `rollout.agent.share_instance: M`, an ACTOR node, and `model.lora_rank` above 0; so has
-agent M, less `share_instance`. Without an ACTOR node `share_instance` means the whole policy: see
+An agent on its own base has `rollout.merge_lora: false`. One on another's has
+`rollout.agent.share_instance: M`, an ACTOR node, and `model.lora_rank` above 0; so has agent M, less
+`share_instance`. Without an ACTOR node `share_instance` means the whole policy: see
 siirl/compiler/interactions/find.py.
 """
 
@@ -20,6 +21,7 @@ from siirl.config.resolve import get
 from siirl.config.roles import ROLE_GROUPS
 from siirl.errors import DagError
 
+MERGE = "actor_rollout_ref.rollout.merge_lora"
 OWN_KEYS = ("lora_rank", "lora_alpha", "target_modules")
 """What an adapter has of its own; the rest of actor_rollout_ref.model describes the base."""
 
@@ -53,7 +55,23 @@ def check_bases(workflow: Workflow) -> None:
             )
         _check_same_base(key, node, rollouts[owner])
         for one in (node, rollouts[owner]):
-            _check_experts(key, one)
+            _check_experts(key, one, "unset share_instance")
+    for agent in workflow.own_bases:
+        _check_alone(rollouts[agent])
+
+
+def _check_alone(node: ResolvedNode) -> None:
+    """DagError unless an engine can have the adapter of this agent beside its base."""
+    key = f"{node}: {MERGE}=false"
+    name = node.cfg.actor_rollout_ref.rollout.name
+    engine = ROLLOUT_BACKENDS.get(name)
+    if engine is not None and engine.weights and not engine.base_keys:
+        able = ", ".join(other for other, backend in ROLLOUT_BACKENDS.items() if backend.base_keys)
+        raise DagError(
+            f"{key} with rollout.name={name}: this engine takes whole models alone. Set {MERGE}=true, or "
+            f"rollout.name to one of {able}."
+        )
+    _check_experts(key, node, f"set {MERGE}=true")
 
 
 def _check_same_base(key: str, node: ResolvedNode, owner: ResolvedNode) -> None:
@@ -71,15 +89,15 @@ def _check_same_base(key: str, node: ResolvedNode, owner: ResolvedNode) -> None:
             )
 
 
-def _check_experts(key: str, node: ResolvedNode) -> None:
-    """DagError for adapters on experts: no rollout engine has several of these on one base."""
+def _check_experts(key: str, node: ResolvedNode, fix: str) -> None:
+    """DagError for adapters on experts: no rollout engine has these beside a base."""
     model = node.cfg.actor_rollout_ref.model
     matrices = expert_targets(config_json(model).get("model_type"), model.target_modules)
     if matrices:
         raise DagError(
-            f"{key}, and {node} has LoRA adapters on {', '.join(matrices)} of experts: adapters on one "
+            f"{key}, and {node} has LoRA adapters on {', '.join(matrices)} of experts: adapters beside a "
             "base are on its attention only. Set actor_rollout_ref.model.target_modules="
-            f"[{','.join(ADAPTED)}] for both agents, or unset share_instance."
+            f"[{','.join(ADAPTED)}] for all agents on it, or {fix}."
         )
 
 
@@ -91,12 +109,14 @@ def with_bases(models: dict[str, ModelPlan], workflow: Workflow) -> dict[str, Mo
     found = dict(models)
     nodes = workflow.nodes
     bases = {agent: owner for agent, owner in workflow.bases.items() if workflow.rollouts[agent].model}
-    for agent, owner in [*bases.items(), *((owner, owner) for owner in dict.fromkeys(bases.values()))]:
+    owners = dict.fromkeys([*bases.values(), *workflow.own_bases])
+    for agent, owner in [*bases.items(), *((owner, owner) for owner in owners)]:
         for role, source in (("actor", "actor"), ("ref", "actor"), ("rollout", "rollout")):
             model, base = found.get(f"agent_{agent}.{role}"), found.get(f"agent_{owner}.{source}")
             if model is not None and base is not None and _can_share(model, base, nodes):
                 found[model.name] = replace(model, base=base.name)
     used = {model.base for model in found.values() if model.base not in (None, model.name)}
+    used |= {f"agent_{agent}.rollout" for agent in workflow.own_bases}
     alone = [model.name for model in found.values() if model.base == model.name and model.name not in used]
     found |= {name: replace(found[name], base=None) for name in alone}
     for name, model in found.items():

@@ -11,8 +11,9 @@ from siirl.compiler.backends import backend_of
 from siirl.compiler.compile import compile_plan
 from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.plan import Plan
+from siirl.config.effects import effect_warnings
 from siirl.dag.spec import DagBuilder, DagSpec
-from siirl.errors import DagError
+from siirl.errors import DagError, NotSupportedError
 
 RANK = "actor_rollout_ref.model.lora_rank"
 LORA = f"{RANK}=8"
@@ -59,9 +60,9 @@ def test_an_engine_has_room_for_the_rank_of_each_adapter_on_its_base():
     assert own["agent_1.rollout"] == 2 and own["agent_0.rollout"] == int(LORA.partition("=")[2]) != 2
 
 
-def with_references(dag: DagBuilder) -> DagSpec:
+def with_references(dag: DagBuilder, number: int = 3) -> DagSpec:
     """The DAG with a reference for each agent, above its trainer."""
-    for agent in range(3):
+    for agent in range(number):
         above = [f"rollout_{agent}"]
         dag.node(f"ref_{agent}", "MODEL_TRAIN", "REFERENCE", agent_group=agent, dependencies=above)
     spec = dag.build()
@@ -207,3 +208,55 @@ def test_adapters_on_experts_and_one_base_do_not_go_together(tmp_path):
     )
     compiled(agents({}, on(0)).build(), 1, *keys, fix)
     compiled(agents({}, {}).build(), 1, *keys)
+
+
+ALONE = "actor_rollout_ref.rollout.merge_lora=false"
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_an_adapter_alone_has_a_base_of_its_own_that_its_reference_uses(engine, strategy):
+    keys = [LORA, f"actor_rollout_ref.rollout.name={engine}", "actor_rollout_ref.actor.use_kl_loss=true"]
+    keys += [f"actor_rollout_ref.{role}.strategy={strategy}" for role in ("actor", "ref")]
+    dag = with_references(agents({}), 1)
+    merged, alone = compiled(dag, 2, *keys), compiled(dag, 2, *keys, ALONE)
+    assert set(bases(merged).values()) == {None}
+    rollout, actor = "agent_0.rollout", "agent_0.actor" if strategy == "fsdp" else None
+    assert bases(alone) == {rollout: rollout, "agent_0.actor": actor, "agent_0.ref": actor}
+    assert alone.models[rollout].adapters == {rollout: 8}
+    assert Plan.from_json(alone.to_json()) == alone
+
+
+def test_of_agents_each_on_its_own_base_none_uses_anothers():
+    own = {"config": {"rollout.merge_lora": False}}
+    plan = compiled(agents(own, own, {}).build(), 2, LORA)
+    assert {name: base for name, base in bases(plan).items() if base} == {
+        f"agent_{agent}.rollout": f"agent_{agent}.rollout" for agent in range(2)
+    }
+
+
+def test_an_adapter_alone_is_refused_where_no_engine_has_it(tmp_path):
+    with pytest.raises(DagError, match=r"rollout.name=sglang: .*one of hf, vllm"):
+        compiled(agents({}).build(), 1, LORA, ALONE, "actor_rollout_ref.rollout.name=sglang")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 4}))
+    with pytest.raises(DagError, match=r"merge_lora=false, and .* of experts: .*merge_lora=true"):
+        compiled(agents({}).build(), 1, LORA, ALONE, f"actor_rollout_ref.model.path={tmp_path}")
+
+
+@pytest.mark.parametrize("key", ["replace_weights=in_place", "quantization=fp8"])
+def test_an_adapter_alone_does_not_go_with_weights_that_come_in_each_sync(key):
+    rollout = "actor_rollout_ref.rollout"
+    keys = (
+        f"{rollout}.name=vllm",
+        f"{rollout}.{key}",
+        f"{rollout}.max_log_prob_diff=1",
+        "trainer.device=cuda",
+    )
+    compiled(agents({}).build(), 1, LORA, *keys)
+    with pytest.raises(NotSupportedError, match="adapters that are not merged"):
+        compiled(agents({}).build(), 1, LORA, ALONE, *keys)
+
+
+def test_the_key_is_told_to_have_no_effect_without_an_adapter():
+    (line,) = (line for line in effect_warnings(config(ALONE)) if "merge_lora" in line)
+    assert "no effect" in line and "lora_rank" in line
