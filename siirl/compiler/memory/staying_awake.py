@@ -16,7 +16,9 @@ from siirl.config import Config, with_overrides
 FITS = 0.9
 """Of a device: no more is planned with engines that stay awake, as steps took up to 4% over the estimate."""
 WORKSPACE_BYTES = 4 * GIB
-"""Of a vLLM engine's share beside weights and KV cache: what it measures for its largest step."""
+"""Of a vLLM engine's share beside weights and KV cache: what it measures for its largest step at most."""
+GRAPHS_BYTES = 4 * GIB
+"""The same for its CUDA graphs, which some versions of vLLM count in."""
 AWAKE = "actor_rollout_ref.rollout.free_cache_engine"
 
 Overrides = dict[str, dict[str, Any]]
@@ -79,7 +81,9 @@ def _chosen(plan: Plan, configs: dict[str, Config], device_gib: float | None) ->
         shape = read_shape(cfg, model.role)
         if isinstance(shape, str) or device_gib is None:
             return {}
-        need = sum(engine_bytes(model, cfg, shape, engine_rows(plan, model, configs))) + WORKSPACE_BYTES
+        graphs = 0 if cfg.actor_rollout_ref.rollout.enforce_eager else GRAPHS_BYTES
+        held = sum(engine_bytes(model, cfg, shape, engine_rows(plan, model, configs)))
+        need = held + WORKSPACE_BYTES + graphs
         share = ceil(100 * need / (device_gib * GIB)) / 100
         if share < _share(cfg):
             found[model.node][SHARE] = share
