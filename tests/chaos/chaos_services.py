@@ -4,15 +4,14 @@ MCP server with a tool."""
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
 import yaml
+from held_ports import await_listening, held_port
 
 HOOK = Path(__file__).parent / "hook"
 SCORES = """
@@ -88,8 +87,9 @@ class Service:
         self._variables = {"CHAOS_DIR": str(folder), "PYTHONPATH": str(HOOK)}
         self._process: subprocess.Popen | None = None
         self._timer: threading.Timer | None = None
+        self._held = contextlib.ExitStack()
         if kind != TOOL_SERVER:
-            self._port = free_port()
+            self._port = self._held.enter_context(held_port())
             self._start()
         self.keys = self._reward_keys() if kind == REWARD_SERVICE else self._tool_keys(folder)
 
@@ -133,6 +133,7 @@ class Service:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+        self._held.close()
 
     def _come_back(self, how: str) -> None:
         assert self._process is not None
@@ -146,15 +147,4 @@ class Service:
         words = [sys.executable, str(self._script), str(self._port)]
         nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen(words, env=os.environ | self._variables, **nowhere)
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"{self._script} takes no connections")
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+        await_listening(self._port, self._process)

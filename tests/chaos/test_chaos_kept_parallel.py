@@ -1,15 +1,13 @@
 """Ranks are struck that share an engine, which stays for the next attempt; and its processes as it waits."""
 
-import os
 import signal
-import time
 
 import psutil
 import pytest
 from chaos_cases import PARALLEL
 from chaos_chains import chains_of, take
 from chaos_runs import Result
-from chaos_waiting import Waiting, folders_of
+from chaos_waiting import between_attempts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -33,29 +31,13 @@ def process_of(engines, name):
 def test_an_engine_that_loses_a_process_while_it_waits_is_done_without(
     name, how, inputs, undisturbed, tmp_path
 ):
-    chaos = Waiting(inputs, tmp_path, kind=PARALLEL)
-    job, engines = chaos.reach_start()
-    folders = folders_of(engines, 1)
-    try:
-        assert chaos.engines() == engines and len(engines) == 4
-        os.kill(process_of(engines, name), how)
-        time.sleep(0.5)
-        chaos.go_on(job)
-        chaos._wait_until(lambda: chaos.steps_done() >= 2, job, "the next steps")
-        now = chaos.engines()
-        folders |= folders_of(now, 1)
-        assert len(now) == 4 and not now.keys() & engines.keys()
-        assert job.wait(240) == 0, chaos.console
-    finally:
-        chaos.end(job, folders)
+    with between_attempts(inputs, tmp_path, PARALLEL) as (chaos, engines):
+        now = chaos.engines_after(process_of(engines, name), how)
+        assert not now.keys() & engines.keys()
+        chaos.reach_end()
     Result.read(chaos.output).check_equal(undisturbed(PARALLEL))
 
 
 def test_all_processes_of_an_engine_that_waits_end_with_the_launcher(inputs, tmp_path):
-    chaos = Waiting(inputs, tmp_path, kind=PARALLEL)
-    job, engines = chaos.reach_start()
-    folders = folders_of(engines, 1)
-    try:
-        assert chaos.engines() == engines and len(engines) == 4
-    finally:
-        chaos.end(job, folders)
+    with between_attempts(inputs, tmp_path, PARALLEL):
+        pass

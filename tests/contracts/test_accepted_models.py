@@ -20,10 +20,10 @@ from siirl.errors import NotSupportedError
 from siirl.parallel.dims import ParallelDims
 
 SOME = {
-    "fsdp": ("mistral", "opt", "gemma3_text", "olmoe", "gpt_oss"),
+    "fsdp": ("mistral", "opt", "gemma3_text", "exaone4", "olmoe", "gpt_oss"),
     "megatron": ("mixtral", "mistral", "glm4", "qwen2_moe"),
 }
-"""What `make test` builds: models whose differences are in attention, dropout and experts."""
+"""What `make test` builds: models whose differences are in attention, windows, dropout and experts."""
 SHARED = Scenario("two ranks share rows", 2, sizes=(("cp", 2),))
 DEALT = Scenario("two ranks have some of the experts each", 2, sizes=(("ep", 2),))
 

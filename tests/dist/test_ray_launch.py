@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fixtures_tiny import make_tiny_model_dir
+from held_ports import held_port
 from job_harness import Inputs, overrides
 from launch_jobs import ROOT, environment, make_job, wait_until_dead
 from ray_lock import cluster_here, ray_to_ourselves
@@ -29,11 +29,6 @@ from siirl.launch.ray import RayTrainer
 pytestmark = pytest.mark.timeout(300)
 SCRIPT = ROOT / "examples" / "run_qwen3-0.6b-1gpu.sh"
 TWO = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "ray_init.wait_s=1", "trainer.max_restarts=0")
-
-
-def free_port() -> str:
-    with socket.create_server(("", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 def run_script(env: dict[str, str], rank: int, arguments: list[str], log: Path) -> subprocess.Popen:
@@ -49,13 +44,13 @@ def run_script(env: dict[str, str], rank: int, arguments: list[str], log: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_two_machines_run_a_script_and_end_together(tmp_path):
-    with ray_to_ourselves(alone=True):
-        run_on_two_machines(tmp_path)
+    with ray_to_ourselves(alone=True), held_port() as port:
+        run_on_two_machines(tmp_path, str(port))
 
 
-def run_on_two_machines(tmp_path):
+def run_on_two_machines(tmp_path, port):
     inputs = Inputs.make(tmp_path / "inputs")
-    own = {"PET_NNODES": "2", "MASTER_ADDR": "localhost", "RAY_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    own = {"PET_NNODES": "2", "MASTER_ADDR": "localhost", "RAY_PORT": port, "OMP_NUM_THREADS": "1"}
     env = environment() | own | {"PYTHON": sys.executable, "NODE_WAIT_S": "200"}
     settings = ["trainer.nnodes=2", "trainer.total_training_steps=1", "trainer.val_before_train=False"]
     arguments = overrides(inputs, tmp_path / "out", *settings)

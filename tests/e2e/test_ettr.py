@@ -7,20 +7,22 @@ import sys
 import pytest
 from job_harness import ROOT
 
+SHRUNKEN = {"--steps": "6", "--step-s": "3", "--kills": "0.34", "--seed": "4"}
+"""The kills fall at 24% of step 2 and 51% of step 3: each may be late by half a step, with steps after it."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def test_a_run_whose_processes_are_killed_loses_restarts_and_one_step_each(tmp_path):
     out = tmp_path / "ettr.json"
-    shrunken = ["--steps", "6", "--step-s", "2", "--kills", "0.34", "--out", str(out)]
-    command = [sys.executable, str(ROOT / "benchmarks" / "ettr.py"), *shrunken]
+    shrunken = [word for option in SHRUNKEN.items() for word in option]
+    command = [sys.executable, str(ROOT / "benchmarks" / "ettr.py"), *shrunken, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
     assert report["weights_equal"] and report["metrics_equal"]
     assert [line["step"] for line in report["steps"]] == [1, 2, 3, 4, 5, 6]
-    assert all(line["step_s"] >= 2 for line in report["steps"])
-    assert len(report["kills"]) == len(report["restart_s"]) == 2
+    assert all(line["step_s"] >= 3 for line in report["steps"])
+    assert [kill["step"] for kill in report["kills"]] == [2, 3] and len(report["restart_s"]) == 2
     for kill in report["kills"]:
         assert kill["step"] in (
             1,

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from held_ports import held_port, is_listening
 from job_harness import Inputs, overrides
 from killed_jobs import ranks_of, start, steps_done, wait_until
 from launch_jobs import ROOT
@@ -47,11 +47,6 @@ def marked(mark: str, *words: str) -> list[psutil.Process]:
     return found
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def end_with_all(process: subprocess.Popen) -> None:
     """As a machine that loses its power: the agent, and all that it started."""
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -68,9 +63,15 @@ def shared_by_nobody(monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
-def start_agents(nnodes: str, keys: list[str], consoles: list[Path]) -> tuple[list[str], list]:
+@pytest.fixture
+def port():
+    """Where agents meet."""
+    with held_port() as held:
+        yield held
+
+
+def start_agents(nnodes: str, port: int, keys: list[str], consoles: list[Path]) -> tuple[list[str], list]:
     """A command that is started on each machine; it, started on two. The first one has rank 0."""
-    port = free_port()
     agent = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}", "--nproc-per-node=1"]
     agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run"]
     agent += ["--rdzv-conf=last_call_timeout=15", "--local-addr=127.0.0.1", "--max-restarts=5"]
@@ -80,20 +81,15 @@ def start_agents(nnodes: str, keys: list[str], consoles: list[Path]) -> tuple[li
     return words, [first, start(words, consoles[1])]
 
 
-def is_listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 def folders_of_agents(agents: list[subprocess.Popen]) -> list[Path]:
     return [folder for agent in agents for folder in MEMORY.glob(f"siirl-torchrun-*-{agent.pid}-*")]
 
 
 @pytest.mark.usefixtures("shared_by_nobody")
-def test_an_agent_of_torchrun_is_lost_and_another_takes_its_place(inputs, undisturbed, tmp_path):  # noqa: F811
+def test_an_agent_of_torchrun_is_lost_and_another_takes_its_place(port, inputs, undisturbed, tmp_path):  # noqa: F811
     output = tmp_path / "out"
     consoles = [tmp_path / f"console_{index}" for index in range(3)]
-    words, agents = start_agents("2", overrides(inputs, output, *KEYS, *MACHINES), consoles)
+    words, agents = start_agents("2", port, overrides(inputs, output, *KEYS, *MACHINES), consoles)
     try:
         wait_until(lambda: steps_done(output) >= 3, agents[0], consoles[0])
         assert ranks_of(agents[1]).keys() == {1}
@@ -116,10 +112,10 @@ def test_an_agent_of_torchrun_is_lost_and_another_takes_its_place(inputs, undist
 
 
 @pytest.mark.usefixtures("shared_by_nobody")
-def test_an_agent_of_torchrun_is_gone_and_the_others_go_on(inputs, undisturbed, tmp_path):  # noqa: F811
+def test_an_agent_of_torchrun_is_gone_and_the_others_go_on(port, inputs, undisturbed, tmp_path):  # noqa: F811
     output, consoles = tmp_path / "out", [tmp_path / f"console_{index}" for index in range(2)]
     keys = ("trainer.nnodes=1:2", "trainer.n_gpus_per_node=1", *IN_MEMORY)
-    _, agents = start_agents("1:2", overrides(inputs, output, *KEYS, *keys), consoles)
+    _, agents = start_agents("1:2", port, overrides(inputs, output, *KEYS, *keys), consoles)
     try:
         wait_until(lambda: steps_done(output) >= 3, agents[0], consoles[0])
         assert world_size_of(output) == 2

@@ -20,28 +20,60 @@ VLLM = (
 )
 
 
-@pytest.fixture
-def inputs(tmp_path):
-    made = Inputs.make(tmp_path / "inputs")
-    make_tiny_model_dir(made.model, init_std=0.2, head_dim=32)  # vLLM's CPU attention has no smaller heads
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    made = Inputs.make(tmp_path_factory.mktemp("inputs"))
+    # vLLM's CPU attention has no smaller heads. Large weights: the model says again what it has said.
+    make_tiny_model_dir(made.model, init_std=0.5, head_dim=32)
     return made
 
 
+def two_steps(inputs, folder, *keys):
+    """The job whose responses are long enough that tokens follow one another again."""
+    more = ("disable_log_stats=False", *keys)
+    settings = [*VLLM, *(f"actor_rollout_ref.rollout.{key}" for key in more)]
+    settings += ["data.max_response_length=24", "trainer.total_training_steps=2"]
+    return run_job(1, overrides(inputs, folder / "out", *settings), deadline_s=280)
+
+
+@pytest.fixture(scope="module")
+def plain(inputs, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIIRL_LOGGING_FILENAME", "run.log")
+        return two_steps(inputs, tmp_path_factory.mktemp("plain"))
+
+
 @pytest.mark.timeout(300)
-def test_log_probs_of_vllm_are_the_trainers_after_every_sync(inputs, tmp_path, monkeypatch):
-    monkeypatch.setenv("SIIRL_LOGGING_FILENAME", "run.log")
-    more = ("actor_rollout_ref.rollout.disable_log_stats=False", "trainer.total_training_steps=2")
-    run = run_job(1, overrides(inputs, tmp_path / "out", *VLLM, *more), deadline_s=280)
-    differences = run.values("actor/rollout_log_prob_diff")
+def test_log_probs_of_vllm_are_the_trainers_after_every_sync(plain):
+    differences = plain.values("actor/rollout_log_prob_diff")
     assert len(differences) == 2 and max(differences) < 1e-5
-    norms = run.values("actor/grad_norm")
+    norms = plain.values("actor/grad_norm")
     assert len(norms) == 2 and norms[0] != norms[1]
-    assert all(count > 0 for count in run.values("weight_sync/bytes"))
-    assert len(run.values("val/reward/mean")) == 1
-    assert run.values("rollout/vllm_preemptions_total") == [0.0, 0.0]
-    log = tmp_path / "out" / "logs" / "vllm_agent_0.rollout_rank_0.log"
+    assert all(count > 0 for count in plain.values("weight_sync/bytes"))
+    assert len(plain.values("val/reward/mean")) == 1
+    assert plain.values("rollout/vllm_preemptions_total") == [0.0, 0.0]
+    log = plain.output / "logs" / "vllm_agent_0.rollout_rank_0.log"
     assert log.exists()
-    assert f"its output is in {log}" in (tmp_path / "out" / "logs" / "run.log").read_text()
+    assert f"its output is in {log}" in (plain.output / "logs" / "run.log").read_text()
+
+
+@pytest.mark.timeout(300)
+def test_a_run_whose_engine_guesses_tokens_trains_what_it_would_have(inputs, plain, tmp_path):
+    run = two_steps(inputs, tmp_path, "speculative_tokens=3")
+    assert not plain.values("rollout/vllm_guessed_right_total")
+    guessed, right = (run.values(f"rollout/vllm_guessed_{what}_total") for what in ("tokens", "right"))
+    assert 0 < right[0] < right[1] < guessed[1], "some were right and some were wrong"
+    for name in (
+        "rollout/response_length",
+        "actor/pg_loss",
+        "actor/grad_norm",
+        "reward/score",
+        "val/reward/mean",
+    ):
+        assert run.values(name) and run.values(name) == plain.values(name), name
+    assert max(run.values("actor/rollout_log_prob_diff")) < 1e-5
+    ours, theirs = run.weights(), plain.weights()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def losing(output, ends):

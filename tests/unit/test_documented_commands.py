@@ -1,8 +1,12 @@
-"""Commands of the pages that start a run are accepted by `siirl check`, and nodes by the DAG's schema."""
+"""Commands of the pages that start a run are accepted by `siirl check`, those of benchmarks by their parsers,
+and nodes by the DAG's schema."""
 
+import argparse
+import importlib
 import json
 import re
 import shlex
+import sys
 import textwrap
 from pathlib import Path
 
@@ -48,6 +52,62 @@ def test_a_documented_command_is_accepted(page, settings, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     words = [word for word in shlex.split(settings) if word not in NO_WORDS]
     assert main(["check", "--elsewhere", *words]) == 0, capsys.readouterr()
+
+
+def spans(pattern: str) -> list[tuple[str, ...]]:
+    """(page, groups) of what the pages have in code, in a line of it or of a block."""
+    found = []
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = re.sub(
+            r"^```.*?^```", lambda block: block[0].replace("\n", "`\n`"), page.read_text(), flags=re.S | re.M
+        )
+        found += [
+            (page.name, *(group or "" for group in match.groups())) for match in re.finditer(pattern, text)
+        ]
+    return found
+
+
+BENCHMARKS = [
+    (page, name, words)
+    for page, python, name, words in spans(r"`(python\s+)?(?:benchmarks/)?(\w+)\.py((?: [^`#]*)?)[`#]")
+    if (python or words) and (ROOT / "benchmarks" / f"{name}.py").exists()
+]
+
+
+class Taken(Exception):
+    """Of words that a parser takes."""
+
+
+@pytest.mark.parametrize(("page", "name", "words"), BENCHMARKS)
+def test_a_documented_benchmark_takes_its_words(page, name, words, monkeypatch):
+    parse = argparse.ArgumentParser.parse_args
+
+    def only_parse(parser, *given):
+        raise Taken(parse(parser, *given))
+
+    path = ROOT / "benchmarks" / f"{name}.py"
+    if "ArgumentParser" not in path.read_text():
+        assert not words.strip(), f"{page}: {path.name} takes none"
+        return
+    monkeypatch.syspath_prepend(str(path.parent))
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+    module = importlib.import_module(name)
+    monkeypatch.setattr(module, "end_by_signals", lambda: None, raising=False)
+    monkeypatch.setattr(sys, "argv", [str(path), *shlex.split(words)])
+    with pytest.raises(Taken):
+        module.main()
+
+
+def test_documented_tests_are_there():
+    named = spans(r"pytest (tests/[\w/]+\.py)")
+    assert len(named) >= 2
+    for page, path in named:
+        assert (ROOT / path).is_file(), page
+
+
+def test_there_are_benchmarks():
+    of_gpus = {name for page, name, _ in BENCHMARKS if page == "gpu.md"}
+    assert of_gpus >= {"backends_gpu", "grpo_gpu", "weight_link", "weight_sync"} and len(BENCHMARKS) > 9
 
 
 def workflows() -> list[tuple[str, str]]:

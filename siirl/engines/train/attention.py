@@ -3,6 +3,8 @@
 Legend: N packed tokens, S sequences among them, L the longest, H query heads, K key-value heads, D head size.
 """
 
+from types import EllipsisType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ def packed_attention(
     *,
     sequence_bounds: SequenceBounds,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | EllipsisType | None = ...,
     s_aux: Tensor | None = None,
     flash: FlashKernels | None = None,
     **extra: object,
@@ -36,7 +38,9 @@ def packed_attention(
     """Causal attention within each row: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
 
     Values may have fewer features than keys, and what comes out then as many as they. s_aux: the logit of the
-    sink of each head, [H]; these rows share no prompts.
+    sink of each head, [H]; these rows share no prompts. sliding_window: None is none, whatever the module has
+    (EXAONE 4, in layers that see all); a model that does not give it (Qwen2-MoE) says it by the mask, which
+    packed rows have none of, and by the module.
 
     In bf16 or fp16 on CUDA by variable-length kernels (flash; None: torch's); otherwise by SDPA on a
     right-padded batch, which is exact: a causal query never sees the padding behind it. Dropout is never
@@ -66,30 +70,27 @@ def packed_attention(
     if shard is not None:
         q_NHD, k_NKD, v_NKD = whole_sequences(q_NHD, k_NKD, v_NKD, shard)
         s_aux = s_aux if s_aux is None else s_aux.chunk(shard.group.size())[shard.group.rank()]
-    if sliding_window is None:  # Qwen2-MoE says it by the mask alone, which packed rows have none of
-        sliding_window = getattr(module, "sliding_window", None)
+    window = getattr(module, "sliding_window", None) if sliding_window is ... else sliding_window
     by_flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     flash = flash or FlashKernels()
     if s_aux is not None and (by_flash or not query.is_cuda):
         assert sequence_bounds.shared is None, "prompts that rows of a model with sinks share"
         kernels = flash if by_flash else PaddedKernels()
         q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
-        out_NHD = SinkAttention.apply(
-            q_NHD, k_NKD, v_NKD, s_aux, sequence_bounds, scaling, sliding_window, kernels
-        )
+        out_NHD = SinkAttention.apply(q_NHD, k_NKD, v_NKD, s_aux, sequence_bounds, scaling, window, kernels)
     elif sequence_bounds.shared is not None:
         longest = sequence_bounds.shared.longest_row
-        assert sliding_window is None or sliding_window >= longest, "a window that ends in a shared prompt"
+        assert window is None or window >= longest, "a window that ends in a shared prompt"
         kernels = flash if by_flash else PaddedKernels()
         if not (by_flash and flash.takes_strides):
             q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
         out_NHD = SharedAttention.apply(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, kernels)
     elif by_flash:
-        if not flash.takes_strides or sliding_window is not None:
+        if not flash.takes_strides or window is not None:
             q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
-        out_NHD = flash.alone(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
+        out_NHD = flash.alone(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, window)
     else:
-        out_NHD = _padded(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window, s_aux)
+        out_NHD = _padded(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, window, s_aux)
     out_NHD = out_NHD[..., :width]
     return (out_NHD if shard is None else own_shares(out_NHD, shard)).unsqueeze(0), None
 

@@ -4,15 +4,14 @@ import asyncio
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from held_ports import await_listening, held_port
 
 from siirl.agents import mcp_tools as mcp_tools_module
 from siirl.agents.mcp_tools import mcp_tools
@@ -64,23 +63,17 @@ else:
 '''
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def serve(script, port):
     """A server behind a URL, which takes connections."""
     process = subprocess.Popen([sys.executable, str(script), str(port)], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return process
-        except OSError:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
+    await_listening(port, process)
+    return process
+
+
+@pytest.fixture
+def port():
+    with held_port() as held:
+        yield held
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +89,11 @@ def settings(request, script):
     if request.param == "stdio":
         yield {"command": [sys.executable, str(script)]}
         return
-    port = free_port()
-    process = serve(script, port)
-    yield {"url": f"http://127.0.0.1:{port}/mcp"}
-    process.terminate()
-    process.wait(20)
+    with held_port() as port:
+        process = serve(script, port)
+        yield {"url": f"http://127.0.0.1:{port}/mcp"}
+        process.terminate()
+        process.wait(20)
 
 
 @pytest.fixture
@@ -229,8 +222,7 @@ def test_an_episode_whose_call_ends_its_server_each_time_is_dropped(script, mult
 
 
 @pytest.mark.slow
-def test_a_server_behind_a_url_may_be_away_for_a_while(script, multi_turn, monkeypatch):
-    port = free_port()
+def test_a_server_behind_a_url_may_be_away_for_a_while(script, port, multi_turn, monkeypatch):
     server, made = serve(script, port), []
     turns = multi_turn({"mcp": {"url": f"http://127.0.0.1:{port}/mcp"}}, timeout_s=20)
     toolbox = load_tools(turns, "node 'a'")
@@ -301,10 +293,10 @@ def test_what_this_machine_lacks_is_said_before_a_start(multi_turn, monkeypatch)
         check_tools_here(multi_turn({"mcp": {"url": "http://y"}}), "node 'a'")
 
 
-def test_a_server_that_is_none_is_refused_with_the_reason(script, tmp_path, monkeypatch):
+def test_a_server_that_is_none_is_refused_with_the_reason(script, port, tmp_path):
     for settings, words in (
         ({"command": [sys.executable, "-c", "print('hello')"]}, "gives no tools"),
-        ({"url": f"http://127.0.0.1:{free_port()}/mcp"}, "gives no tools: .*onnect"),
+        ({"url": f"http://127.0.0.1:{port}/mcp"}, "gives no tools: .*onnect"),
         (
             {"command": [sys.executable, str(script)], "tools": ["sum"]},
             "has no tool 'sum'. It has: add, count",

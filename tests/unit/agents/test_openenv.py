@@ -1,12 +1,11 @@
 """Environments of an OpenEnv server: what it shows, takes and pays over its WebSocket."""
 
 import asyncio
-import socket
 import subprocess
 import sys
-import time
 
 import pytest
+from held_ports import await_listening, held_port
 
 from siirl.agents.environments import check_packaged, load_environment
 from siirl.errors import DagError, EpisodeFailed
@@ -62,27 +61,18 @@ def server(tmp_path_factory):
     pytest.importorskip("openenv", reason="pip install openenv-core")
     file = tmp_path_factory.mktemp("openenv") / "number_server.py"
     file.write_text(SERVER)
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
     printed = file.with_name("printed.txt")
-    with printed.open("w") as stream:
-        process = subprocess.Popen([sys.executable, str(file), str(port)], stdout=stream, stderr=stream)
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            break
-        except OSError:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
-    sys.path.insert(0, str(file.parent))
-    import number_server
+    with held_port() as port:
+        with printed.open("w") as stream:
+            process = subprocess.Popen([sys.executable, str(file), str(port)], stdout=stream, stderr=stream)
+        await_listening(port, process)
+        sys.path.insert(0, str(file.parent))
+        import number_server
 
-    yield f"http://127.0.0.1:{port}", number_server, printed
-    sys.path.remove(str(file.parent))
-    process.terminate()
-    process.wait(20)
+        yield f"http://127.0.0.1:{port}", number_server, printed
+        sys.path.remove(str(file.parent))
+        process.terminate()
+        process.wait(20)
 
 
 def guesses(read):

@@ -1,7 +1,7 @@
 """Tools of a user, for tests/unit/agents/test_tools.py."""
 
 import asyncio
-import time
+import threading
 
 
 def add(a, b, episode, offset=0):
@@ -18,9 +18,12 @@ def bad(how):
     if how == "raise":
         raise KeyError("nothing there")
     if how == "block":
-        time.sleep(2)
+        MET.wait()
     while how == "spin":
         pass
+
+
+MET = threading.Event()
 
 
 class Counting:
@@ -39,6 +42,18 @@ class Counting:
         await asyncio.sleep(0.05)
         self.running -= self.step
         return str(self.most)
+
+
+class Meeting:
+    """Answers when as many calls as `size` are in it; then it lets go of those that block."""
+
+    def __init__(self, size: int):
+        self.barrier = threading.Barrier(size, action=MET.set, timeout=20)
+        self.schema = {"type": "function", "function": {"name": "meeting", "parameters": {"type": "object"}}}
+
+    async def __call__(self, arguments, episode):
+        await asyncio.to_thread(self.barrier.wait)
+        return "met"
 
 
 class NoTool:

@@ -26,6 +26,16 @@ def test_packed_attention_equals_attention_of_each_sequence_alone(lengths, windo
         torch.testing.assert_close(mine, reference, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("said", "window"), [({}, 3), ({"sliding_window": None}, None), ({"sliding_window": 2}, 2)]
+)
+def test_a_window_is_the_module_s_only_where_the_model_says_nothing(said, window):
+    module, inputs = nn.Module(), sample(7)
+    module.sliding_window = 3
+    out, _ = packed_attention(module, *inputs, None, sequence_bounds=bounds_of([7]), scaling=0.3, **said)
+    torch.testing.assert_close(out, alone(*inputs, 0.3, window), atol=1e-12, rtol=0)
+
+
 def test_changing_one_sequence_leaves_the_others_bit_for_bit():
     lengths = [5, 1, 7, 3]
     before, _ = packed_attention(nn.Module(), *sample(16), None, sequence_bounds=bounds_of(lengths))

@@ -1,6 +1,7 @@
 """The processes of an engine of several ranks: one that is lost is named; all end with it. Without vLLM."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -110,6 +111,25 @@ def test_an_engine_s_processes_end_with_its_folder():
     folder.close()
     assert process.wait(20) == -9 and not Path(folder.path).exists()
     folder.close()
+
+
+TITLED = """
+import time, setproctitle
+setproctitle.setproctitle("VLLM::Worker_TP0")
+print("titled", flush=True)
+time.sleep(60)
+"""
+
+
+def test_processes_with_a_title_of_their_own_end_with_their_folder():
+    pytest.importorskip("setproctitle")
+    folder = TemporaryFolder()
+    variables = {"TMPDIR": "/tmp", "PATH": os.environ["PATH"]} | folder.environment()
+    process = subprocess.Popen([sys.executable, "-c", TITLED], env=variables, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"titled\n"
+    folder.close()
+    assert process.wait(20) == -9
+    process.stdout.close()
 
 
 def test_all_of_an_engine_goes_when_its_worker_is_killed():

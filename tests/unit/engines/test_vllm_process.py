@@ -49,8 +49,27 @@ PARAMS = SamplingParams(max_tokens=1)
 @pytest.fixture
 def process(tmp_path):
     engine = EngineProcess("agent_0.rollout", {}, tmp_path / "logs" / "vllm.log", deadline_s=120.0)
+    engine.silence_s = math.inf  # while it starts, as `ask` has it
     yield engine
     engine.close()
+
+
+def await_started(process):
+    with pytest.raises(RolloutError, match="AttributeError"):
+        process.call("sleep")
+
+
+def stop(process):
+    """Return when none of its threads goes on: the one that reads could still have answered."""
+    os.kill(process.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while any(state != "T" for state in states_of_threads(process.pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def states_of_threads(pid):
+    return [path.read_text().rpartition(") ")[2][0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
 
 
 def test_an_error_of_the_engine_names_it_and_the_request(process):
@@ -94,8 +113,7 @@ def test_an_error_shows_what_was_logged_without_lines_of_pages(process, tmp_path
 
 
 def test_a_killed_engine_is_named_with_its_signal(process):
-    with pytest.raises(RolloutError):
-        process.call("sleep")  # it runs
+    await_started(process)
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(RolloutError, match="died during 'stream': killed by SIGKILL"):
         process.listen(60.0)
@@ -104,9 +122,8 @@ def test_a_killed_engine_is_named_with_its_signal(process):
 
 
 def test_a_silent_engine_is_noticed_within_the_deadline(process):
-    with pytest.raises(RolloutError):
-        process.call("sleep")
-    os.kill(process.pid, signal.SIGSTOP)
+    await_started(process)
+    stop(process)
     process.deadline_s = 1.0
     with pytest.raises(RolloutError, match=r"hangs: no word in 1 s .*'sleep'"):
         process.call("sleep")
@@ -116,9 +133,8 @@ def test_a_silent_engine_is_noticed_within_the_deadline(process):
 
 
 def test_a_process_that_is_stopped_is_noticed_long_before_the_deadline(process):
-    with pytest.raises(RolloutError):
-        process.call("sleep")
-    os.kill(process.pid, signal.SIGSTOP)
+    await_started(process)
+    stop(process)
     process.silence_s = 1.0
     with pytest.raises(EngineLost, match=r"is silent: no sign of life in 1 s of waiting for 'sleep'"):
         process.call("sleep")
@@ -126,8 +142,7 @@ def test_a_process_that_is_stopped_is_noticed_long_before_the_deadline(process):
 
 @pytest.mark.slow
 def test_a_process_that_lives_is_not_silent_and_does_not_hide_an_engine_that_hangs(process):
-    with pytest.raises(RolloutError):
-        process.call("sleep")
+    await_started(process)
     process.silence_s = 3.0
     assert process.listen(5.0) == []
     process.deadline_s = 3.0
@@ -137,13 +152,14 @@ def test_a_process_that_lives_is_not_silent_and_does_not_hide_an_engine_that_han
 
 
 def test_what_a_worker_did_not_listen_to_is_not_silence(process):
-    with pytest.raises(RolloutError):
-        process.call("sleep")
+    await_started(process)
     process.silence_s = 1.5
-    os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(2.5)
+    stop(process)
+    time.sleep(1.6)
+    assert process.listen(0.8) == []
     os.kill(process.pid, signal.SIGCONT)
-    assert process.listen(2.0) == []
+    assert process._channel.ready(60.0), "a sign of life"
+    assert process.listen(0.8) == []
 
 
 def test_a_process_that_reads_nothing_or_stops_within_a_message_holds_nobody(monkeypatch, tmp_path):
@@ -177,11 +193,11 @@ time.sleep(600)
 
 def test_beats_wait_for_nobody():
     """A worker that reads nothing for hours finds few of them, and the engine's own messages go through."""
+    large = Finished([Response("0", Completion([5] * 1_000_000, [-1.0] * 1_000_000, "stop", 0), 0)], {})
     ours, theirs = socket.socketpair()
     channel = BeatingChannel(theirs, FromWorker)
     reader = Channel(ours, FromEngine)
-    assert reader.ready(5.0) and reader.receive() == Beat()
-    large = Finished([Response("0", Completion([5] * 1_000_000, [-1.0] * 1_000_000, "stop", 0), 0)], {})
+    assert reader.ready(60.0) and reader.receive() == Beat()
     sender = threading.Thread(target=channel.send, args=(large,))
     sender.start()
     time.sleep(2.5)  # beats are due while the message is on its way

@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from held_ports import held_port
 from launch_jobs import ROOT, environment
 
 pytestmark = pytest.mark.heavy
@@ -80,11 +80,6 @@ def run(script: str, env: dict[str, str], *settings: str) -> subprocess.Complete
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def test_the_scripts_are_found():
     assert len(SCRIPTS) >= 4
     for script in SCRIPTS:
@@ -119,7 +114,8 @@ def stub(tmp_path):
     python.write_text(PYTHON.format(python=sys.executable))
     python.chmod(0o755)
     env = script_environment(tmp_path, "qwen3-8b", PYTHON=str(python), TOLD=str(tmp_path / "told"))
-    return env | {"PET_NNODES": "2", "MASTER_ADDR": "localhost", "RAY_PORT": free_port()}
+    with held_port() as port:
+        yield env | {"PET_NNODES": "2", "MASTER_ADDR": "localhost", "RAY_PORT": str(port)}
 
 
 def told(env: dict[str, str]) -> list[str]:

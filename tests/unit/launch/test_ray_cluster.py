@@ -4,6 +4,7 @@ import re
 import socket
 
 import pytest
+from held_ports import held_port
 
 from siirl.config import load_config
 from siirl.errors import ConfigError
@@ -42,15 +43,11 @@ def test_gpus_are_needed_where_there_are_some():
     assert Need(1, 8, 2, "cuda").bundle([cpu]) == {"CPU": 16.0, "GPU": 8.0}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def test_an_address_where_nothing_listens_is_refused_at_once(tmp_path):
-    address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(ConfigError, match=f"RAY_ADDRESS={address}: no Ray cluster answers there"):
-        find_address(load_config([]), {"RAY_ADDRESS": address})
+    with held_port() as port:
+        address = f"127.0.0.1:{port}"
+        with pytest.raises(ConfigError, match=f"RAY_ADDRESS={address}: no Ray cluster answers there"):
+            find_address(load_config([]), {"RAY_ADDRESS": address})
     with pytest.raises(
         ConfigError, match=r"ray_init.address=h: no Ray cluster answers there: it is not host:port"
     ):

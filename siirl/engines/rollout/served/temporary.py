@@ -60,8 +60,12 @@ class TemporaryFolder:
         )
 
     def environment(self) -> dict[str, str]:
-        """Variables of the engine. What is kept from one engine to the next stays where it was."""
-        variables = {"TMPDIR": self.path}
+        """Variables of the engine. What is kept from one engine to the next stays where it was.
+
+        SPT_NOENV: processes that give themselves a title, as vLLM's do, leave their variables in /proc, where
+        they are found by TMPDIR. setproctitle would write it over them, up to one that was changed before.
+        """
+        variables = {"TMPDIR": self.path, "SPT_NOENV": "1"}
         with contextlib.suppress(KeyError, OSError):  # of a user without a name
             cache = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
             variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache))
