@@ -15,6 +15,7 @@ from siirl.engines.rollout.served.shared_buffer import SharedBuffer
 from siirl.engines.rollout.weight_loading import WeightSpecs
 from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.lora import adapter_name
+from siirl.observe.spans import phase
 
 BUCKET_BYTES = 256 << 20
 """Weights are written in pieces of this size."""
@@ -96,7 +97,8 @@ class WeightWriter:
         weights: checked ones; of `live`, they are asked for once only. What was kept is lost.
         """
         if self._kept is not None:
-            self._kept.restart()
+            with phase("wait_for_copy"):
+                self._kept.restart()
         self._copying.clear()
         buffer = self.buffer()
         self._num_written += 1
@@ -110,24 +112,31 @@ class WeightWriter:
         if live is not None and self._kept is not None and self._keeps_apart:
             self._kept.fill_later(self._keep_live)
             live.read_until(self._kept.wait)
-        self._settle_device(all_streams=True)  # whoever wrote the weights
-        for filling in found:
-            if live is not None:
-                filling.put()
-            number = self._num_written * 977 + filling.kept // ALIGN_BYTES
-            total = int(sampled_sum(buffer.data[filling.begin : filling.end], number, self._whole))
-            self._settle_device()
-            yield (
-                filling,
-                {
-                    "entries": filling.entries,
-                    "begin": filling.begin,
-                    "end": filling.end,
-                    "number": number,
-                    "whole": self._whole,
-                    "sum": total,
-                },
-            )
+        with phase("wait_for_device"):
+            self._settle_device(all_streams=True)  # whoever wrote the weights
+        while True:
+            with phase("put"):
+                filling = next(found, None)
+                if filling is None:
+                    return
+                if live is not None:
+                    filling.put()
+                told = self._told(filling, buffer)
+            yield filling, told
+
+    def _told(self, filling: Filling, buffer: SharedBuffer) -> dict[str, Any]:
+        """What the process is told of a filling, once all of it lies in the buffer."""
+        number = self._num_written * 977 + filling.kept // ALIGN_BYTES
+        total = int(sampled_sum(buffer.data[filling.begin : filling.end], number, self._whole))
+        self._settle_device()
+        return {
+            "entries": filling.entries,
+            "begin": filling.begin,
+            "end": filling.end,
+            "number": number,
+            "whole": self._whole,
+            "sum": total,
+        }
 
     def begin_keeping(self, filling: Filling, live: LiveWeights | None) -> Future | None:
         """Begin to copy a filling to where weights are kept, if it is not there and not kept later.
