@@ -7,6 +7,8 @@ from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
+from siirl.engines.train.fsdp_state import weight_places
+
 ALONE = Scenario("one rank", 1)
 ADAPTED = Scenario("adapters", 1, overrides=("actor_rollout_ref.model.lora_rank=4",))
 SHARDED = Scenario("two ranks", 2)
@@ -33,7 +35,26 @@ def follow(rank, world, scenario, folder):
     moved.data = moved.clone()
     assert engine.live_weights() is not live, "a weight that lies elsewhere is looked for anew"
     same_as_exported(engine, engine.live_weights())
+    another_place_is_noticed(engine)
     return any(not torch.equal(before[name], tensor) for name, tensor in live)
+
+
+def another_place_is_noticed(engine):
+    """Also in the same memory: another first byte, another shape; and in another parameter's place."""
+    hf = engine._model.hf
+    layer = hf.model.layers[-1].self_attn
+    param, live = layer.q_proj.weight, engine.live_weights()
+    local = param._local_tensor
+    for other in (local[1:], local.flatten()):
+        held, local.data = local.data, other
+        assert other.untyped_storage()._cdata == held.untyped_storage()._cdata
+        assert not live.lies_in(weight_places(hf))
+        local.data = held
+        assert live.lies_in(weight_places(hf))
+    layer.q_proj.weight = layer.o_proj.weight
+    assert not live.lies_in(weight_places(hf))
+    layer.q_proj.weight = param
+    assert engine.live_weights() is live
 
 
 def same_as_exported(engine, live):

@@ -32,21 +32,24 @@ class Filling:
     end: int = 0
     entries: list[int] = field(default_factory=list)
     """Four numbers for each: which tensor, its first row here, how many, and their first byte."""
-    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """(where they are put, where they come from)."""
     ended: list[tuple[str, int]] = field(default_factory=list)
     """Tensors whose last rows these are, and the byte after `begin` where they start, maybe before it."""
     kept: int = 0
     """The byte of the kept copy that `begin` is."""
+    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = field(
+        default_factory=dict
+    )
+    """Where they are put and where they come from, by both types."""
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        """`source` is to be copied there by `put`."""
+        targets, sources = self.groups.setdefault((target.dtype, source.dtype), ([], []))
+        targets.append(target)
+        sources.append(source)
 
     def put(self) -> None:
         """Copy the rows into the buffer, cast, those of equal types at once."""
-        groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for target, source in self.pairs:
-            targets, sources = groups.setdefault((target.dtype, source.dtype), ([], []))
-            targets.append(target)
-            sources.append(source)
-        for targets, sources in groups.values():
+        for targets, sources in self.groups.values():
             torch._foreach_copy_(targets, sources)
 
 
@@ -230,7 +233,7 @@ class WeightWriter:
                 if put_at_once:
                     target.copy_(source)
                 else:
-                    filling.pairs.append((target, source))
+                    filling.add(target, source)
                 filling.entries += [self._numbers[name], first, size, start]
                 if first + size == rows:
                     filling.ended.append((name, used - first * row_bytes))
