@@ -8,6 +8,7 @@ from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
 from siirl.engines.train.fsdp_state import weight_places
+from siirl.engines.train.live_weights import LiveWeights
 
 ALONE = Scenario("one rank", 1)
 ADAPTED = Scenario("adapters", 1, overrides=("actor_rollout_ref.model.lora_rank=4",))
@@ -40,21 +41,35 @@ def follow(rank, world, scenario, folder):
 
 
 def another_place_is_noticed(engine):
-    """Also in the same memory: another first byte, another shape; and in another parameter's place."""
-    hf = engine._model.hf
+    """Also of a parameter that lies in another one's place."""
+    hf, live = engine._model.hf, engine.live_weights()
     layer = hf.model.layers[-1].self_attn
-    param, live = layer.q_proj.weight, engine.live_weights()
-    local = param._local_tensor
-    for other in (local[1:], local.flatten()):
-        held, local.data = local.data, other
-        assert other.untyped_storage()._cdata == held.untyped_storage()._cdata
-        assert not live.lies_in(weight_places(hf))
-        local.data = held
-        assert live.lies_in(weight_places(hf))
+    param = layer.q_proj.weight
     layer.q_proj.weight = layer.o_proj.weight
     assert not live.lies_in(weight_places(hf))
     layer.q_proj.weight = param
     assert engine.live_weights() is live
+
+
+MEMORY = torch.zeros(4, 4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(MEMORY.clone()[:2], id="memory"),
+        pytest.param(MEMORY[1:3], id="first byte"),
+        pytest.param(MEMORY[:3], id="shape"),
+        pytest.param(MEMORY.t()[:2], id="strides"),
+    ],
+)
+def test_a_weight_that_lies_elsewhere_differs_in_its_place(other):
+    model = torch.nn.Sequential(torch.nn.Module(), torch.nn.Linear(1, 1))
+    model[0].register_buffer("table", MEMORY[:2])
+    live = LiveWeights({}, weight_places(model))
+    assert live.lies_in(weight_places(model))
+    model[0].table = other
+    assert not live.lies_in(weight_places(model))
 
 
 def same_as_exported(engine, live):

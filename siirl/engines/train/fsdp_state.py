@@ -124,11 +124,10 @@ def live(hf: PreTrainedModel, parts: FileParts) -> LiveWeights | None:
     return LiveWeights(tensors | _buffers(hf), weight_places(hf))
 
 
-@torch.no_grad()
 def weight_places(hf: PreTrainedModel) -> list[Place]:
     """Where this rank's parameters and buffers lie, in an order that stays. Asked in every weight sync.
 
-    Without autograd, which makes a new tensor of each, and without names: they take most of the time.
+    Without to_local, which makes a tensor of each, and without names: they take most of the time.
     """
     found: list[Place] = []
     waiting, seen = [hf], {id(hf)}
@@ -136,8 +135,8 @@ def weight_places(hf: PreTrainedModel) -> list[Place]:
         module = waiting.pop()
         for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
             if tensor is not None:
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                found.append((local.untyped_storage()._cdata, local.data_ptr(), local.shape))
+                local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+                found.append((local.untyped_storage()._cdata, local.data_ptr(), local.shape, local.stride()))
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))

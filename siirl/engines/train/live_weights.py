@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-Place = tuple[int, int, tuple[int, ...]]
-"""Of a tensor: its storage's number, its first byte, its shape."""
+Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""Of a tensor: its storage's number, its first byte, its shape and strides."""
 
 
 class LiveWeights:
