@@ -253,10 +253,7 @@ class Apart:
         with observing(self._observer), self._observer.span("sync", 0):
             self._link.push()
         seconds = time.perf_counter() - begin
-        phases: dict[str, float] = {"waiting": self._observer.idle_s - waited_s}
-        for span in self._observer.spans:
-            phases[span.name] = phases.get(span.name, 0.0) + span.duration_s
-        return seconds, phases
+        return seconds, {"waiting": self._observer.idle_s - waited_s} | seconds_of(self._observer)
 
     def _generate(self) -> None:
         if self._rollout is not None:
@@ -310,6 +307,14 @@ def prompts(args: argparse.Namespace) -> list[list[int]]:
     return [[2 + (row * 7919 + at * 31) % 500 for at in range(256)] for row in range(args.prompts)]
 
 
+def seconds_of(observer: Observer) -> dict[str, float]:
+    """Of the spans of the last sync, those of one name together."""
+    phases: dict[str, float] = {}
+    for span in observer.spans:
+        phases[span.name] = phases.get(span.name, 0.0) + span.duration_s
+    return phases
+
+
 def medians(syncs: list[dict[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for sync in syncs for name in sync)
     return {name: statistics.median(sync.get(name, 0.0) for sync in syncs) for name in names}
@@ -330,6 +335,8 @@ def measure(
     found: dict[str, Any] = {"first_sync_s": time.perf_counter() - begin}
     rollout.generate(asked, params, range(len(asked)))
     found |= {way: {"sync_s": [], "wake_s": [], "rollout_s": []} for way in WAYS}
+    phases: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    observer = Observer()
     ways = {"in_place": rollout._weights, "loaders": loaders_of(args, rollout)}
     for _ in range(args.blocks):
         for way in WAYS:
@@ -340,8 +347,12 @@ def measure(
                 times = [time.perf_counter()]
                 rollout.wake()
                 times.append(time.perf_counter())
-                link.push()
+                observer.begin_step()
+                with observing(observer), observer.span("sync", 0):
+                    link.push()
                 times.append(time.perf_counter())
+                phases[way].append(seconds_of(observer))
+                found[way]["where"] = [medians(phases[way])]
                 rollout.generate(asked, params, range(len(asked)))
                 times.append(time.perf_counter())
                 for name, span in (("wake_s", 0), ("sync_s", 1), ("rollout_s", 2)):

@@ -145,15 +145,18 @@ class WeightLink:
             return metrics
         self._broken, self._num_bytes = False, 0
         with phase("transfer", version=version):
-            if (live := self._live(meeting.part)) is not None:
-                self._num_bytes = live.num_bytes(meeting.dtype)
+            with phase("find"):
+                if (live := self._live(meeting.part)) is not None:
+                    self._num_bytes = live.num_bytes(meeting.dtype)
+            if live is not None:
                 self._transfer(live, version)
             elif meeting.receivers and self._folder is None:
                 self._send_over(meeting)
             else:
                 self._transfer(self._stream(meeting), version)
             if torch.cuda.is_available():
-                torch.cuda.synchronize()
+                with phase("wait_for_device"):
+                    torch.cuda.synchronize()
             note(bytes=self._num_bytes)
         metrics.max("time/weight_sync_s", time.perf_counter() - start)
         metrics.max("weight_sync/bytes", self._num_bytes)

@@ -7,6 +7,9 @@ from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
+from siirl.engines.train.fsdp_state import weight_places
+from siirl.engines.train.live_weights import LiveWeights
+
 ALONE = Scenario("one rank", 1)
 ADAPTED = Scenario("adapters", 1, overrides=("actor_rollout_ref.model.lora_rank=4",))
 SHARDED = Scenario("two ranks", 2)
@@ -33,7 +36,40 @@ def follow(rank, world, scenario, folder):
     moved.data = moved.clone()
     assert engine.live_weights() is not live, "a weight that lies elsewhere is looked for anew"
     same_as_exported(engine, engine.live_weights())
+    another_place_is_noticed(engine)
     return any(not torch.equal(before[name], tensor) for name, tensor in live)
+
+
+def another_place_is_noticed(engine):
+    """Also of a parameter that lies in another one's place."""
+    hf, live = engine._model.hf, engine.live_weights()
+    layer = hf.model.layers[-1].self_attn
+    param = layer.q_proj.weight
+    layer.q_proj.weight = layer.o_proj.weight
+    assert not live.lies_in(weight_places(hf))
+    layer.q_proj.weight = param
+    assert engine.live_weights() is live
+
+
+MEMORY = torch.zeros(4, 4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(MEMORY.clone()[:2], id="memory"),
+        pytest.param(MEMORY[1:3], id="first byte"),
+        pytest.param(MEMORY[:3], id="shape"),
+        pytest.param(MEMORY.t()[:2], id="strides"),
+    ],
+)
+def test_a_weight_that_lies_elsewhere_differs_in_its_place(other):
+    model = torch.nn.Sequential(torch.nn.Module(), torch.nn.Linear(1, 1))
+    model[0].register_buffer("table", MEMORY[:2])
+    live = LiveWeights({}, weight_places(model))
+    assert live.lies_in(weight_places(model))
+    model[0].table = other
+    assert not live.lies_in(weight_places(model))
 
 
 def same_as_exported(engine, live):

@@ -37,8 +37,8 @@ from siirl.engines.train.fsdp_state import (
     parts_of,
     row_layout,
     specs,
-    storages,
     training_state,
+    weight_places,
 )
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed, seen_back
@@ -246,7 +246,7 @@ class FSDPEngine(SteppingEngine):
 
     def live_weights(self) -> LiveWeights | None:
         self._require_on_device("params")
-        if self._live is None or not self._live.lies_in(storages(self._model.hf)):
+        if self._live is None or not self._live.lies_in(weight_places(self._model.hf)):
             self._settle()
             self._live = live(self._model.hf, self._parts)
         return self._live

@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""Of a tensor: its storage's number, its first byte, its shape and strides."""
+
 
 class LiveWeights:
     """Whole tensors under the names of the model's files: views of live memory, the same in every step.
@@ -12,22 +15,27 @@ class LiveWeights:
     As an iterable it is what export_weights yields, in the master type.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], memory: Sequence[int] = ()) -> None:
-        """memory: the storages of all of the model, which stay theirs as long as these views are there."""
+    def __init__(self, tensors: Mapping[str, Tensor], memory: Sequence[Place] = ()) -> None:
+        """memory: where all of the model lies. Its storages stay there as long as these views do."""
         self._tensors, self._memory = dict(tensors), list(memory)
+        self._sizes: dict[torch.dtype | None, int] = {}
         self._readers: list[Callable[[], None]] = []
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._tensors.items())
 
-    def lies_in(self, memory: Sequence[int]) -> bool:
+    def lies_in(self, memory: Sequence[Place]) -> bool:
         """Whether the model still lies in the memory that these are views of."""
         return self._memory == list(memory)
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
         """Of all tensors, once floating ones are of `dtype`; None: of their own."""
-        types = ((x, dtype if dtype and x.is_floating_point() else x.dtype) for x in self._tensors.values())
-        return sum(x.numel() * found.itemsize for x, found in types)
+        if dtype not in self._sizes:
+            types = (
+                (x, dtype if dtype and x.is_floating_point() else x.dtype) for x in self._tensors.values()
+            )
+            self._sizes[dtype] = sum(x.numel() * found.itemsize for x, found in types)
+        return self._sizes[dtype]
 
     def read_until(self, done: Callable[[], None]) -> None:
         """Somebody reads them in the background: `done` returns once that has ended."""

@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from siirl.engines.rollout.served.samples import sampled_sum
 from siirl.engines.rollout.served.shared_buffer import SharedBuffer
-from siirl.engines.rollout.vllm.native import NativeEngine
+from siirl.engines.rollout.vllm.native import NativeEngine, WorkerExtension
 from siirl.engines.rollout.vllm.native_places import Places
 from siirl.engines.rollout.vllm.placed_pieces import Piece
 
@@ -165,6 +165,19 @@ def test_the_worker_that_cannot_speaks_for_its_engine(reasons):
     engine._engine, engine._images, engine._learns = Mock(), None, True
     engine._engine.collective_rpc.side_effect = {"check_places": reasons}.get
     assert engine.finish_update(keeps_kv=True) == reasons[1]
+
+
+def test_weights_are_written_without_a_default_device():
+    """With one each look at a tensor goes through Python: that was most of a sync's time on the host."""
+    worker, seen = WorkerExtension(), []
+    worker.device, worker._places = CPU, Mock()
+    for method in (worker._places.begin, worker._places.write):
+        method.side_effect = lambda *_: seen.append(
+            (torch._C._len_torch_function_stack(), torch.is_grad_enabled())
+        )
+    worker.begin_places()
+    worker.write_places({})
+    assert seen == [(0, False)] * 2
 
 
 def test_views_follow_a_parameter_that_lies_elsewhere_and_another_layout_is_an_error(buffer):

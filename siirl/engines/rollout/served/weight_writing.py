@@ -15,9 +15,11 @@ from siirl.engines.rollout.served.shared_buffer import SharedBuffer
 from siirl.engines.rollout.weight_loading import WeightSpecs
 from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.lora import adapter_name
+from siirl.observe.spans import phase
 
-BUCKET_BYTES = 256 << 20
-"""Weights are written in pieces of this size."""
+BUCKET_BYTES = 512 << 20
+"""Weights are written in pieces of this size, by way of so much memory of the trainer's device. Each takes
+a message to the engine's process and back, and both wait for the device."""
 ALIGN_BYTES = 16
 CUT_ROWS = 16
 """What is larger than a buffer is cut after a multiple of so many rows, whose bytes ALIGN_BYTES divides."""
@@ -31,21 +33,24 @@ class Filling:
     end: int = 0
     entries: list[int] = field(default_factory=list)
     """Four numbers for each: which tensor, its first row here, how many, and their first byte."""
-    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """(where they are put, where they come from)."""
     ended: list[tuple[str, int]] = field(default_factory=list)
     """Tensors whose last rows these are, and the byte after `begin` where they start, maybe before it."""
     kept: int = 0
     """The byte of the kept copy that `begin` is."""
+    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = field(
+        default_factory=dict
+    )
+    """Where they are put and where they come from, by both types."""
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        """`source` is to be copied there by `put`."""
+        targets, sources = self.groups.setdefault((target.dtype, source.dtype), ([], []))
+        targets.append(target)
+        sources.append(source)
 
     def put(self) -> None:
         """Copy the rows into the buffer, cast, those of equal types at once."""
-        groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for target, source in self.pairs:
-            targets, sources = groups.setdefault((target.dtype, source.dtype), ([], []))
-            targets.append(target)
-            sources.append(source)
-        for targets, sources in groups.values():
+        for targets, sources in self.groups.values():
             torch._foreach_copy_(targets, sources)
 
 
@@ -96,7 +101,8 @@ class WeightWriter:
         weights: checked ones; of `live`, they are asked for once only. What was kept is lost.
         """
         if self._kept is not None:
-            self._kept.restart()
+            with phase("wait_for_copy"):
+                self._kept.restart()
         self._copying.clear()
         buffer = self.buffer()
         self._num_written += 1
@@ -110,24 +116,31 @@ class WeightWriter:
         if live is not None and self._kept is not None and self._keeps_apart:
             self._kept.fill_later(self._keep_live)
             live.read_until(self._kept.wait)
-        self._settle_device(all_streams=True)  # whoever wrote the weights
-        for filling in found:
-            if live is not None:
-                filling.put()
-            number = self._num_written * 977 + filling.kept // ALIGN_BYTES
-            total = int(sampled_sum(buffer.data[filling.begin : filling.end], number, self._whole))
-            self._settle_device()
-            yield (
-                filling,
-                {
-                    "entries": filling.entries,
-                    "begin": filling.begin,
-                    "end": filling.end,
-                    "number": number,
-                    "whole": self._whole,
-                    "sum": total,
-                },
-            )
+        with phase("wait_for_device"):
+            self._settle_device(all_streams=True)  # whoever wrote the weights
+        while True:
+            with phase("put"):
+                filling = next(found, None)
+                if filling is None:
+                    return
+                if live is not None:
+                    filling.put()
+                told = self._told(filling, buffer)
+            yield filling, told
+
+    def _told(self, filling: Filling, buffer: SharedBuffer) -> dict[str, Any]:
+        """What the process is told of a filling, once all of it lies in the buffer."""
+        number = self._num_written * 977 + filling.kept // ALIGN_BYTES
+        total = int(sampled_sum(buffer.data[filling.begin : filling.end], number, self._whole))
+        self._settle_device()
+        return {
+            "entries": filling.entries,
+            "begin": filling.begin,
+            "end": filling.end,
+            "number": number,
+            "whole": self._whole,
+            "sum": total,
+        }
 
     def begin_keeping(self, filling: Filling, live: LiveWeights | None) -> Future | None:
         """Begin to copy a filling to where weights are kept, if it is not there and not kept later.
@@ -221,7 +234,7 @@ class WeightWriter:
                 if put_at_once:
                     target.copy_(source)
                 else:
-                    filling.pairs.append((target, source))
+                    filling.add(target, source)
                 filling.entries += [self._numbers[name], first, size, start]
                 if first + size == rows:
                     filling.ended.append((name, used - first * row_bytes))

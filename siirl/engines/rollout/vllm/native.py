@@ -357,12 +357,12 @@ class WorkerExtension:
 
     def begin_places(self) -> None:
         """See Places.begin."""
-        with self._loading():
+        with self._writing():
             self._places.begin()
 
     def write_places(self, filling: dict[str, Any]) -> None:
         """See Places.write."""
-        with self._loading():
+        with self._writing():
             self._places.write(filling)
 
     def finish_places(self) -> None:
@@ -373,7 +373,13 @@ class WorkerExtension:
     @contextmanager
     def _loading(self) -> Iterator[None]:
         """What vLLM has around it while it loads; nothing else of this process is on the device meanwhile."""
-        with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device), self._writing():
+            yield
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """The same without a default device, with which each call takes longer: for code of ours alone."""
+        with torch.no_grad():
             self.settle_device()
             yield
             self.settle_device()

@@ -88,8 +88,11 @@ class _Copy:
         default_factory=dict
     )
     alone: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """All of them."""
 
     def add(self, target: Tensor, source: Tensor) -> None:
+        self.pairs.append((target, source))
         if target.stride() == source.stride() and target.is_contiguous():
             targets, sources = self.together.setdefault((target.dtype, source.dtype), ([], []))
             targets.append(target)
@@ -102,10 +105,6 @@ class _Copy:
             torch._foreach_copy_(targets, sources)
         for target, source in self.alone:
             target.copy_(source)
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        joined = [pair for lists in self.together.values() for pair in zip(*lists, strict=True)]
-        return joined + self.alone
 
 
 class Places:
@@ -133,6 +132,7 @@ class Places:
         self._scratch: dict[tuple[nn.Module, str], Tensor] = {}
         self._copies: dict[tuple, _Copy] = {}
         self._memory: dict[tuple[nn.Module, str], Memory] = {}  # at the end of the last sync
+        self._made: list[tuple[nn.Module, str]] = []  # parameters that may be made for each sync
         self._rows_left: list[int] = []
         self._moves = False  # whether the memory of parameters is another in each sync
         self._buffer: tuple[str, Tensor] | None = None
@@ -208,6 +208,8 @@ class Places:
         """Layers whose kernels read something else than their parameters: on a CPU they are packed again."""
         layers = {id(piece.layer): piece.layer for pieces in self._pieces.values() for piece in pieces}
         self._packed = [layer for layer in layers.values() if hasattr(layer, "cpu_linear")]
+        packed = set(self._packed)
+        self._made = [key for key in self._found() if key[0] in packed]
         self._moves = bool(self._packed) or any(map(_packs_experts, layers.values()))
 
     def _is_packed(self, layer: nn.Module, param: str) -> bool:
@@ -298,25 +300,26 @@ class Places:
         """Before the first write of a sync. RuntimeError if a parameter is not what it was."""
         self._check_memory()
         self._rows_left = [shape[0] if shape else 1 for shape in self._shapes]
-        for pieces in self._pieces.values():
-            for piece in pieces:
-                key = (piece.layer, piece.param)
-                if self._is_packed(*key) and key not in self._scratch:
-                    like = self._loaded_form(*key)
-                    self._scratch[key] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        for key in self._made:
+            if self._is_packed(*key) and key not in self._scratch:
+                like = self._loaded_form(*key)
+                self._scratch[key] = torch.empty_strided(
+                    like.shape, like.stride(), dtype=like.dtype, device=self._device
+                )
         for layer, name, boxes, values in self._kept:
             for box, value in zip(boxes, values, strict=True):
                 self._target(layer, name)[box].copy_(value)
 
     def _check_memory(self) -> None:
         """Views of parameters that lie elsewhere now are made anew; other layouts are an error."""
-        now = {(layer, name): Memory.of(layer._parameters[name]) for layer, name in self._memory}
-        for (layer, name), before in self._memory.items():
-            if now[layer, name].layout != before.layout:
+        now = [Memory.of(layer._parameters[name]) for layer, name in self._memory]
+        if now == [*self._memory.values()]:
+            return
+        for ((layer, name), before), found in zip(self._memory.items(), now, strict=True):
+            if found.layout != before.layout:
                 raise RuntimeError(f"{called(layer, name)} has another layout than when weights were loaded")
-        if now != self._memory:
-            self._copies.clear()
-        self._memory = now
+        self._copies.clear()
+        self._memory = dict(zip(self._memory, now, strict=True))
 
     def write(self, info: dict[str, Any]) -> None:
         """Write the rows that lie in a buffer, see WeightWriter.fillings. RuntimeError if they differ."""
@@ -329,7 +332,7 @@ class Places:
             )
         copy = self._copy(buffer, info["entries"])
         copy.run()
-        self._compare(copy.pairs(), number, whole)
+        self._compare(copy.pairs, number, whole)
         for index, _, rows, _ in zip(*[iter(info["entries"])] * 4, strict=True):
             self._rows_left[index] -= rows
 
