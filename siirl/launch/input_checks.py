@@ -17,6 +17,7 @@ from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import ROLES, normalizes_weights, role_model
 from siirl.dag.ops import score_names
 from siirl.data.check_files import data_sources, inspect_data
+from siirl.data.difficulties import check_difficulties
 from siirl.data.recorded_rollouts import check_recorded
 from siirl.data.teacher_routes import check_routes
 from siirl.errors import ConfigError, Place
@@ -38,6 +39,9 @@ def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -
     for loader in plan.loaders.values():
         with found.at(Place.DATA):
             inspect_data(node_cfgs[loader.node])
+    for loader in plan.loaders.values() if len(found) == so_far else ():
+        with found.at(Place.DATA):
+            check_difficulties(node_cfgs[loader.node])
     if len(found) == so_far:
         check_sources(plan, node_cfgs, found)
     check_taught(plan, node_cfgs, len(found) == so_far, found)

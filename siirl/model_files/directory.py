@@ -281,6 +281,21 @@ def check_lengths(cfg: Config, path: Path, role: str) -> None:
         )
 
 
+def check_stop_tokens(cfg: Config, path: Path, role: str) -> None:
+    """ConfigError if a policy's responses are to end at a token that the model does not have."""
+    stops = cfg.actor_rollout_ref.rollout.stop_token_ids
+    if not ROLES[role].takes_weights or not stops:
+        return
+    config = _read_json(path / "config.json") | role_model(cfg, role).override_config
+    known = language_part(config).get("vocab_size")
+    if isinstance(known, int) and max(stops) >= known:
+        key = f"{ROLES[role].group}.stop_token_ids"
+        raise ConfigError(
+            f"{key}=[{','.join(map(str, stops))}]: {path}/config.json gives the model the tokens 0 to "
+            f"{known - 1} (vocab_size), so {max(stops)} never ends a response. Correct it, or leave it out."
+        )
+
+
 def num_positions(config: Mapping[str, Any]) -> int | None:
     """Positions of a model, rope scaling included; None if its config does not tell."""
     positions = config.get("max_position_embeddings")
