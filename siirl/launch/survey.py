@@ -17,6 +17,7 @@ from siirl.findings import Findings
 from siirl.launch.preflight import check_code, check_resumed, check_reward_code
 from siirl.launch.run_folder import refuse_busy
 from siirl.model_files.directory import check_lengths, check_reward_model, check_stop_tokens
+from siirl.model_files.hf_config import check_overrides
 from siirl.model_files.local_models import with_local_configs
 
 
@@ -81,6 +82,7 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
                 warnings.append(str(error))
             folder = Path(role_model(configs[model.node], model.role).path).expanduser()
             if (folder / "config.json").is_file():
+                check_overrides(configs[model.node], model.role)
                 check_lengths(configs[model.node], folder, model.role)
                 check_stop_tokens(configs[model.node], folder, model.role)
                 check_trained_model(configs[model.node], model.role, f"model {model.name!r}")
