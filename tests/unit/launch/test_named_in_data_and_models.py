@@ -1,5 +1,7 @@
 """What a configuration names of the data's rows and of the model's tokens is there: `siirl check` looks."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,6 +12,8 @@ from job_harness import Inputs, overrides
 from siirl import check
 from siirl.config import load_config
 from siirl.errors import UserError
+
+ACTOR = "actor_rollout_ref.actor"
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +51,27 @@ def test_every_prompt_of_a_curriculum_has_its_number(inputs, tmp_path, values, k
         return
     with pytest.raises(UserError, match=f"curriculum_key=difficulty: .*{said}"):
         check(cfg)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([f"{ACTOR}.strategy=megatron"], 1),
+        ([f"{ACTOR}.strategy=megatron", "dag.workflow_path=/no/such.yaml"], 1),  # no node has asked yet
+        ([f"{ACTOR}.strategy=megatron", f"{ACTOR}.use_kl_loss=true"], 2),  # two strategies are to be changed
+        (["actor_rollout_ref.model.lora_rank=4"], 1),
+    ],
+)
+def test_a_model_that_is_not_trained_is_refused_once(inputs, tmp_path, keys, said):
+    """By the node, or by the run where the workflow cannot be read."""
+    shutil.copytree(inputs.model, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "gpt2"}))
+    wanted = [f"actor_rollout_ref.model.path={tmp_path}/model", *keys]
+    with pytest.raises(UserError) as caught:
+        check(load_config(overrides(inputs, tmp_path / "out", *wanted)))
+    lines = [line for line in str(caught.value).splitlines() if "gpt2" in line]
+    assert len(lines) == said and len(set(lines)) == said
 
 
 def test_the_tokens_that_end_responses_are_tokens_of_the_model(inputs, tmp_path):
