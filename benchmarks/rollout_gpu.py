@@ -171,7 +171,7 @@ def plain(args: argparse.Namespace, folder: Path, log_probs: int | None = None) 
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from siirl.engines.rollout.vllm.arguments import engine_arguments
-    from siirl.engines.train.hf_model import load_hf_config
+    from siirl.model_files.hf_config import load_hf_config
 
     if not ENGINES:
         cfg = configuration(args, folder)

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from siirl.algorithms.advantages import LEAST_SIGNAL
 from siirl.algorithms.aggregate import masked_row_mean
 from siirl.algorithms.kl import MAX_LOG_RATIO
 from siirl.algorithms.tensor_metrics import TensorMetrics, masked_sums
@@ -90,7 +91,7 @@ def off_policy_negatives(
     Source: DeepSeek-AI, "DeepSeek-V3.2" (2025), off-policy sequence masking.
     """
     drift_B = masked_row_mean(rollout_log_prob_BT - log_prob_BT.detach(), mask_BT)
-    return mask_BT.bool() & (advantage_BT < 0) & (drift_B > delta)[:, None]
+    return mask_BT.bool() & (advantage_BT < -LEAST_SIGNAL) & (drift_B > delta)[:, None]
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ Legend: B rows on this rank, T response tokens, N any number of trained tokens. 
 import torch
 from torch import Tensor
 
+from siirl.algorithms.advantages import LEAST_SIGNAL
 from siirl.algorithms.groups import Groups, is_varied
 from siirl.observe.metrics import Metrics
 
 
 def advantage_stats(advantage_BT: Tensor, mask_BT: Tensor) -> Metrics:
-    """mean, square_mean, max and min of the advantage over trained tokens; signal: share of those not 0.
+    """mean, square_mean, max and min of the advantage over trained tokens; signal: share of those with some.
 
     The standard deviation is sqrt(square_mean - mean^2): a deviation itself does not add up over ranks.
     """
@@ -20,7 +21,7 @@ def advantage_stats(advantage_BT: Tensor, mask_BT: Tensor) -> Metrics:
     count = len(kept_N)
     metrics.mean("mean", kept_N.sum().item(), count)
     metrics.mean("square_mean", (kept_N**2).sum().item(), count)
-    metrics.mean("signal", (kept_N != 0).sum().item(), count)
+    metrics.mean("signal", (kept_N.abs() > LEAST_SIGNAL).sum().item(), count)
     if count:
         metrics.max("max", kept_N.max().item())
         metrics.min("min", kept_N.min().item())

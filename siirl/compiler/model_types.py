@@ -13,6 +13,7 @@ from typing import Any
 
 from siirl.compiler.adapter_targets import why_not_adapted
 from siirl.compiler.compiled_layers import why_not_compiled
+from siirl.compiler.overridden import overridden
 from siirl.compiler.vllm_models import why_not_in_vllm
 from siirl.config import Config
 from siirl.config.common import ModelConfig, TrainedConfig
@@ -138,7 +139,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         return
     rules = "fsdp" if scored else strategy
     own_code = model.external_lib or (model.trust_remote_code and "auto_map" in raw)
-    config = {**raw, **model.override_config}
+    config = overridden(raw, model.override_config)
     problem = why_not(config, rules, ROLES[role].head) or why_not_with_images(config, cfg, role)
     config = language_part(config)
     problem = problem or _why_no_router_loss(model)
@@ -169,7 +170,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
 def attention_heads(cfg: Config, role: str) -> int:
     """Of queries in a layer of a role's model; 0 where config.json does not tell."""
     model = role_model(cfg, role)
-    return _heads(language_part({**config_json(model), **model.override_config}))
+    return _heads(language_part(overridden(config_json(model), model.override_config)))
 
 
 def model_type_of(model: ModelConfig) -> str:

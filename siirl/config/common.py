@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.config.algorithm_table import AGGREGATIONS
-from siirl.config.keys import group, key
+from siirl.config.keys import group, key, seed_key
 
 VISION = "data.dataset_type=vlm says that prompts have images, and config.json that a model sees them"
 STRATEGIES = ("fsdp", "megatron")
@@ -67,7 +67,7 @@ class MegatronConfig:
     sequence_parallel: bool = key(False, "split activations over the tensor parallel ranks")
     use_distributed_optimizer: bool = key(True, "shard optimizer states over data parallel ranks (ZeRO-1)")
     param_dtype: str = key("bfloat16", "type of parameters in compute", choices=("bfloat16", "float32"))
-    seed: int = key(1, "seed of Megatron's generators")
+    seed: int = seed_key(1, "seed of Megatron's generators")
     param_offload: bool = key(True, "keep parameters in host memory between phases")
     grad_offload: bool = key(False, "keep gradients in host memory between phases")
     optimizer_offload: bool = key(False, "keep optimizer states in host memory between phases")
@@ -157,7 +157,7 @@ class TrainedConfig:
     )
     ppo_epochs: int = key(1, "passes over each rollout batch", low=1)
     shuffle: bool = key(False, "shuffle the rows of a rollout batch before it is cut into mini-batches")
-    data_loader_seed: int = key(None, "seed of shuffle", when="shuffle")
+    data_loader_seed: int = seed_key(None, "seed of shuffle", when="shuffle")
     loss_agg_mode: str = key("token-mean", "how token losses become one number", choices=AGGREGATIONS)
     grad_clip: float = key(1.0, "largest gradient norm; larger ones are scaled down", low=0)
     optim: OptimConfig = group(OptimConfig, "optimizer and schedule")

@@ -169,6 +169,16 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
     ("trainer",): (
         Contradiction(
             lambda trainer: (
+                trainer.trace
+                and trainer.trace_steps
+                and trainer.total_training_steps is not None
+                and min(trainer.trace_steps) > trainer.total_training_steps
+            ),
+            "{trace_steps=} with {total_training_steps=}: no step would be traced. Set {}.trace_steps to "
+            "steps of the run (0: before the first one), or leave it out.",
+        ),
+        Contradiction(
+            lambda trainer: (
                 trainer.resume_mode == "resume_path" and not isinstance(trainer.resume_from_path, str)
             ),
             "{resume_mode=} without a path. Set trainer.resume_from_path=DIR/global_step_N, or "
@@ -241,6 +251,15 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "{quantization=} with {dtype=}: products in FP8 are given in 16 bits. Set {}.dtype=bfloat16.",
         ),
         Contradiction(
+            lambda rollout: (
+                rollout.max_model_len is not None
+                and rollout.max_model_len < rollout.prompt_length + rollout.response_length
+            ),
+            "{max_model_len=} is less than the longest row, {data.max_prompt_length=} and "
+            "{data.max_response_length=}: a prompt so long could not be sampled from. Remove "
+            "{}.max_model_len, or lower these.",
+        ),
+        Contradiction(
             lambda rollout: rollout.replays and not rollout.replay_dir,
             "{name=} without {}.replay_dir: there is nothing to replay. Set it to the "
             "trainer.dump_rollouts_dir of the run that recorded the rollouts.",
@@ -257,6 +276,14 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             lambda actor: actor.use_cpgd_loss and actor.policy_loss.loss_mode not in ("vanilla", "cpgd"),
             "{use_cpgd_loss=} and {policy_loss.loss_mode=}: the first is short for "
             "policy_loss.loss_mode=cpgd. Set one of them.",
+        ),
+        Contradiction(
+            lambda actor: (
+                actor.policy_loss.loss_mode == "clip_cov"
+                and actor.policy_loss.clip_cov_lb >= actor.policy_loss.clip_cov_ub
+            ),
+            "{policy_loss.clip_cov_lb=} is not below {policy_loss.clip_cov_ub=}: no covariance is between "
+            "them, so nothing would be clipped. Correct them.",
         ),
         Contradiction(
             lambda actor: actor.clip_ratio_low > 1,

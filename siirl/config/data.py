@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.config.keys import key
+from siirl.config.keys import key, seed_key
 
 MIXING = "mixing datasets by probability"
 
@@ -78,7 +78,7 @@ class DataConfig:
         later_choices=dict.fromkeys(("interleave_under", "interleave_over"), MIXING),
     )
     reward_fn_key: str = key("data_source", "column that selects the reward function")
-    seed: int = key(None, "seed of the order of prompts")
+    seed: int = seed_key(None, "seed of the order of prompts")
 
     @property
     def has_images(self) -> bool:

@@ -72,6 +72,11 @@ def key(default: Any, doc: str, **rule: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def seed_key(default: int | None, doc: str, when: str = "") -> Any:
+    """A field that holds a seed, as every generator of a run takes one (NumPy's: 32 bits, no sign)."""
+    return key(default, doc, when=when, low=0, high=2**32 - 1)
+
+
 def group(schema: type, doc: str, when: str = "") -> Any:
     """A field that holds a nested group. when (a key beside the group) holds for every key below it."""
     return field(default_factory=schema, metadata={"group": Rule(doc, when=when)})

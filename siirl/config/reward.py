@@ -23,7 +23,7 @@ class RemoteRewardConfig:
     """A service that scores responses (reward_manager=remote, or the function `remote`)."""
 
     url: str | None = key(None, "its http(s) address")
-    timeout_s: float = key(30.0, "longest time for one try, in seconds", when="url", low=0)
+    timeout_s: float = key(30.0, "longest time for one try, in seconds", when="url", low=0, excluded=0)
     max_tries: int = key(5, "tries for each response, with growing waits between them", when="url", low=1)
     away_s: float = key(
         120.0,
@@ -133,4 +133,4 @@ class CustomRewardFunctionConfig:
         "a score of this function that fails stops the run, or counts as zero and is reported",
         choices=("raise", "zero"),
     )
-    timeout_s: float = key(30.0, "longest time for one score, in seconds", low=0)
+    timeout_s: float = key(30.0, "longest time for one score, in seconds", low=0, excluded=0)

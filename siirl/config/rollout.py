@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.config.keys import group, key
+from siirl.config.keys import group, key, seed_key
 from siirl.findings import is_broken
 
 EXTERNAL = "actor_rollout_ref.rollout.name=openai"
@@ -58,7 +58,9 @@ class MultiTurnConfig:
         choices=("left", "middle", "right"),
         when="enable",
     )
-    tool_timeout_s: float = key(30.0, "longest run of one tool call, in seconds", when="enable", low=0)
+    tool_timeout_s: float = key(
+        30.0, "longest run of one tool call, in seconds", when="enable", low=0, excluded=0
+    )
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class AgentEndpointConfig:
 
     url: str | None = key(None, "OpenAI-compatible address: .../v1/chat/completions", when=EXTERNAL)
     served_model: str = key("default", "name of the model there", when=EXTERNAL)
-    timeout_s: float = key(120.0, "longest wait for one answer", low=0, when=EXTERNAL)
+    timeout_s: float = key(120.0, "longest wait for one answer", low=0, excluded=0, when=EXTERNAL)
     max_tries: int = key(5, "tries of a turn before its episode is dropped", low=1, when=EXTERNAL)
     max_concurrent: int = key(16, "requests at once, on each rank", low=1, when=EXTERNAL)
     max_per_s: float = key(0.0, "requests per second, on each rank; 0: any number", low=0, when=EXTERNAL)
@@ -186,6 +188,8 @@ class RolloutConfig:
         "share of device memory for the rollout (hf: of the free memory, for the KV cache of one pass; "
         "engines of one conversation divide it)",
         low=0,
+        high=1,
+        excluded=0,
     )
     ignore_eos: bool = key(False, "never stop before response_length")
     enforce_eager: bool = key(
@@ -221,7 +225,7 @@ class RolloutConfig:
         when="name=vllm|sglang",
     )
     val_kwargs: ValKwargs = group(ValKwargs, "sampling of validation")
-    seed: int = key(0, "seed of sampling, combined with trainer.seed, step and prompt")
+    seed: int = seed_key(0, "seed of sampling, combined with trainer.seed, step and prompt")
     mode: str = key(
         "sync",
         "generate in step with training",
@@ -298,7 +302,7 @@ class RolloutConfig:
         "Hopper GPUs, for models whose layers all have full attention",
         when="name=vllm",
     )
-    stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own")
+    stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own", low=0)
 
     @property
     def gives_data(self) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.config.keys import key
+from siirl.config.keys import key, seed_key
 
 SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "prometheus")
 
@@ -63,7 +63,7 @@ class TrainerConfig:
     test_freq: int = key(-1, "steps between validations; -1: none", low=-1)
     critic_warmup: int = key(0, "first steps of the run, in which only the critic is trained", low=0)
     default_local_dir: str = key(None, "directory of checkpoints")
-    seed: int = key(1, "seed of everything that has none of its own")
+    seed: int = seed_key(1, "seed of everything that has none of its own")
     val_before_train: bool = key(True, "validate before the first step")
     val_only: bool = key(False, "validate once and end")
     balance_batch: bool = key(False, "spread rows over data-parallel ranks by their compute cost")
@@ -129,7 +129,7 @@ class TrainerConfig:
         low=1,
     )
     trace: bool = key(False, "write <output_dir>/trace.json.gz: what every rank did when")
-    trace_steps: tuple[int, ...] = key((), "steps that are traced; empty: all", when="trace")
+    trace_steps: tuple[int, ...] = key((), "steps that are traced; empty: all", when="trace", low=0)
     trace_sync: bool = key(
         False, "wait for the GPU at the borders of phases, which costs some speed", when="trace"
     )

@@ -119,6 +119,8 @@ def _check_range(key: Key, value: Any) -> None:
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
+        if not math.isfinite(number):
+            raise ConfigError(f"{key.name}={show(key, value)}: expected a finite number ({rule.doc}).")
         if number < low or number > high or number == rule.excluded:
             why = "." if rule.excluded is None else f" ({rule.doc}). Set {key.name}={show(key, key.default)}."
             raise ConfigError(f"{key.name}={show(key, value)}: must be {_range_words(rule)}{why}")
@@ -131,7 +133,10 @@ def _range_words(rule: Rule) -> str:
     }
     if rule.excluded not in (rule.low, rule.high):
         words["not"] = rule.excluded
-    return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+    numbers = {word: bound for word, bound in words.items() if bound is not None}
+    return " and ".join(
+        f"{word} {bound if isinstance(bound, int) else format(bound, 'g')}" for word, bound in numbers.items()
+    )
 
 
 def _wrong_type(key: Key, value: Any) -> str:

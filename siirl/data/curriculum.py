@@ -6,7 +6,7 @@ import numpy as np
 
 from siirl.config.data import DataConfig
 from siirl.data.dataset import PromptDataset
-from siirl.errors import DataError
+from siirl.data.difficulties import difficulty_of
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,6 @@ def make_curriculum(data: DataConfig, dataset: PromptDataset) -> Curriculum | No
     """That of data.curriculum_key; None without one. DataError, with the row, for a missing number."""
     if data.curriculum_key is None:
         return None
-    difficulty = []
-    for index, info in enumerate(dataset.extra_infos()):
-        value = info.get(data.curriculum_key) if isinstance(info, dict) else None
-        if not isinstance(value, int | float):
-            raise DataError(
-                f"data.curriculum_key={data.curriculum_key}: extra_info of training prompt {index} has "
-                f"{value!r} under this name. Give every prompt a number there."
-            )
-        difficulty.append(float(value))
+    infos = enumerate(dataset.extra_infos())
+    difficulty = [difficulty_of(data.curriculum_key, f"training prompt {n}", info) for n, info in infos]
     return Curriculum(np.array(difficulty), data.curriculum_steps)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from siirl.agents.environments import check_packaged
 from siirl.agents.tool_files import check_tools_here
 from siirl.compiler.backends import backend_of
+from siirl.compiler.model_types import check_trained_model
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config
 from siirl.config.batch import batch_of
@@ -17,9 +18,10 @@ from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import ROLES, normalizes_weights, role_model
 from siirl.dag.ops import score_names
 from siirl.data.check_files import data_sources, inspect_data
+from siirl.data.difficulties import check_difficulties
 from siirl.data.recorded_rollouts import check_recorded
 from siirl.data.teacher_routes import check_routes
-from siirl.errors import ConfigError, Place
+from siirl.errors import ConfigError, NotSupportedError, Place
 from siirl.findings import Findings
 from siirl.model_files.directory import check_model_files, check_tokenizer
 from siirl.model_files.local_models import on_hub
@@ -38,6 +40,9 @@ def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -
     for loader in plan.loaders.values():
         with found.at(Place.DATA):
             inspect_data(node_cfgs[loader.node])
+    for loader in plan.loaders.values() if len(found) == so_far else ():
+        with found.at(Place.DATA):
+            check_difficulties(node_cfgs[loader.node])
     if len(found) == so_far:
         check_sources(plan, node_cfgs, found)
     check_taught(plan, node_cfgs, len(found) == so_far, found)
@@ -151,9 +156,19 @@ def check_named(cfg: Config, found: Findings) -> None:
             inspect_data(cfg)
     with found.at(Place.MODELS):
         if model and not on_hub(cfg.actor_rollout_ref.model.path):
-            check_model_files(cfg, "actor")
+            check_model_files(cfg, "actor", of_known_type=_is_said(cfg, found))
     with found.at(Place.MODELS):
         if (model or "data.tokenizer" in cfg.explicit) and not on_hub(
             cfg.data.tokenizer or cfg.actor_rollout_ref.model.path
         ):
             check_tokenizer(cfg)
+
+
+def _is_said(cfg: Config, found: Findings) -> bool:
+    """Whether a node was refused for the type of the run's own model, or for what is asked of it."""
+    try:
+        check_trained_model(cfg, "actor", "the model")
+    except NotSupportedError as error:
+        why = str(error).partition(", ")[2]
+        return any(why in str(problem) for problem in found.problems)
+    return False

@@ -18,7 +18,8 @@ from siirl.findings import Findings
 from siirl.launch.devices import device_memory_gib
 from siirl.launch.preflight import check_code, check_resumed, check_reward_code
 from siirl.launch.run_folder import refuse_busy
-from siirl.model_files.directory import check_lengths, check_reward_model
+from siirl.model_files.directory import check_lengths, check_reward_model, check_stop_tokens
+from siirl.model_files.hf_config import check_overrides
 from siirl.model_files.local_models import with_local_configs
 
 
@@ -97,7 +98,9 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
                 warnings.append(str(error))
             folder = Path(role_model(configs[model.node], model.role).path).expanduser()
             if (folder / "config.json").is_file():
+                check_overrides(configs[model.node], model.role)
                 check_lengths(configs[model.node], folder, model.role)
+                check_stop_tokens(configs[model.node], folder, model.role)
                 check_trained_model(configs[model.node], model.role, f"model {model.name!r}")
                 if ROLES[model.role].head == "score":
                     check_reward_model(configs[model.node], folder, model.trains)

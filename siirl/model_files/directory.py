@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.compiler.model_types import check_trained_model, language_part
+from siirl.compiler.overridden import overridden
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
@@ -132,15 +133,16 @@ def check_tokenizer_files(path: Path) -> None:
         )
 
 
-def check_model_files(cfg: Config, role: str, trains: bool = False) -> None:
+def check_model_files(cfg: Config, role: str, trains: bool = False, of_known_type: bool = False) -> None:
     """DataError unless the model of a role can be built; all but a rollout read the weights, too.
 
-    trains: whether a node trains it.
+    trains: whether a node trains it. of_known_type: whether it was asked before if its type is trained.
     """
     path = model_dir(role_model(cfg, role).path, f"{ROLES[role].model}.path")
     check_config_file(path)
     check_lengths(cfg, path, role)
-    check_trained_model(cfg, role, f"{_here()}: {path}")
+    if not of_known_type:
+        check_trained_model(cfg, role, f"{_here()}: {path}")
     if cfg.data.has_images and role == "actor":
         check_image_files(path)
     if not ROLES[role].takes_weights:
@@ -256,7 +258,7 @@ def _largest_token(path: Path) -> int | None:
 def model_positions(model: ModelConfig) -> int | None:
     """Positions of a model in a local directory, rope scaling included; None if its config does not tell."""
     config = _read_json(Path(model.path).expanduser() / "config.json")
-    return num_positions(language_part(config | model.override_config))
+    return num_positions(language_part(overridden(config, model.override_config)))
 
 
 def check_lengths(cfg: Config, path: Path, role: str) -> None:
@@ -269,7 +271,7 @@ def check_lengths(cfg: Config, path: Path, role: str) -> None:
     rollout = cfg.actor_rollout_ref.rollout
     beside = ROLES[role].positions_beside
     longest = rollout.prompt_length + rollout.response_length + beside
-    config = _read_json(path / "config.json") | role_model(cfg, role).override_config
+    config = overridden(_read_json(path / "config.json"), role_model(cfg, role).override_config)
     known = num_positions(language_part(config))
     if known is not None and longest > known:
         one_more = f" + {beside} that its engine samples" if beside else ""
@@ -278,6 +280,21 @@ def check_lengths(cfg: Config, path: Path, role: str) -> None:
             f"{path}/config.json gives the model {known} positions (max_position_embeddings): it was not "
             "trained on longer texts. Lower the lengths, or extend the model by model.override_config, e.g. "
             "its rope_scaling."
+        )
+
+
+def check_stop_tokens(cfg: Config, path: Path, role: str) -> None:
+    """ConfigError if a policy's responses are to end at a token that the model does not have."""
+    stops = cfg.actor_rollout_ref.rollout.stop_token_ids
+    if not ROLES[role].takes_weights or not stops:
+        return
+    config = overridden(_read_json(path / "config.json"), role_model(cfg, role).override_config)
+    known = language_part(config).get("vocab_size")
+    if isinstance(known, int) and max(stops) >= known:
+        key = f"{ROLES[role].group}.stop_token_ids"
+        raise ConfigError(
+            f"{key}=[{','.join(map(str, stops))}]: {path}/config.json gives the model the tokens 0 to "
+            f"{known - 1} (vocab_size), so {max(stops)} never ends a response. Correct it, or leave it out."
         )
 
 

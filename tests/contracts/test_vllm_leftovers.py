@@ -17,7 +17,7 @@ from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
 from siirl.engines.rollout.served.messages import Generate, Start
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment
-from siirl.engines.train.hf_model import load_hf_config
+from siirl.model_files.hf_config import load_hf_config
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.timeout(600)

@@ -12,6 +12,7 @@ import torch
 from dist_harness import WorkerFailure
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Inputs, overrides, run_job
+from transformers import AutoConfig
 
 VLLM = (
     "actor_rollout_ref.rollout.name=vllm",
@@ -143,3 +144,16 @@ def test_an_engine_that_dies_too_often_ends_the_run_with_its_name(inputs, tmp_pa
         f"{restarts}=1",
     )
     assert len(lost) == 2 and all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_model_whose_config_is_overridden_is_the_same_in_trainer_engine_and_export(inputs, tmp_path):
+    """One layer of two, and other rotary embeddings: vLLM kept those of the files, and so did the export."""
+    said = "{num_hidden_layers: 1, rope_theta: 100.0, rope_scaling: {rope_type: linear, factor: 2.0}}"
+    more = (f"actor_rollout_ref.model.override_config={said}", "trainer.total_training_steps=2")
+    run = run_job(1, overrides(inputs, tmp_path / "out", *VLLM, *more), deadline_s=280)
+    assert max(run.values("actor/rollout_log_prob_diff_max")) < 1e-4
+    exported = AutoConfig.from_pretrained(tmp_path / "out" / "hf_model")
+    assert exported.num_hidden_layers == len(exported.layer_types) == 1
+    assert exported.rope_parameters == {"rope_theta": 100.0, "rope_type": "linear", "factor": 2.0}

@@ -15,7 +15,8 @@ from siirl.config import Config, load_config
 from siirl.data.rows import take_rows
 from siirl.engines.engine_registry import make_train_engine
 from siirl.engines.train.base import TrainEngine
-from siirl.engines.train.hf_model import load_hf_config, load_source
+from siirl.engines.train.hf_model import load_source
+from siirl.model_files.hf_config import load_hf_config
 from siirl.nodes.value_model import make_value_loss_fn
 from siirl.parallel.process_groups import ProcessGroupManager
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from siirl.compiler.adapter_targets import expert_targets
 from siirl.compiler.memory import layer_params as of_config
 from siirl.compiler.model_types import LATENT, QKV_BIAS, SINKS
+from siirl.compiler.overridden import overridden
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.router_choices import RouterChoices
 from siirl.config import Config
@@ -132,7 +133,7 @@ def read_shape(cfg: Config, role: str) -> ModelShape | str:
         raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         return f"{directory / 'config.json'} cannot be read ({type(error).__name__})"
-    raw = {**raw, **model.override_config}
+    raw = overridden(raw, model.override_config)
     if raw.get("model_type") not in FAMILIES:
         return f"model_type {raw.get('model_type')!r} is none of {', '.join(FAMILIES)}"
     try:

@@ -171,9 +171,9 @@ class TrainEngine(ABC):
     def hf_config_changes(self) -> dict[str, Any]:
         """Keys of config.json in which a directory of the exported weights differs from model.path. Local.
 
-        Empty for a language model. A value model has another architecture: a decoder with a linear layer
-        `score` (weight [1, D], bias [1]) on every token, as transformers' ForTokenClassification with one
-        label.
+        What model.override_config changed, for one. A value model has another architecture: a decoder with a
+        linear layer `score` (weight [1, D], bias [1]) on every token, as transformers' ForTokenClassification
+        with one label.
         """
         return {}
 

@@ -63,6 +63,7 @@ from siirl.engines.train.shared_rows import SumOverRanks
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.engines.train.transfers import Arrivals
 from siirl.engines.train.ulysses import of_all_tokens, own_tokens
+from siirl.model_files.hf_config import written_changes
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -294,7 +295,8 @@ class FSDPEngine(SteppingEngine):
             self._base.onload(self.name)
 
     def hf_config_changes(self) -> dict[str, Any]:
-        return config_changes(type(self._model.hf).__name__, self._settings.head)
+        changes = config_changes(type(self._model.hf).__name__, self._settings.head)
+        return written_changes(self._settings.model) | changes
 
     def flops(self, rows: TensorDict, backward: bool) -> float:
         """See TrainEngine. A prompt that several of the rows share is computed once, and counted once."""

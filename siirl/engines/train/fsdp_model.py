@@ -24,7 +24,6 @@ from siirl.engines.train.hf_model import (
     compile_layers,
     decoder_layers,
     empty_source,
-    load_hf_config,
     load_source,
     new_head,
     recompute_activations,
@@ -38,6 +37,7 @@ from siirl.engines.train.settings import EngineSettings
 from siirl.engines.train.vision import tower_of
 from siirl.errors import DataError, UserError
 from siirl.model_files.directory import check_weight_files, model_dir
+from siirl.model_files.hf_config import load_hf_config
 from siirl.parallel.process_groups import ProcessGroupManager
 
 

@@ -1,13 +1,10 @@
 """Language models from a Hugging Face directory: their shape on every rank, their weights on one."""
 
-import importlib
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -52,27 +49,6 @@ def torch_dtype(name: str, key: str) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"{key}={name!r}: engines run in {' or '.join(DTYPES)}. Set one of them.")
     return DTYPES[name]
-
-
-def load_hf_config(model: ModelConfig) -> PretrainedConfig:
-    """config.json of model.path with model.override_config applied; DataError if there is none."""
-    if model.external_lib:
-        importlib.import_module(model.external_lib)
-    path = model_dir(model.path)
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (ValueError, OSError, StrictDataclassError) as error:
-        raise DataError(
-            f"{path / 'config.json'} describes no model that transformers can build: {error}. Correct it."
-        ) from error
-    for name, value in model.override_config.items():
-        if not hasattr(config, name):
-            raise ConfigError(
-                f"override_config.{name}={value!r}: a {config.model_type} config has no such value. "
-                f"Check the spelling against {path}/config.json."
-            )
-        setattr(config, name, value)
-    return config
 
 
 def build_skeleton(

@@ -295,6 +295,12 @@ def test_statistics_of_parts_merge_to_those_of_the_whole():
     assert (got["max"], got["min"]) == (max(kept), min(kept))
 
 
+def test_an_advantage_that_is_the_rounding_of_a_kl_is_no_signal():
+    """Equal scores less a KL of equal policies differ by the layout of the ranks, about 1e-9."""
+    advantage, mask = torch.tensor([[0.5, -3e-9, 2e-9, 0.0]]), torch.ones(1, 4)
+    assert advantage_stats(advantage, mask).values()["signal"] == 0.25
+
+
 def test_lengths_are_told_apart_by_outcome():
     got = length_stats(torch.tensor([10, 20, 60]), torch.tensor([1.0, 0.0, -1.0])).values()
     assert got == {"length_success": 10.0, "length_failure": 40.0}

@@ -113,6 +113,8 @@ def test_off_policy_sequence_masking_takes_out_negative_tokens_of_far_rows_only(
     columns = (b["log_prob"], b["rollout"], b["advantage"], b["mask"])
     got = off_policy_negatives(*columns, delta * (1 + 1e-12))
     assert got.tolist() == want
+    rounding = torch.full_like(b["advantage"], -1e-9)
+    assert not off_policy_negatives(b["log_prob"], b["rollout"], rounding, b["mask"], delta / 2).any()
     towards = b["rollout"] + 1.0  # rows that became likelier than when they were sampled stay, however far
     assert not off_policy_negatives(towards, b["rollout"], b["advantage"], b["mask"], 0.5).any()
 

@@ -111,6 +111,8 @@ def test_keys_become_arguments_of_the_engine(tmp_path):
         f"{ROLLOUT}.max_num_seqs=7",
         f"{ROLLOUT}.max_num_batched_tokens=512",
         f"{ROLLOUT}.max_model_len=128",
+        "data.max_prompt_length=64",
+        "data.max_response_length=64",
         f"{ROLLOUT}.enforce_eager=False",
         f"{ROLLOUT}.free_cache_engine=False",
         f"{ROLLOUT}.engine_kwargs.sglang={{attention_backend: triton, page_size: 4}}",

@@ -3,7 +3,9 @@
 import functools
 import itertools
 from dataclasses import replace
+from typing import get_args, get_origin
 
+import numpy as np
 import pytest
 import yaml
 
@@ -112,6 +114,22 @@ def test_a_sound_configuration_passes_without_warnings():
             ["reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=600"],
             ("overlong_buffer.len=600",),
         ),
+        ([f"{ROLLOUT}.max_model_len=1023"], ("max_model_len=1023", "512", f"Remove {ROLLOUT}.max_model_len")),
+        ([f"{ROLLOUT}.gpu_memory_utilization=0"], ("gpu_memory_utilization=0", "above 0 and at most 1")),
+        ([f"{ROLLOUT}.gpu_memory_utilization=1.5"], ("gpu_memory_utilization=1.5",)),
+        ([f"{ROLLOUT}.stop_token_ids=[2,-1]"], ("stop_token_ids=[2,-1]", "at least 0")),
+        (["custom_reward_function.timeout_s=0"], ("timeout_s=0", "above 0")),
+        (["reward_model.remote.timeout_s=0"], ("remote.timeout_s=0", "above 0")),
+        ([f"{ROLLOUT}.multi_turn.tool_timeout_s=0"], ("tool_timeout_s=0", "above 0")),
+        ([f"{ROLLOUT}.agent.endpoint.timeout_s=0"], ("endpoint.timeout_s=0", "above 0")),
+        (
+            ["trainer.trace=true", "trainer.trace_steps=[4,9]", "trainer.total_training_steps=3"],
+            ("trace_steps=[4,9]", "total_training_steps=3"),
+        ),
+        (
+            [f"{ACTOR}.policy_loss.{k}" for k in ("loss_mode=clip_cov", "clip_cov_lb=6", "clip_cov_ub=6")],
+            ("clip_cov_lb=6", "clip_cov_ub=6"),
+        ),
         ([f"{ROLLOUT}.top_k=0"], ("top_k=0", "-1")),
         ([f"{ROLLOUT}.val_kwargs.top_p=1.5"], ("val_kwargs.top_p=1.5",)),
         ([f"{ROLLOUT}.temperature=0"], ("temperature=1.0",)),
@@ -157,6 +175,32 @@ def test_contradictions_name_the_keys_and_the_fix(overrides, words):
         check_config(configured(overrides))
     for word in words:
         assert word in str(caught.value)
+
+
+SEEDS = [name for name in all_keys() if name.endswith(("seed", "_seed")) and all_keys()[name].type is int]
+
+
+@pytest.mark.parametrize("key", SEEDS)
+def test_a_seed_is_a_number_that_every_generator_takes(key):
+    """np.random.seed of vLLM and Megatron-Core takes 32 bits, default_rng no sign, torch 64 bits."""
+    for seed in (0, 2**32 - 1):
+        np.random.RandomState(seed)
+        check_config(configured([f"{key}={seed}"]))
+    for seed in (-1, 2**32):
+        with pytest.raises(ConfigError, match=rf"{key}={seed}: must be at least 0 and at most 4294967295"):
+            configured([f"{key}={seed}"])
+
+
+NUMBERS = [name for name, one in all_keys().items() if float in (one.type, *get_args(one.type))]
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
+def test_a_number_is_finite(value):
+    assert len(NUMBERS) > 60
+    for key in NUMBERS:
+        pair = get_origin(all_keys()[key].type) is tuple
+        with pytest.raises(ConfigError, match=f"{key}=.*expected a finite number"):
+            configured([f"{key}=[0.5, {value}]" if pair else f"{key}={value}"])
 
 
 def test_every_contradiction_names_keys_that_there_are():

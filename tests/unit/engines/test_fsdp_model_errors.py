@@ -14,7 +14,6 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config, with_overrides
 from siirl.engines.train.hf_model import (
     build_skeleton,
-    load_hf_config,
     torch_dtype,
     use_liger_kernels,
 )
@@ -24,6 +23,7 @@ from siirl.engines.train.optimizer import make_adamw
 from siirl.engines.train.settings import engine_settings
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.model_files.directory import check_weight_files
+from siirl.model_files.hf_config import load_hf_config
 from siirl.parallel.dims import ParallelDims
 
 MODEL = "actor_rollout_ref.model"

@@ -37,8 +37,8 @@ from siirl.engines.rollout.served.messages import (
 )
 from siirl.engines.rollout.served.shared_buffer import SharedBuffer, open_buffer
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment
-from siirl.engines.train.hf_model import load_hf_config
 from siirl.errors import RolloutError
+from siirl.model_files.hf_config import load_hf_config
 
 pytestmark = pytest.mark.heavy
 

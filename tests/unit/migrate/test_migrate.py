@@ -62,6 +62,7 @@ REFUSED = {
     "actor_rollout_ref.rollout.multi_turn.tool_config_path": "there is no such file",
     "actor_rollout_ref.rollout.response_length": "differs from data.max_response_length",
     "algorithm.adv_estimator": "relative to the other samples of a prompt",
+    "actor_rollout_ref.rollout.max_model_len": "is less than the longest row",
     "actor_rollout_ref.rollout.name": "an SGLang engine of several GPUs was not seen",
 }
 """What the check still says of a few scripts: files that are not here, settings that make no sense."""

@@ -47,10 +47,10 @@ from siirl.engines.rollout.served.stream import EngineStream, StreamRouter
 from siirl.engines.rollout.served.weight_transfer import weights_of_directory
 from siirl.engines.rollout.served.weights_in_place import WeightsInPlace
 from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights
-from siirl.engines.train.hf_model import load_hf_config
 from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.lora import adapter_name
 from siirl.errors import EpisodeFailed, RolloutError, WeightSyncError
+from siirl.model_files.hf_config import engine_overrides, load_hf_config
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -95,7 +95,7 @@ class ServedRollout(RolloutEngine):
         self._dtype = cfg.actor_rollout_ref.rollout.dtype
         self._state: WeightState = "empty"
         self._metrics = Metrics()
-        self._cfg, self._adapter = cfg, plan.name if plan.base else None
+        self._adapter = plan.name if plan.base else None
         self.keeps_kv = cfg.actor_rollout_ref.rollout.keeps_kv
         self._newest = -1  # of all versions that it had
         self._engine = (
@@ -105,6 +105,7 @@ class ServedRollout(RolloutEngine):
         self._shard = engine_shard(plan, groups)
         model = cfg.actor_rollout_ref.model
         hf_config = load_hf_config(model)
+        self._cfg = _with_whole_overrides(cfg, hf_config)
         self._specs, self._aliases = weights_of_directory(hf_config, cfg, plan.base is not None)
         self._limits = CallLimits(
             plan.name, hf_config.get_text_config().vocab_size, max_model_len(cfg, hf_config)
@@ -442,3 +443,11 @@ class ServedRollout(RolloutEngine):
         """Have the engine do something that has no result; the first rank of the shard does."""
         if self._process is not None:
             self._process.call(method, **arguments)
+
+
+def _with_whole_overrides(cfg: Config, hf_config: Any) -> Config:
+    """The configuration from which the engine's arguments are made: engines set values one by one."""
+    policy = cfg.actor_rollout_ref
+    whole = engine_overrides(policy.model, hf_config)
+    model = dataclasses.replace(policy.model, override_config=whole)
+    return dataclasses.replace(cfg, actor_rollout_ref=dataclasses.replace(policy, model=model))

@@ -21,7 +21,7 @@ from siirl.config import Config
 from siirl.data.chosen_experts import no_experts
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
-from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, load_hf_config, new_head
+from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, new_head
 from siirl.engines.train.language_model import pass_flops
 from siirl.engines.train.megatron.adamw import StatePlace, state_place
 from siirl.engines.train.megatron.exporter import Exporter
@@ -53,6 +53,7 @@ from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.shared_rows import SumOverRanks
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.errors import UserError
+from siirl.model_files.hf_config import load_hf_config, written_changes
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -367,7 +368,8 @@ class MegatronEngine(SteppingEngine):
 
     def hf_config_changes(self) -> dict[str, Any]:
         head = self._settings.head
-        return config_changes(MODEL_CLASSES[head]._model_mapping[type(self._hf)].__name__, head)
+        changes = config_changes(MODEL_CLASSES[head]._model_mapping[type(self._hf)].__name__, head)
+        return written_changes(self._settings.model) | changes
 
     def flops(self, rows: TensorDict, backward: bool) -> float:
         num_weights = num_active_weights(self._hf, self._settings.head)
