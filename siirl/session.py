@@ -12,6 +12,7 @@ from siirl import main_dag
 from siirl.compiler.cost.device_kinds import chosen_device
 from siirl.compiler.cost.step_time import step_time
 from siirl.compiler.cost.work import row_tokens
+from siirl.compiler.memory.staying_awake import keep_awake
 from siirl.compiler.plan import Plan
 from siirl.compiler.plan_warnings import plan_notes
 from siirl.config import Config
@@ -54,7 +55,10 @@ class PlannedRun:
         "256+600"; else the longest. UserError for what cannot be predicted.
         """
         kind, lines = chosen_device(device, device_name())
-        found = step_time(self.plan, self.node_cfgs, kind, row_tokens(tokens))
+        trainer = self.cfg.trainer
+        gib = trainer.device_memory_gib or (kind.gib if trainer.nnodes == 1 else None)
+        plan, node_cfgs = keep_awake(self.plan, self.node_cfgs, gib)
+        found = step_time(plan, node_cfgs, kind, row_tokens(tokens))
         if isinstance(found, str):
             raise ConfigError(f"the time of a step cannot be predicted: {found}.")
         found.assumed[:0] = lines

@@ -16,6 +16,7 @@ from siirl.compiler.cost.step_time import StepTime, step_time
 from siirl.compiler.cost.work import RowTokens, row_tokens
 from siirl.compiler.memory.estimate import GIB, read_shape
 from siirl.compiler.memory.phases import PhasePeak, memory_lines, phase_peaks
+from siirl.compiler.memory.staying_awake import keep_awake
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config, with_overrides
 from siirl.config.checks import find_contradictions
@@ -76,7 +77,12 @@ class Search:
         return self.base.plan
 
     def weigh(self, plan: Plan, configs: dict[str, Config]) -> tuple[StepTime, PhasePeak]:
-        """The predicted step of a plan, and its fullest phase. ConfigError where there is no prediction."""
+        """The predicted step of a plan, and its fullest phase. ConfigError where there is no prediction.
+
+        Engines stay awake where they would in a run.
+        """
+        alone = self.cfg.trainer.nnodes == 1 or self.cfg.trainer.device_memory_gib
+        plan, configs = keep_awake(plan, configs, self.gib if alone else None)
         lines, time = memory_lines(plan, configs), step_time(plan, configs, self.kind, self.tokens)
         for found in (lines, time):
             if isinstance(found, str):
