@@ -235,6 +235,11 @@ def test_of_agents_each_on_its_own_base_none_uses_anothers():
     }
 
 
+def test_an_agent_on_anothers_base_stays_on_it_whether_it_merges_or_not():
+    plan = compiled(agents({}, on(0, **{"rollout.merge_lora": False})).build(), 2, LORA)
+    assert bases(plan)["agent_1.rollout"] == bases(plan)["agent_0.rollout"] == "agent_0.rollout"
+
+
 def test_an_adapter_alone_is_refused_where_no_engine_has_it(tmp_path):
     with pytest.raises(DagError, match=r"rollout.name=sglang: .*one of hf, vllm"):
         compiled(agents({}).build(), 1, LORA, ALONE, "actor_rollout_ref.rollout.name=sglang")

@@ -89,6 +89,12 @@ def test_an_engine_stays_awake_with_the_share_that_its_rows_need(tmp_path):
         ("A", (*SMALL_BATCHES, "trainer.device=cpu"), H200_GIB),
         ("A", (*SMALL_BATCHES, f"{ROLLOUT}.name=hf"), H200_GIB),
         ("A", (*SMALL_BATCHES, "actor_rollout_ref.model.path=/no/such/model"), H200_GIB),
+        ("A", (*SMALL_BATCHES, f"{ROLLOUT}.max_lag=1"), 10_000.0),
+        (
+            "A",
+            (*SMALL_BATCHES, "actor_rollout_ref.model.lora_rank=8", f"{ROLLOUT}.merge_lora=false"),
+            10_000.0,
+        ),
         ("B", (), H200_GIB),
     ],
 )
@@ -115,6 +121,23 @@ def test_a_share_that_was_set_stays(tmp_path):
     _, _, plan, configs = planned(keys, H200_GIB)
     assert plan.nodes["rollout_actor"].overrides == {AWAKE: False}
     assert configs["rollout_actor"].actor_rollout_ref.rollout.gpu_memory_utilization == 0.45
+
+
+def test_a_share_is_not_raised_to_what_all_rows_at_once_would_need(tmp_path):
+    _, _, plan, configs = planned(keys_of(tmp_path, "B", *SMALL_BATCHES), H200_GIB)
+    assert plan.nodes["rollout_actor"].overrides == {AWAKE: False}
+    assert configs["rollout_actor"].actor_rollout_ref.rollout.gpu_memory_utilization == 0.5
+
+
+def test_an_engine_on_devices_of_its_own_never_sleeps_and_is_left_alone(tmp_path):
+    apart = ["dag.node_config.rollout_actor.placement=0"]
+    apart += [
+        f"dag.node_config.{node}.placement=1"
+        for node in ("actor_old_log_prob", "reference_log_prob", "actor_train")
+    ]
+    keys = keys_of(tmp_path, "A", *SMALL_BATCHES, "trainer.n_gpus_per_node=2", *apart)
+    before, configs_before, plan, configs = planned(keys, H200_GIB, world=2)
+    assert (plan, configs) == (before, configs_before)
 
 
 def test_engines_of_two_agents_on_one_device_sleep_as_ever(tmp_path):
