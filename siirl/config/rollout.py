@@ -305,6 +305,12 @@ class RolloutConfig:
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own", low=0)
 
     @property
+    def device_share(self) -> float:
+        """The share of a device that a vLLM engine takes; its own argument wins."""
+        own = self.engine_kwargs.vllm.get("gpu_memory_utilization")
+        return float(self.gpu_memory_utilization if own is None else own)
+
+    @property
     def gives_data(self) -> bool:
         """Whether responses are those of the dataset."""
         return not is_broken(self.name) and self.name == "dataset"

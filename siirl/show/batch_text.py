@@ -109,7 +109,7 @@ def _kept_memory(cfg: Config) -> str:
     if cfg.trainer.device == "cpu":
         return "the engine its KV cache"
     rollout = cfg.actor_rollout_ref.rollout
-    share = rollout.engine_kwargs.vllm.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
+    share = rollout.device_share
     return f"the engine its KV cache (with its weights, {share:g} of the device)"
 
 

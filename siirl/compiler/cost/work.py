@@ -321,8 +321,8 @@ def rollout_work(
     width = BYTES[rollout.dtype]
     weights = shape.params * width / tp
     row_bytes = 2 * shape.layers * shape.kv_width * width / min(tp, shape.kv_heads)
-    share = rollout.engine_kwargs.vllm.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
-    cache = max(float(share) * device_bytes - weights - ENGINE_CONTEXT_BYTES, GIB)
+    share = rollout.device_share
+    cache = max(share * device_bytes - weights - ENGINE_CONTEXT_BYTES, GIB)
     at_once = max(1, min(rows, rollout.max_num_seqs, int(cache / row_bytes / tokens.row)))
     rounds = math.ceil(rows / at_once)
     steps, together = rounds * tokens.response, rows / rounds

@@ -70,8 +70,7 @@ def awake_shares(
         on_gpu = backend_of(model).device_share and cfg.trainer.device != "cpu"
         if not model.is_rollout or not on_gpu or not stays:
             continue
-        own = rollout.engine_kwargs.vllm.get("gpu_memory_utilization")
-        shares[name] = float(rollout.gpu_memory_utilization if own is None else own)
+        shares[name] = rollout.device_share
     for rank in sorted({rank for name in talk.policies for rank in models[name].ranks}):
         here = tuple(name for name in shares if rank in models[name].ranks)
         if len(here) > 1:

@@ -456,11 +456,11 @@ def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     in_host = MemoryLine(model.name, KEPT_WEIGHTS, kept, (), host=True)
     if on_another:
         return [in_host]
-    share = rollout.engine_kwargs.vllm.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
+    share = rollout.device_share
     awake: tuple[Activity, ...] = ("generate",) if rollout.free_cache_engine else ALWAYS
     beside = ENGINE_CONTEXT_BYTES if rollout.enforce_eager else ENGINE_GRAPHS_BYTES
     return [
-        MemoryLine(model.name, ENGINE_PARTS[0], 0, awake, share=float(share)),
+        MemoryLine(model.name, ENGINE_PARTS[0], 0, awake, share=share),
         MemoryLine(model.name, ENGINE_PARTS[1], beside),
         in_host,
     ]

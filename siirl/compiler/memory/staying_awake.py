@@ -48,19 +48,15 @@ def keep_awake(
 
 def awake_lines(plan: Plan, configs: Mapping[str, Config]) -> list[str]:
     """A line for each engine that keep_awake has changed."""
-    return [
-        f"{model.name}: stays awake between rollouts, with {_share(configs[model.node]):g} of the device, as "
-        f"all fits beside it; {AWAKE.removeprefix('actor_rollout_ref.')}=true has it give its memory back"
-        for model in plan.models.values()
-        if model.is_rollout and plan.nodes[model.node].overrides.get(AWAKE) is False
-    ]
-
-
-def _share(cfg: Config) -> float:
-    """The share of a device that a vLLM engine takes."""
-    rollout = cfg.actor_rollout_ref.rollout
-    own = rollout.engine_kwargs.vllm.get("gpu_memory_utilization")
-    return float(rollout.gpu_memory_utilization if own is None else own)
+    lines = []
+    for model in plan.models.values():
+        if model.is_rollout and plan.nodes[model.node].overrides.get(AWAKE) is False:
+            share = configs[model.node].actor_rollout_ref.rollout.device_share
+            lines.append(
+                f"{model.name}: stays awake between rollouts, with {share:g} of the device, as all fits "
+                f"beside it; {AWAKE.removeprefix('actor_rollout_ref.')}=true has it give its memory back"
+            )
+    return lines
 
 
 def _chosen(plan: Plan, configs: dict[str, Config], device_gib: float | None) -> Overrides:
@@ -85,7 +81,7 @@ def _chosen(plan: Plan, configs: dict[str, Config], device_gib: float | None) ->
         held = sum(engine_bytes(model, cfg, shape, engine_rows(plan, model, configs)))
         need = held + WORKSPACE_BYTES + graphs
         share = ceil(100 * need / (device_gib * GIB)) / 100
-        if share < _share(cfg):
+        if share < cfg.actor_rollout_ref.rollout.device_share:
             found[model.node][SHARE] = share
     return found
 
