@@ -131,7 +131,7 @@ def test_a_checkpoint_deals_whole_groups_to_any_number_of_shards(num_shards):
 
 
 def test_as_many_shards_as_before_go_on_with_the_rows_that_each_had():
-    """Dealt anew, the next step would cut other micro-batches: a resumed run would not be bit for bit the same."""
+    """Dealt anew, rows would be in other micro-batches, and a resumed run not bit for bit the same."""
     before = []
     for groups, width in (([0, 3, 4, 5], 2), ([1], 6), ([], 3)):
         buffer = RowBuffer()
