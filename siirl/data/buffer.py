@@ -73,16 +73,21 @@ class RowBuffer:
     def load_state(self, states: Sequence[dict[str, Any]], shard: int, num_shards: int) -> None:
         """Keep this shard's part of what the shards of an earlier run kept: whole groups, in order.
 
-        states: those that `state` gave, in the order of the shards.
+        states: those that `state` gave, in the order of the shards. Of as many shards as before each goes on
+        with its own: dealt anew, rows would be trained in other micro-batches, and sums be rounded otherwise.
         """
-        parts = [rows for state in states if len(rows := rows_of_state(state))]
+        parts = {at: rows for at, state in enumerate(states) if len(rows := rows_of_state(state))}
         self.num_rounds = max((state["num_rounds"] for state in states), default=0)
         if not parts:
             return
-        rows = concat_rows(parts)
-        self.rows = take_rows(
-            rows, torch.isin(rows[ORDER], self._share(rows[ORDER].unique(), shard, num_shards))
-        )
+        if len(states) == num_shards and shard in parts:
+            self.rows = parts[shard]
+            return
+        rows = concat_rows(list(parts.values()))
+        none = torch.empty(0, dtype=torch.int64)
+        dealt = len(states) != num_shards
+        mine = self._share(rows[ORDER].unique(), shard, num_shards) if dealt else none
+        self.rows = take_rows(rows, torch.isin(rows[ORDER], mine))
 
     def _share(self, orders: Tensor, shard: int, num_shards: int) -> Tensor:
         """The part of a shard of the ORDERs that all keep."""

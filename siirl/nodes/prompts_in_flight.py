@@ -136,10 +136,7 @@ class PromptsInFlight(RowBuffer):
         self._load_work(states)
         self._num_given = max((state.get("num_given", 0) for state in states), default=0)
         self._last_batch = max((state.get("last_batch", 0) for state in states), default=0)
-        if len(states) == num_shards:
-            super().load_state([states[shard]], 0, 1)
-        else:
-            super().load_state(states, shard, num_shards)
+        super().load_state(states, shard, num_shards)
         made = next((state for state in states if state["columns"]), None)
         if self.rows is None and made is not None:
             self.rows = take_rows(rows_of_state(made), [])

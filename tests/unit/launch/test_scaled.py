@@ -15,7 +15,7 @@ from siirl.findings import Findings
 from siirl.launch.job import Job
 from siirl.launch.ray import RayTrainer
 from siirl.launch.scaled import Scaled
-from siirl.launch.survey import survey
+from siirl.launch.survey import survey, with_awake_engines
 from siirl.launch.torchrun import with_machines_there
 
 TEMPLATES = Path(__file__).parents[3] / "dag_templates"
@@ -65,6 +65,28 @@ def test_the_job_of_fewer_machines_has_their_plan_and_that_of_all_comes_back():
     assert same == {name: value for name, value in job.config["trainer"].items() if "nnodes" not in name}
     again = scaled.job(few, 4)
     assert json.loads(again.plan) == json.loads(job.plan) and again.world_size == 8
+
+
+@pytest.mark.parametrize("awake", [True, False])
+def test_engines_stay_awake_on_other_machines_where_they_do_at_the_start(tmp_path, awake):
+    sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    model = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **sizes, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    memory = f"trainer.device_memory_gib={80 if awake else 4}"
+    keys = ("actor_rollout_ref.rollout.name=vllm", "trainer.device=cuda", "data.max_response_length=256")
+    cfg = between(1, 2, path, memory, *keys)
+    seen = with_awake_engines(survey(cfg, Findings()), "ray")
+    job = Job(to_dict(cfg), seen.plan.to_json(), "/nowhere", 4, 2)
+    scaled = Scaled(cfg)
+    few = scaled.job(job, 1)
+    key = "actor_rollout_ref.rollout.free_cache_engine"
+    for each in (job, few, scaled.job(few, 2)):
+        plan = Plan.from_json(each.plan)
+        engines = [plan.nodes[model.node].overrides for model in plan.models.values() if model.is_rollout]
+        assert [one.get(key) for one in engines] == [False if awake else None]
+    assert json.loads(scaled.job(few, 2).plan) == json.loads(job.plan)
 
 
 def test_without_a_range_there_is_one_job():

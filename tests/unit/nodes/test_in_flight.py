@@ -460,23 +460,31 @@ def test_rows_of_a_step_of_several_rounds_are_as_old_as_they_may_be():
 
 
 @settings(max_examples=20, deadline=None)
-@given(SMALL, ROUNDS, st.booleans(), st.randoms(use_true_random=False))
-def test_what_is_restarted_is_within_the_bound_and_trained_once(case, rounds, decodes_on, rng):
+@given(SMALL, ROUNDS, st.booleans(), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_what_is_restarted_is_within_the_bound_and_trained_once(case, rounds, decodes_on, other_shards, rng):
+    """Killed at random steps: also on other shards, which keep or drop other ones of the last batch only."""
     shards, batch, n, max_lag, share, steps = case
     how = {"read": rounds[0], "chance": rounds[1], "prompts": 2000}
     plain = whole_run(shards, batch, n, 1, 0.0, steps, **how)
-    arguments = (shards, batch, n, max_lag, share * max_lag, steps)
-    restarting = Job(*arguments, **how, stale="restart", decodes_on=decodes_on)
+    arguments = (batch, n, max_lag, share * max_lag, steps)
+    restarting = Job(shards, *arguments, **how, stale="restart", decodes_on=decodes_on)
     while restarting.step < steps:
         restarting.advance()
         if rng.random() < 0.3:
-            resumed = Job(*arguments, **how, stale="restart", decodes_on=decodes_on)
+            shards = rng.choice([shards, other_shards])
+            resumed = Job(shards, *arguments, **how, stale="restart", decodes_on=decodes_on)
             resumed.resume(restarting.step, restarting.state())
             resumed.trained, resumed.dropped = restarting.trained, restarting.dropped
             resumed.lags = restarting.lags
             restarting = resumed
-    assert Counter(restarting.trained) == Counter(plain.trained)
-    assert Counter(restarting.dropped) == Counter(plain.dropped)
+    ours, theirs = (Counter(run.trained + run.dropped) for run in (restarting, plain))
+    if other_shards == case[0]:
+        assert ours == theirs and Counter(restarting.trained) == Counter(plain.trained)
+    of_whole_batches = min(ours.total(), theirs.total()) // how["read"] * how["read"]
+    first = set(loaded(restarting)[:of_whole_batches])
+    assert max(ours.values()) == 1 and first <= set(prompts_of(ours)) & set(prompts_of(theirs))
+    assert {group for group in ours if group[0] in first} <= set(theirs), "each has the tokens that it has"
+    assert len(restarting.trained) == steps * batch
     assert max(restarting.lags) <= max_lag and begun(restarting) == 0
 
 
