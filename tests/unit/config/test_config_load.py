@@ -71,6 +71,7 @@ trainer.max_actor_ckpt_to_keep=5 trainer.default_local_dir=/ckpts/qwen3 trainer.
         (f"{ACTOR}.entropy_coeff=0", 0.0),
         (f"{ACTOR}.optim.betas=[0.9,0.95]", (0.9, 0.95)),
         (f"{ACTOR}.strategy=fsdp2", "fsdp"),
+        ("trainer.device=gpu", "cuda"),
         (f"{ROLLOUT}.stop_token_ids=[1,2]", (1, 2)),
         (f"{MODEL}.target_modules=[q_proj,v_proj]", ("q_proj", "v_proj")),
         (f"{MODEL}.target_modules=all-linear", "all-linear"),

@@ -142,6 +142,14 @@ def test_without_a_network_the_error_says_what_was_tried(cache, lost):
             assert part in message
 
 
+def test_a_name_that_is_nearly_that_of_a_local_directory_is_told_so(cache, model, tmp_path, monkeypatch):
+    shutil.copytree(model, tmp_path / "models" / "mine")
+    monkeypatch.chdir(tmp_path)
+    cfg, plan = compiled([*GRPO, f"{POLICY}.model.path=models/mien"])
+    with pytest.raises(DataError, match=r"Did you mean the directory 'models/mine'\? "):
+        with_local_models(cfg, plan, cached_first=True)
+
+
 def test_check_and_plan_need_config_json_alone(cache, capsys):
     snapshot = next(cache.glob("*/snapshots/*"))
     for path in snapshot.iterdir():
