@@ -263,6 +263,14 @@ def test_ground_truth_may_be_missing_only_with_the_users_own_reward(tmp_path):
     assert inspect_data(load_config(own)) == {"train": 1, "val": 1}
 
 
+def test_a_name_that_no_hub_is_reached_for_is_told_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(load_config(["actor_rollout_ref.model.path=nowhere"]))
+    told = str(caught.value)
+    assert "from nowhere: it is no directory here, and as a name on a hub: " in told and "\n" not in told
+
+
 def test_a_model_directory_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DataError, match="has no tokenizer"):
