@@ -370,3 +370,19 @@ def test_off_is_siirls_word_for_not_resuming(tmp_path):
     file.write_text("defaults: [ppo_dag_trainer, _self_]\ntrainer:\n  resume_mode: on\n")
     with pytest.raises(ConfigError, match=r"resume_mode=true: expected text"):
         load_config(config_name=str(file))
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        (
+            "trainer.nnodes=2 trainer.save_freq=5",
+            "not one text. Write ['trainer.nnodes=2', 'trainer.save_freq=5'].",
+        ),
+        ({"trainer.nnodes": 2}, "not a map. Write ['trainer.nnodes=2']."),
+    ],
+)
+def test_settings_that_are_no_list_are_refused_once(given, fix):
+    with pytest.raises(ConfigError) as caught:
+        load_config(given)
+    assert str(caught.value) == f"settings are a list of texts, {fix}"
