@@ -1,6 +1,7 @@
 """Checks of dataset files without torch or a tokenizer: the launcher runs them before any worker starts."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,8 @@ def list_files(files: str | Sequence[str]) -> list[DataFile]:
     for path in paths:
         if isinstance(path, Path) and not path.is_file():
             what = "is a directory" if path.is_dir() else "does not exist"
-            found.add(DataError(f"dataset file {path} {what}: expected a parquet file. {_near_files(path)}"))
+            hint = _as_list(path) or _near_files(path)
+            found.add(DataError(f"dataset file {path} {what}: expected a parquet file. {hint}"))
     found.close()
     return paths
 
@@ -330,6 +332,14 @@ def _foreign_leaves(where: str, kind: pa.DataType) -> Iterator[tuple[str, pa.Dat
         or pa.types.is_null(kind)
     ):
         yield where, kind
+
+
+def _as_list(path: Path) -> str:
+    """How to write several files that stand in one text; empty if it is no such text."""
+    parts = re.split(r"[\s,;]+", str(path))
+    if len(parts) < 2 or not all(Path(part).expanduser().is_file() for part in parts):
+        return ""
+    return f"Several files are a list: [{','.join(parts)}]."
 
 
 def _near_files(path: Path) -> str:

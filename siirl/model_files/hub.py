@@ -113,11 +113,11 @@ def _message(repo: HubRepo, modelscope: bool, error: Exception) -> str:
     return (
         f"{repo.kind} {repo.name!r} (revision {repo.revision}) is no directory on host "
         f"{socket.gethostname()}, and could not be downloaded from {where} to {_cache(repo, modelscope)}: "
-        f"{why}. {_near_folder(repo.name)}{fix}; or download it elsewhere, and give the local directory."
+        f"{why}. {near_folder(repo.name)}{fix}; or download it elsewhere, and give the local directory."
     )
 
 
-def _near_folder(name: str) -> str:
+def near_folder(name: str) -> str:
     """What a local folder has that was perhaps meant; empty where there is no such folder."""
     parent = Path(name).parent
     try:

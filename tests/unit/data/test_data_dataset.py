@@ -207,6 +207,7 @@ def test_a_file_that_is_not_there_is_told_what_is(tmp_path, monkeypatch):
     (tmp_path / "bare").mkdir()
     for name, words in (
         ("trian.parquet", r"Did you mean 'train\.parquet'\?"),
+        ("train.parquet train.parquet", r"Several files are a list: \[train\.parquet,train\.parquet\]\.$"),
         ("x.parquet", r"Parquet files there: train\.parquet"),
         ("bare/x.parquet", f"{tmp_path}/bare has no parquet file"),
         ("away/x.parquet", f"{tmp_path}/away is no folder"),

@@ -231,6 +231,14 @@ def test_an_unreadable_directory_names_host_and_path(tmp_path, monkeypatch):
     def denied(self):
         raise PermissionError(13, "Permission denied", str(self))
 
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "file").touch()
+    for name, words in (
+        ("mien", "does not exist. Did you mean the directory .*/mine'"),
+        ("file", "is a file"),
+    ):
+        with pytest.raises(DataError, match=f"model directory .*/{name} {words}"):
+            model_dir(str(tmp_path / name))
     with pytest.raises(DataError, match=r"on host \S+: model directory /no/such/model does not exist"):
         model_dir("/no/such/model")
     monkeypatch.setattr(Path, "is_dir", denied)
