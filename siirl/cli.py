@@ -28,6 +28,7 @@ from siirl.migrate.translate import ORIGINS
 from siirl.observe.trace import merge_trace
 from siirl.runs.run_commands import add_run_commands
 from siirl.session import PlannedRun, planned
+from siirl.spelling import suggest
 from siirl.view import view_command
 
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
@@ -39,11 +40,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     complete(_parser)
     with user_errors() as outcome:
+        _check_command(argv)
         if argv[:1] == ["run"]:
             return main_dag.main(argv[1:])
         args, overrides = parse_settings(_parser(), argv)
         outcome.code = args.command(args, overrides) or 0
     return outcome.code
+
+
+def _check_command(argv: Sequence[str]) -> None:
+    """ConfigError for a first word that is no command. Options are argparse's."""
+    word, known = argv[0] if argv else "-h", _commands(_parser())
+    if word.startswith("-") or word in known:
+        return
+    if "=" in word:
+        raise ConfigError(f"{word}: settings come after a command. Write siirl run {word} ..., or check.")
+    raise ConfigError(f"there is no command {word!r}. {suggest(word, known)}")
+
+
+def _commands(parser: argparse.ArgumentParser) -> list[str]:
+    return [name for action in parser._actions if isinstance(action.choices, dict) for name in action.choices]
 
 
 def _planned(args: argparse.Namespace, overrides: list[str], elsewhere: bool = True) -> PlannedRun:
@@ -70,6 +86,11 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
+    for name in ("device", "tokens"):
+        if getattr(args, name) and not (args.explain or args.search):
+            raise ConfigError(
+                f"--{name} {getattr(args, name)}: only --explain and --search predict times. Add one of them."
+            )
     if args.search:
         from siirl.commands.plan_search import search
 

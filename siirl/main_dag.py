@@ -14,7 +14,7 @@ from siirl.compiler.plan import Plan
 from siirl.config import Config, to_dict
 from siirl.config.load import read_config
 from siirl.config.tree import print_config
-from siirl.errors import Place
+from siirl.errors import Place, UserError
 from siirl.findings import Findings
 from siirl.launch.agent_memory import agent_folder, goes_on_from
 from siirl.launch.devices import check_gpus, device_memory_gib
@@ -28,6 +28,7 @@ from siirl.launch.survey import survey, survey_inputs, with_awake_engines
 from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun, with_machines_there
 from siirl.model_files.local_models import token_to_environment
 from siirl.observe.logs import setup_logging
+from siirl.observe.run_progress import record_end
 from siirl.show.batch_text import batch_lines
 from siirl.show.memory_text import memory_warnings
 from siirl.show.plan_text import model_setup
@@ -100,6 +101,16 @@ def _launch(launcher: Launcher, job: Job, cfg: Config, plan: Plan) -> int:
         open_folder(cfg, job.run_id, command_line(), anew=not goes_on)
         workers = f"{job.world_size} worker{'s' * (job.world_size != 1)}"
         print(f"starting {workers}; all output is below {job.output_path}", flush=True)
+    try:
+        return _launched(launcher, job, cfg)
+    except UserError as error:
+        if is_first_process():
+            record_end(job.output_path, job.run_id, "failed", " ".join(str(error).split()))
+        raise
+
+
+def _launched(launcher: Launcher, job: Job, cfg: Config) -> int:
+    """Start a run whose folder is ready; its exit code."""
     match launcher:
         case "torchrun":
             return run_torchrun(job)

@@ -13,6 +13,7 @@ from typing import Any
 
 from siirl.compiler.adapter_targets import why_not_adapted
 from siirl.compiler.compiled_layers import why_not_compiled
+from siirl.compiler.head_sizes import num_heads
 from siirl.compiler.overridden import overridden
 from siirl.compiler.vllm_models import why_not_in_vllm
 from siirl.config import Config
@@ -61,8 +62,6 @@ DELTA_NETS = "linear_attention"
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-HEADS = ("num_attention_heads", "n_head")
-"""What a config.json calls the query heads of a layer."""
 FLOAT8 = (
     *("arcee", "cwm", "diffllama", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm", "glm4"),
     *("gpt_bigcode", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "llama", "ministral"),
@@ -169,17 +168,17 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
 
 def attention_heads(cfg: Config, role: str) -> int:
     """Of queries in a layer of a role's model; 0 where config.json does not tell."""
-    model = role_model(cfg, role)
-    return _heads(language_part(overridden(config_json(model), model.override_config)))
+    return num_heads(as_built(role_model(cfg, role)))
+
+
+def as_built(model: ModelConfig) -> Mapping[str, Any]:
+    """What config.json says of the decoder, with override_config; nothing where it cannot be read."""
+    return language_part(overridden(config_json(model), model.override_config))
 
 
 def model_type_of(model: ModelConfig) -> str:
     """What config.json calls it; empty where it cannot be read."""
     return str(config_json(model).get("model_type") or "")
-
-
-def _heads(config: Mapping[str, Any]) -> int:
-    return next((config[name] for name in HEADS if isinstance(config.get(name), int)), 0)
 
 
 def config_json(model: ModelConfig) -> dict[str, Any]:
@@ -299,7 +298,7 @@ def _why_not_dealt(config: Mapping[str, Any], cfg: Config, role: str) -> str:
 def _why_not_split(config: Mapping[str, Any], cfg: Config, role: str) -> str:
     """Why ranks cannot share the sequences of a role's model as asked, and the fix; empty if they can."""
     ranks, key = sequence_ranks(cfg, role), f"{ROLE_GROUPS[role]}.ulysses_sequence_parallel_size"
-    heads = _heads(config)
+    heads = num_heads(config)
     if ranks > 1 and sees_images(config.get("model_type")):
         return f"{key}={ranks} for a {config['model_type']}, a vision model. Set it to 1."
     if heads % ranks:
@@ -329,7 +328,7 @@ def _why_not_float8(config: Mapping[str, Any], cfg: Config, role: str) -> str:
             f"{', '.join(FLOAT8)}."
         )
     sides = {name: config[name] for name in SIDES if isinstance(config.get(name), int)}
-    heads, width = _heads(config), config.get("head_dim")
+    heads, width = num_heads(config), config.get("head_dim")
     if heads and isinstance(width, int):
         sides |= {"num_attention_heads * head_dim": heads * width}
         kv_heads = config.get("num_key_value_heads")

@@ -6,7 +6,7 @@ configuration.
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ def read_config(overrides: Sequence[str], config_name: str, found: Findings) -> 
 
     ConfigError for a preset that cannot be read: without it, no key has a value.
     """
+    _check_list(overrides)
     written: list[_Override] = []
     for text in overrides:
         with found.at(Place.COMMAND_LINE):
@@ -80,6 +81,15 @@ def read_config(overrides: Sequence[str], config_name: str, found: Findings) -> 
         found.add(problem)
     unknown = {name for problem in found.problems for name in problem.breaks} | refused
     return with_broken(cfg, (name for name in unknown if name in all_keys() and name not in cfg.explicit))
+
+
+def _check_list(overrides: object) -> None:
+    """ConfigError for what people write in Python in place of a list of texts."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"settings are a list of texts, not one text. Write {overrides.split()!r}.")
+    if isinstance(overrides, Mapping):
+        listed = [f"{name}={value}" for name, value in overrides.items()]
+        raise ConfigError(f"settings are a list of texts, not a map. Write {listed!r}.")
 
 
 def _composed(

@@ -87,7 +87,10 @@ class TrainerConfig:
     )
     rollout_only: bool = key(False, "sample, score and report with the weights of model.path; train nothing")
     device: str = key(
-        "auto", "device of the workers; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
+        "auto",
+        "device of the workers; auto: cuda if there is one",
+        choices=("auto", "cpu", "cuda"),
+        synonyms={"gpu": "cuda"},
     )
     behind_firewall: bool = key(
         False,

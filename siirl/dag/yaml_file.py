@@ -47,12 +47,28 @@ def load_dag_file(path: str | Path) -> DagSpec:
     file = Path(path).expanduser()
     try:
         text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DagError(
+            f"DAG file {str(file)!r} cannot be read: there is none in {file.absolute().parent}. Check "
+            "dag.workflow_path."
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DagError(f"DAG file {str(file)!r} cannot be read: {error}. Check dag.workflow_path.") from None
     try:
         return parse_dag(text)
     except DagError as error:
         raise reworded(error, lambda message: f"DAG file {str(file)!r}: {message}") from None
+
+
+def _told(error: yaml.YAMLError) -> str:
+    """What PyYAML says, and of which line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return " ".join(str(error).split())
+    line = mark.get_snippet(indent=0, max_length=60) or ""
+    text = f": {line.splitlines()[0].strip()!r}" if line else ""
+    tab = ". Indent by spaces" if "\\t" in problem else ""
+    return f"line {mark.line + 1}: {problem}{text}{tab}"
 
 
 def parse_dag(text: str) -> DagSpec:
@@ -64,7 +80,7 @@ def parse_dag(text: str) -> DagSpec:
     try:
         raw = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise DagError(f"it is not YAML: {' '.join(str(error).split())}.") from None
+        raise DagError(f"it is not YAML: {_told(error)}.") from None
     if not isinstance(raw, dict):
         raise DagError("it holds no mapping. Start with dag_id: NAME and nodes: [...].")
     found = Findings(Place.WORKFLOW)

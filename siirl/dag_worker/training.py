@@ -258,6 +258,13 @@ class Training:
             set_rng_state(restored.rank_state, self.worker.device)
         if self.worker.rank == 0:
             log.info("resumed from %s (step %d of %d)", found, self.step, self.total_steps)
+            if self.step >= self.total_steps and not trainer.val_only:
+                log.warning(
+                    "nothing is left to train: the run ends after step %d. To go on, raise "
+                    "trainer.total_training_steps; for another run, name another trainer.output_dir; to "
+                    "begin anew, set trainer.resume_mode=disable trainer.overwrite=true",
+                    self.total_steps,
+                )
 
     def export(self) -> list[Path]:
         """Write each trained model as a Hugging Face directory, and return the directories.

@@ -34,9 +34,9 @@ def read_tokenizer(name: str, trust_remote_code: bool, fix: str) -> PreTrainedTo
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"no tokenizer can be loaded from {name}: {str(error).rstrip('.')}. {fix}."
-        ) from error
+        where = "" if source.is_dir() else "it is no directory here, and as a name on a hub: "
+        why = str(error).strip().splitlines()[0].rstrip(".")
+        raise DataError(f"no tokenizer can be loaded from {name}: {where}{why}. {fix}.") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -1,6 +1,7 @@
 """Checks of dataset files without torch or a tokenizer: the launcher runs them before any worker starts."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,8 @@ def list_files(files: str | Sequence[str]) -> list[DataFile]:
     for path in paths:
         if isinstance(path, Path) and not path.is_file():
             what = "is a directory" if path.is_dir() else "does not exist"
-            found.add(DataError(f"dataset file {path} {what}: expected a parquet file. {_near_files(path)}"))
+            hint = _as_list(path) or _near_files(path)
+            found.add(DataError(f"dataset file {path} {what}: expected a parquet file. {hint}"))
     found.close()
     return paths
 
@@ -250,9 +252,11 @@ def _column_problems(
 ) -> Iterator[DataError]:
     for name in dict.fromkeys((prompt_key, *required)):
         if name not in schema.names:
+            why, fix = _column_use(name, prompt_key)
             near = difflib.get_close_matches(name, schema.names, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else "Set data.prompt_key or data.reward_fn_key."
-            yield DataError(f"{path} has no column {name!r}: it has {', '.join(schema.names)}. {hint}")
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            columns = ", ".join(schema.names)
+            yield DataError(f"{path} has no column {name!r}, {why}: it has {columns}. {hint}{fix}.")
     read = [
         n for n in dict.fromkeys((prompt_key, *required, GROUND_TRUTH_KEY, EXTRA_KEY)) if n in schema.names
     ]
@@ -283,6 +287,17 @@ def _column_problems(
                 f"{path}: {where} has type {leaf}: rows travel between workers as JSON. "
                 "Store it as a string or a number."
             )
+
+
+def _column_use(name: str, prompt_key: str) -> tuple[str, str]:
+    """Why rows have a column, and what to do where they have none."""
+    if name == GROUND_TRUTH_KEY:
+        return (
+            "where rewards find the right answer",
+            "Write it as {ground_truth: ...}, or score by your own function (custom_reward_function.path)",
+        )
+    key = "data.prompt_key" if name == prompt_key else "data.reward_fn_key"
+    return f"which {key} names", f"Set {key} to the one that it is"
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -319,12 +334,23 @@ def _foreign_leaves(where: str, kind: pa.DataType) -> Iterator[tuple[str, pa.Dat
         yield where, kind
 
 
+def _as_list(path: Path) -> str:
+    """How to write several files that stand in one text; empty if it is no such text."""
+    parts = re.split(r"[\s,;]+", str(path))
+    if len(parts) < 2 or not all(Path(part).expanduser().is_file() for part in parts):
+        return ""
+    return f"Several files are a list: [{','.join(parts)}]."
+
+
 def _near_files(path: Path) -> str:
-    found = sorted(path.glob("*.parquet")) if path.is_dir() else sorted(path.parent.glob("*.parquet"))
     where = path if path.is_dir() else path.parent
+    found = {file.stem: file for file in sorted(where.glob("*.parquet"))}
     if not found:
-        return f"{where} has no parquet file: check the path, or write the dataset first."
-    return f"Parquet files there: {', '.join(file.name for file in found[:5])}."
+        what = "has no parquet file" if where.is_dir() else "is no folder"
+        return f"{where.absolute()} {what}: check the path, or write the dataset first."
+    if near := difflib.get_close_matches(path.stem, found, n=1):
+        return f"Did you mean {str(found[near[0]])!r}?"
+    return f"Parquet files there: {', '.join(file.name for file in list(found.values())[:5])}."
 
 
 def _names(files: str | Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from siirl.errors import ConfigError, SandboxError
 from siirl.launch.devices import count_gpus
+from siirl.launch.rendezvous import STORE_FD, open_socket
 from siirl.observe.printable import printable
 
 GIB = 1 << 30
@@ -212,20 +213,9 @@ def ports(_output: Path) -> Iterator[Line]:
 
 def gloo(_output: Path) -> Iterator[Line]:
     """Two processes of this machine meet through gloo, as the ranks of a run do."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with open_socket("127.0.0.1") as server:
         port = server.getsockname()[1]
-    command = [sys.executable, "-m", "siirl.launch.gloo_probe"]
-    both = [
-        subprocess.Popen(
-            [*command, str(rank), str(port), str(PROBE_S / 2)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=_environment(),
-        )
-        for rank in range(2)
-    ]
+        both = [_start_gloo_probe(0, port, server.fileno()), _start_gloo_probe(1, port)]
     problem = ""
     try:
         for process in both:
@@ -281,6 +271,20 @@ def sandbox(_output: Path) -> Iterator[Line]:
 
 
 CHECKS: tuple[Check, ...] = (versions, devices, shared_memory, disk, ports, gloo, sandbox)
+
+
+def _start_gloo_probe(rank: int, port: int, descriptor: int | None = None) -> subprocess.Popen[str]:
+    """One of the two processes that meet at a port. descriptor: of its socket, which rank 0 takes over."""
+    given = {} if descriptor is None else {STORE_FD: descriptor}
+    return subprocess.Popen(
+        [sys.executable, "-m", "siirl.launch.gloo_probe", str(rank), str(port), str(PROBE_S / 2)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment() | {name: str(fd) for name, fd in given.items()},
+        pass_fds=list(given.values()),
+    )
 
 
 class _ProbeError(Exception):

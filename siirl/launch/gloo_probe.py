@@ -9,8 +9,10 @@ def main() -> int:
     import torch
     import torch.distributed as dist
 
+    from siirl.launch.rendezvous import store_of_ranks
+
     rank, port, deadline = int(sys.argv[1]), int(sys.argv[2]), timedelta(seconds=float(sys.argv[3]))
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=deadline)
+    store = store_of_ranks("127.0.0.1", port, rank, 2, deadline)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=deadline)
     numbers = torch.tensor([rank + 1.0])
     dist.all_reduce(numbers)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from siirl.launch.process import (
     start_worker,
     worker_environment,
 )
+from siirl.launch.rendezvous import STORE_FD, open_socket
 from siirl.launch.standbys import Standbys
 from siirl.observe.heartbeat import FD_VARIABLE as HEARTBEAT
 from siirl.observe.heartbeat import heartbeat_file
@@ -105,12 +105,12 @@ def _start(
 
     fds: variable -> descriptor that every rank inherits.
     """
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as server:
+    with open_socket("127.0.0.1") as server:
         port = server.getsockname()[1]
         for rank in range(job.world_size):
             log_path = job.log_path(rank)
             offset = log_path.stat().st_size if log_path.exists() else 0
-            given = dict(fds) | ({"SIIRL_STORE_FD": server.fileno()} if rank == 0 else {})
+            given = dict(fds) | ({STORE_FD: server.fileno()} if rank == 0 else {})
             variables = {name: str(fd) for name, fd in given.items()}
             env = worker_environment(job, rank, "127.0.0.1", port) | variables
             with contextlib.ExitStack() as stack:

@@ -40,6 +40,7 @@ from siirl.launch.process import (
     worker_environment,
 )
 from siirl.launch.ray_head import CutOff
+from siirl.launch.rendezvous import STORE_FD, open_socket
 from siirl.launch.run_folder import held
 from siirl.launch.run_record import is_recorded, open_folder
 from siirl.observe.heartbeat import FD_VARIABLE as HEARTBEAT
@@ -59,7 +60,7 @@ NOT_FORWARDED = (
     "PYTHONHOME",
     HEARTBEAT,
     "SIIRL_LIFELINE_FD",
-    "SIIRL_STORE_FD",
+    STORE_FD,
 )
 
 
@@ -140,7 +141,7 @@ class RankActor:
 
     def open_store(self, ip: str) -> int:
         """Open the rendezvous socket that rank 0's worker takes over; its port. Rank 0's actor only."""
-        self._server = socket.create_server((ip, 0), backlog=1024)
+        self._server = open_socket(ip)
         return self._server.getsockname()[1]
 
     def reach(self, address: str, port: int, timeout_s: float) -> str:
@@ -192,7 +193,7 @@ class RankActor:
         env = _environment(launch) | {"SIIRL_LIFELINE_FD": str(lifeline_fd), HEARTBEAT: str(self._beats)}
         fds = [lifeline_fd, self._beats]
         if self._server is not None:
-            env["SIIRL_STORE_FD"] = str(self._server.fileno())
+            env[STORE_FD] = str(self._server.fileno())
             fds.append(self._server.fileno())
         output: int | IO[bytes] = self._output
         if launch.window_size:

@@ -25,6 +25,7 @@ from siirl.errors import ConfigError
 from siirl.launch.attempt_store import attempt_store
 from siirl.launch.failure import UNRECORDED, describe_exception, write_failure
 from siirl.launch.job import Job
+from siirl.launch.rendezvous import store_of_ranks
 from siirl.launch.standby import stand_by
 from siirl.model_files.local_models import with_local_models
 from siirl.observe.heartbeat import start_heartbeat
@@ -188,21 +189,14 @@ def pick_device(wanted: str, place: ProcessPlace) -> "torch.device":
 
 
 def _store(place: ProcessPlace, timeout: timedelta) -> Any:
-    """The rendezvous store. Rank 0 of a local run serves it on the socket that the launcher opened."""
+    """The rendezvous store: torchrun's, or that of the launcher's socket."""
     import torch.distributed as dist
 
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         kept = next(iter(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout)))[0]
         return attempt_store(kept, place.rank, place.world_size, timeout)
-    listen_fd = os.environ.pop("SIIRL_STORE_FD", None)
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        place.world_size,
-        place.rank == 0,
-        timeout=timeout,
-        **({"master_listen_fd": int(listen_fd)} if listen_fd else {}),
-    )
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return store_of_ranks(address, port, place.rank, place.world_size, timeout)
 
 
 def _load_entry(name: str) -> Callable[..., None]:

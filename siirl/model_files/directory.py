@@ -14,6 +14,7 @@ from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
 from siirl.errors import ConfigError, DataError
+from siirl.model_files.hub import near_folder
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -34,8 +35,9 @@ def model_dir(path: str, key: str = "actor_rollout_ref.model.path") -> Path:
     try:
         if not local.is_dir():
             raise DataError(
-                f"{_here()}: model directory {local} does not exist. Set {key} to a "
-                "Hugging Face model directory that every machine sees, or to a name on the hub, as ORG/NAME."
+                f"{_here()}: model directory {local} {'is a file' if local.exists() else 'does not exist'}. "
+                f"{near_folder(str(local))}Set {key} to a Hugging Face model directory that every machine "
+                "sees, or to a name on the hub, as ORG/NAME."
             )
         if not (local / "config.json").is_file():
             raise DataError(

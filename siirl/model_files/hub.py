@@ -1,5 +1,6 @@
 """Files of models and datasets from the Hugging Face hub or ModelScope, in their local caches. No torch."""
 
+import difflib
 import importlib
 import os
 import re
@@ -112,8 +113,19 @@ def _message(repo: HubRepo, modelscope: bool, error: Exception) -> str:
     return (
         f"{repo.kind} {repo.name!r} (revision {repo.revision}) is no directory on host "
         f"{socket.gethostname()}, and could not be downloaded from {where} to {_cache(repo, modelscope)}: "
-        f"{why}. {fix}; or download it elsewhere, and give the local directory."
+        f"{why}. {near_folder(repo.name)}{fix}; or download it elsewhere, and give the local directory."
     )
+
+
+def near_folder(name: str) -> str:
+    """What a local folder has that was perhaps meant; empty where there is no such folder."""
+    parent = Path(name).parent
+    try:
+        there = sorted(path.name for path in parent.iterdir() if path.is_dir())
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(Path(name).name, there, n=1)
+    return f"Did you mean the directory {str(parent / near[0])!r}? " if near else ""
 
 
 def _first_line(error: Exception) -> str:

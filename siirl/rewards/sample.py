@@ -104,8 +104,14 @@ def failed(error: BaseException) -> Outcome:
     return Outcome(error=describe(error), failure="raised")
 
 
+class ResultError(ValueError):
+    """What a function returned is no score."""
+
+
 def describe(error: BaseException) -> str:
     """The exception in one line: type, message, and the line of code that raised it."""
+    if isinstance(error, ResultError):  # no line of the user's raised it
+        return printable(str(error))
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     try:
@@ -119,18 +125,21 @@ def _read_result(result: Any) -> tuple[float, dict[str, Any]]:
     more: dict[str, Any] = {}
     if isinstance(result, Mapping):
         if "score" not in result:
-            raise ValueError(f'it returned a dict without "score": its keys are {sorted(map(str, result))}')
+            raise ResultError(f'it returned a dict without "score": its keys are {sorted(map(str, result))}')
         more = {printable(str(key)): _plain(value) for key, value in result.items() if key != "score"}
         result = result["score"]
     value = _plain(result)
     if not isinstance(value, numbers.Real):
-        raise ValueError(f"it returned {_short(result)} of type {type(result).__name__} instead of a number")
+        kind = (
+            ": does a path end without return?" if result is None else f" (it is a {type(result).__name__})"
+        )
+        raise ResultError(f"it returned {_short(result)} instead of a number{kind}")
     if not abs(value) <= LARGEST_SCORE:
-        raise ValueError(f"it returned {value}: a score must be finite, in float32")
+        raise ResultError(f"it returned {value}: a score must be finite, in float32")
     try:
         json.dumps(more)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"its further values must be numbers or texts: {error}") from error
+        raise ResultError(f"its further values must be numbers or texts: {error}") from error
     return float(value), more
 
 

@@ -45,9 +45,10 @@ def check_user_function(cfg: Config) -> None:
         _check_arguments(functions[user.name], user.reward_kwargs, f"{user.name} of {source}", batch)
     elif not may_define(tree, user.name):
         near = difflib.get_close_matches(user.name, functions, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Set custom_reward_function.name."
+        one = f"={next(iter(functions))}" if len(functions) == 1 else ""
+        hint = f"Did you mean {near[0]!r}?" if near else f"Set custom_reward_function.name{one}."
         raise ConfigError(
-            f"custom_reward_function.name={user.name}: {source} defines "
+            f"custom_reward_function.name={user.name}: {source} has no such function, it defines "
             f"{', '.join(functions) or 'no function'}. {hint}"
         )
 

@@ -20,7 +20,7 @@ def explanation(found: StepTime, device: str, world_size: int) -> str:
     lines = table(rows) if found.phases else []
     if found.step_s:
         rate = f"{found.tokens / found.step_s / world_size:,.0f} tokens/s on each of {world_size} devices"
-        lines.append(f"step: {found.step_s:.1f} s; {rate}")
+        lines.append(f"step: {_seconds(found.step_s)} s; {rate}")
     lines += [f"wait: {line}" for line in _waiting(found, world_size)]
     lines += [f"not counted: {line}" for line in found.not_counted]
     lines += [f"assumed: {line}" for line in found.assumed]
@@ -28,7 +28,7 @@ def explanation(found: StepTime, device: str, world_size: int) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f}" if value < 1 else f"{value:.1f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"
 
 
 def _parts(phase: Phase) -> str:

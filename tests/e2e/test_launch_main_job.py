@@ -127,6 +127,11 @@ def test_failed_rewards_count_as_zero_if_asked_and_a_damaged_checkpoint_is_passe
     ):
         assert place in said, said
     assert sum(line.get("reward/failed", 0) for line in metrics(tmp_path)) == 4  # rollout.n samples
+    again = run([*MAIN, *arguments, "trainer.total_training_steps=4"])
+    assert again.returncode == 0, again.stderr
+    assert (
+        "nothing is left to train: the run ends after step 4. To go on, raise" in again.stdout + again.stderr
+    )
     damage(tmp_path / "checkpoints" / "global_step_4")
     done = run([*MAIN, *arguments, "trainer.total_training_steps=5"])
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from siirl.compiler.adapter_targets import expert_targets
+from siirl.compiler.head_sizes import head_size
 from siirl.compiler.memory import layer_params as of_config
 from siirl.compiler.model_types import LATENT, QKV_BIAS, SINKS
 from siirl.compiler.overridden import overridden
@@ -145,8 +146,7 @@ def read_shape(cfg: Config, role: str) -> ModelShape | str:
 def model_shape(raw: dict[str, Any]) -> ModelShape:
     """Parameter counts of a Llama-shaped decoder, dense or with experts, from its config.json."""
     hidden, layers, heads = raw["hidden_size"], raw["num_hidden_layers"], raw["num_attention_heads"]
-    family = raw["model_type"]
-    head_dim = raw.get("head_dim") or hidden // heads
+    family, head_dim = raw["model_type"], head_size(raw)
     q_width, kv_width = heads * head_dim, (raw.get("num_key_value_heads") or heads) * head_dim
     attention = 2 * hidden * q_width + 2 * hidden * kv_width
     latent = of_config.latent_sizes(raw) if family in LATENT else {}

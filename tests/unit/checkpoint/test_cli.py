@@ -31,6 +31,21 @@ TINY = {
 }
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["chek", *GOOD], "there is no command 'chek'. Did you mean 'check'?"),
+        (["nothing"], "there is no command 'nothing'. Known: check, plan, run, "),
+        (GOOD, f"{GOOD[0]}: settings come after a command. Write siirl run {GOOD[0]}"),
+        (["plan", *GOOD, "--device", "h200"], "--device h200: only --explain and --search predict times"),
+        (["plan", *GOOD, "--tokens", "1+1"], "--tokens 1+1: only --explain and --search"),
+    ],
+)
+def test_words_that_say_nothing_are_refused_with_what_was_perhaps_meant(words, told, capsys):
+    assert main(words) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_check_says_ok_and_what_is_left_out(capsys):
     assert main([*CHECK, *GOOD]) == 0
     out = capsys.readouterr().out

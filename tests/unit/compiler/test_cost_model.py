@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from siirl.compiler.plan import LinkPlan
 from siirl.config import load_config
 from siirl.dag.spec import DagBuilder
 from siirl.engines.train import micro_batches
+from siirl.show.cost_text import explanation
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -240,6 +242,16 @@ def test_the_command_says_where_the_time_goes_what_it_assumes_and_what_it_does_n
     assert float(re.search(r"step: ([\d.]+) s", other)[1]) > step_s
     _, on_cpu, _ = explain(capsys, *keys, "trainer.device=cpu")
     assert "nothing is fitted for CPUs" in on_cpu
+
+
+def test_a_step_of_milliseconds_is_not_told_as_none(model):
+    found = predict([*BASE, f"{MODEL}={model}"])
+    scale = 0.00123 / found.step_s
+    phases = [
+        replace(phase, parts={what: scale * s for what, s in phase.parts.items()}) for phase in found.phases
+    ]
+    told = explanation(replace(found, phases=phases, step_s=0.00123), "h200", 1)
+    assert "step: 0.0012 s; " in told and " 0.00 " not in told
 
 
 @pytest.mark.parametrize(

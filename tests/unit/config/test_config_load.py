@@ -71,6 +71,7 @@ trainer.max_actor_ckpt_to_keep=5 trainer.default_local_dir=/ckpts/qwen3 trainer.
         (f"{ACTOR}.entropy_coeff=0", 0.0),
         (f"{ACTOR}.optim.betas=[0.9,0.95]", (0.9, 0.95)),
         (f"{ACTOR}.strategy=fsdp2", "fsdp"),
+        ("trainer.device=gpu", "cuda"),
         (f"{ROLLOUT}.stop_token_ids=[1,2]", (1, 2)),
         (f"{MODEL}.target_modules=[q_proj,v_proj]", ("q_proj", "v_proj")),
         (f"{MODEL}.target_modules=all-linear", "all-linear"),
@@ -369,3 +370,19 @@ def test_off_is_siirls_word_for_not_resuming(tmp_path):
     file.write_text("defaults: [ppo_dag_trainer, _self_]\ntrainer:\n  resume_mode: on\n")
     with pytest.raises(ConfigError, match=r"resume_mode=true: expected text"):
         load_config(config_name=str(file))
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        (
+            "trainer.nnodes=2 trainer.save_freq=5",
+            "not one text. Write ['trainer.nnodes=2', 'trainer.save_freq=5'].",
+        ),
+        ({"trainer.nnodes": 2}, "not a map. Write ['trainer.nnodes=2']."),
+    ],
+)
+def test_settings_that_are_no_list_are_refused_once(given, fix):
+    with pytest.raises(ConfigError) as caught:
+        load_config(given)
+    assert str(caught.value) == f"settings are a list of texts, {fix}"

@@ -84,6 +84,8 @@ def with_node(extra: str) -> str:
         ("", ["no mapping"]),
         ("- a", ["no mapping"]),
         ("dag_id: [", ["not YAML"]),
+        ("dag_id: x\nnodes:\n\t- 1", ["not YAML: line 3: found character '\\t'", "Indent by spaces."]),
+        ("dag_id: x\nnodes:\n  - a: 1\n   b: 2", ["not YAML: line 4: expected", "'b: 2'."]),
         ("nodes: []", ["dag_id = None"]),
         ("dag_id: x\nnodes: []", ["has no nodes"]),
         ("dag_id: x\nnodes: {a: 1}", ["not a list"]),
@@ -120,7 +122,7 @@ def test_a_malformed_file_is_refused_by_name(text, fragments, tmp_path):
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(DagError, match=r"'/no/such.yaml' cannot be read"):
+    with pytest.raises(DagError, match=r"'/no/such.yaml' cannot be read: there is none in /no\. Check"):
         load_dag_file("/no/such.yaml")
 
 

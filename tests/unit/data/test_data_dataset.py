@@ -179,7 +179,7 @@ BAD_FILES = {
     "not_parquet": "cannot be read as parquet",
     "cut_short": "cannot be read as parquet",
     "no_prompt": "no column 'prompt'.*Did you mean 'prompts'",
-    "no_source": "no column 'data_source'",
+    "no_source": r"no column 'data_source', which data\.reward_fn_key names: .* Set data\.reward_fn_key",
     "number_prompt": "'prompt' has type int64",
     "image_prompt": "'prompt' has type list",
     "bytes_extra": r"extra_info\.blob has type binary",
@@ -199,6 +199,21 @@ def test_a_file_of_another_format_is_told_where_the_format_is(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
     with pytest.raises(DataError, match=r"not a parquet file\. Write its rows as parquet: docs/data\.md\.$"):
         inspect_files(str(tmp_path / "rows.jsonl"))
+
+
+def test_a_file_that_is_not_there_is_told_what_is(tmp_path, monkeypatch):
+    make_arithmetic_parquet(tmp_path / "train.parquet", 1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bare").mkdir()
+    for name, words in (
+        ("trian.parquet", r"Did you mean 'train\.parquet'\?"),
+        ("train.parquet train.parquet", r"Several files are a list: \[train\.parquet,train\.parquet\]\.$"),
+        ("x.parquet", r"Parquet files there: train\.parquet"),
+        ("bare/x.parquet", f"{tmp_path}/bare has no parquet file"),
+        ("away/x.parquet", f"{tmp_path}/away is no folder"),
+    ):
+        with pytest.raises(DataError, match=words):
+            inspect_files(name)
 
 
 def test_a_directory_or_an_empty_list_is_no_dataset(tmp_path):
@@ -243,10 +258,18 @@ def test_ground_truth_may_be_missing_only_with_the_users_own_reward(tmp_path):
     file = write_parquet(tmp_path / "a.parquet", [{"prompt": "1", "data_source": "s"}])
     keys = [f"data.train_files={file}", f"data.val_files={file}", "data.train_batch_size=1"]
     keys.append("actor_rollout_ref.actor.ppo_mini_batch_size=1")
-    with pytest.raises(DataError, match="no column 'reward_model'"):
+    with pytest.raises(DataError, match=r"no column 'reward_model', where .*custom_reward_function\.path"):
         inspect_data(load_config(keys))
     own = [*keys, "custom_reward_function.path=/my/reward.py"]
     assert inspect_data(load_config(own)) == {"train": 1, "val": 1}
+
+
+def test_a_name_that_no_hub_is_reached_for_is_told_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(load_config(["actor_rollout_ref.model.path=nowhere"]))
+    told = str(caught.value)
+    assert "from nowhere: it is no directory here, and as a name on a hub: " in told and "\n" not in told
 
 
 def test_a_model_directory_without_a_tokenizer_is_refused(tmp_path):

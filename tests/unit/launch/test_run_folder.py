@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from siirl.checkpoint.files import POINTER
+from siirl.cli import main
 from siirl.config import load_config, to_dict
 from siirl.errors import ConfigError
 from siirl.launch import run_folder, run_record
@@ -224,3 +225,25 @@ def test_the_job_is_for_this_user_alone(tmp_path):
     path = job.prepare()
     assert path.stat().st_mode & 0o777 == 0o600
     assert job.prepare() == path and Job.read(path) == job
+
+
+@pytest.mark.heavy
+def test_a_run_that_finds_no_machines_is_one_that_failed_and_says_of_what(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    keys = [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.n=8",
+    ]
+    run = [
+        "run",
+        *keys,
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.output_dir={tmp_path}/out",
+    ]
+    assert main(run) == 2
+    assert "no Ray cluster was found" in capsys.readouterr().err
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "failed: trainer.nnodes=2, but no Ray" in capsys.readouterr().out

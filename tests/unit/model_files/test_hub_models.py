@@ -142,6 +142,14 @@ def test_without_a_network_the_error_says_what_was_tried(cache, lost):
             assert part in message
 
 
+def test_a_name_that_is_nearly_that_of_a_local_directory_is_told_so(cache, model, tmp_path, monkeypatch):
+    shutil.copytree(model, tmp_path / "models" / "mine")
+    monkeypatch.chdir(tmp_path)
+    cfg, plan = compiled([*GRPO, f"{POLICY}.model.path=models/mien"])
+    with pytest.raises(DataError, match=r"Did you mean the directory 'models/mine'\? "):
+        with_local_models(cfg, plan, cached_first=True)
+
+
 def test_check_and_plan_need_config_json_alone(cache, capsys):
     snapshot = next(cache.glob("*/snapshots/*"))
     for path in snapshot.iterdir():
@@ -223,6 +231,14 @@ def test_an_unreadable_directory_names_host_and_path(tmp_path, monkeypatch):
     def denied(self):
         raise PermissionError(13, "Permission denied", str(self))
 
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "file").touch()
+    for name, words in (
+        ("mien", "does not exist. Did you mean the directory .*/mine'"),
+        ("file", "is a file"),
+    ):
+        with pytest.raises(DataError, match=f"model directory .*/{name} {words}"):
+            model_dir(str(tmp_path / name))
     with pytest.raises(DataError, match=r"on host \S+: model directory /no/such/model does not exist"):
         model_dir("/no/such/model")
     monkeypatch.setattr(Path, "is_dir", denied)

@@ -136,7 +136,7 @@ FRAGILE = """
 FAILURES = {
     "1": r"KeyError: 'speed' \(at .*reward\.py:7\)",
     "2": "it returned nan: a score must be finite",
-    "3": "'high' of type str instead of a number",
+    "3": r"\(data_source 'my/data'\): it returned 'high' instead of a number \(it is a str\)\. Correct",
     "4": "no score after 0.5 s",
     "5": "the process that scored it ended: exit code 3",
     "6": "the process that scored it ended: SIGSEGV",

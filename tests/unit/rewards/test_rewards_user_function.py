@@ -46,6 +46,10 @@ def test_a_module_on_the_path_is_accepted_by_name(tmp_path, monkeypatch):
 
 REFUSED = {
     "other_name": ("def compute_scores(**given): ...", "Did you mean 'compute_scores'"),
+    "far_name": (
+        "def score(**given): ...",
+        r"has no such function, it defines score\. Set .*\.name=score\.$",
+    ),
     "nothing": ("x = 1", "defines no function"),
     "syntax": ("def compute_score(:", "my_reward.py, line 1 is no Python"),
     "missing": ("def compute_score(solution_str, ground_truth): ...", "it does not take data_source"),

@@ -5,7 +5,9 @@ from typing import Any
 import torch
 
 from siirl.compiler.checks.packages import vllm_version
+from siirl.compiler.model_types import as_built
 from siirl.compiler.plan import ModelPlan
+from siirl.compiler.vllm_models import why_not_on_cpu
 from siirl.config import Config
 from siirl.engines.rollout.served.served_rollout import ServedRollout
 from siirl.engines.rollout.vllm.arguments import (
@@ -40,6 +42,8 @@ class VLLMRollout(ServedRollout):
                 "not supported yet: actor.router_replay.mode=R3 with rollout.name=vllm on a CPU, where vLLM "
                 "does not say which experts computed a token. Set rollout.name=hf."
             )
+        if device.type == "cpu" and (problem := why_not_on_cpu(as_built(cfg.actor_rollout_ref.model))):
+            raise NotSupportedError(f"not supported yet: rollout.name=vllm: {problem}. Set rollout.name=hf.")
         if cfg.actor_rollout_ref.rollout.share_prompts_in_decode and device.type == "cpu":
             raise NotSupportedError(
                 "not supported yet: rollout.share_prompts_in_decode on a CPU: it is for Hopper GPUs. Set it "

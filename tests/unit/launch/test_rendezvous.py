@@ -1,0 +1,45 @@
+"""The port at which ranks meet: nobody gets it between the moment it is known and the moment it is served."""
+
+import os
+import socket
+from datetime import timedelta
+
+import pytest
+
+from siirl.launch import doctor
+from siirl.launch.rendezvous import STORE_FD, open_socket, store_of_ranks
+
+
+@pytest.mark.heavy
+def test_the_port_of_doctors_two_processes_is_nobody_elses_while_they_start():
+    with open_socket("127.0.0.1") as server:
+        address = server.getsockname()
+        both = [doctor._start_gloo_probe(0, address[1], server.fileno())]
+    try:
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(address)  # closed here, and rank 0 has not come to its store
+        both.append(doctor._start_gloo_probe(1, address[1]))
+        assert [process.communicate(timeout=120)[1] for process in both] == ["", ""]
+        assert [process.returncode for process in both] == [0, 0]
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+
+
+def test_rank_0_serves_the_store_on_the_socket_that_it_inherited(monkeypatch):
+    server = open_socket("127.0.0.1")
+    port = server.getsockname()[1]
+    monkeypatch.setenv(STORE_FD, str(server.detach()))
+    store = store_of_ranks("127.0.0.1", port, 0, 1, timedelta(seconds=10))
+    assert STORE_FD not in os.environ, "what this process starts has no such descriptor"
+    assert store.port == port
+    reader = store_of_ranks("127.0.0.1", port, 1, 1, timedelta(seconds=10))
+    store.set("key", "told")
+    assert reader.get("key") == b"told"
+
+
+def test_without_an_inherited_socket_rank_0_opens_the_port_that_it_is_told(monkeypatch):
+    monkeypatch.delenv(STORE_FD, raising=False)
+    store = store_of_ranks("127.0.0.1", 0, 0, 1, timedelta(seconds=10))
+    assert store.port > 0
