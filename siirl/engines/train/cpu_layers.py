@@ -1,7 +1,8 @@
 """Parts of transformers' layers, of which there is no one kernel on the CPU, in fewer passes over memory.
 
 There each operation of a norm reads and writes all tokens, and autograd as many again. Here a norm and a
-rotary embedding are a function each, with a backward of its own, of the same result up to rounding.
+rotary embedding are a function each, with a backward of its own. What a norm gives is the same bit for bit,
+the rest up to rounding.
 
 Legend: N tokens, D features.
 """
@@ -95,10 +96,10 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        out = x * x
+        scale = out.mean(-1, keepdim=True).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight_D, scale)
-        return (x * scale).mul_(weight_D)
+        return torch.mul(x, scale, out=out).mul_(weight_D)
 
     @staticmethod
     @once_differentiable
