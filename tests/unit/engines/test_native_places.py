@@ -167,17 +167,29 @@ def test_the_worker_that_cannot_speaks_for_its_engine(reasons):
     assert engine.finish_update(keeps_kv=True) == reasons[1]
 
 
-def test_weights_are_written_without_a_default_device():
-    """With one each look at a tensor goes through Python: that was most of a sync's time on the host."""
-    worker, seen = WorkerExtension(), []
+class Watched(nn.Parameter):
+    """As a parameter of vLLM's linear layers."""
+
+    seen = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_weights_are_written_without_python_around_each_look_at_a_tensor():
+    """A default device, or the class of vLLM's parameters, was most of a sync's time on the host."""
+    worker, held, seen = WorkerExtension(), Watched(torch.zeros(3), requires_grad=False), []
     worker.device, worker._places = CPU, Mock()
     for method in (worker._places.begin, worker._places.write):
         method.side_effect = lambda *_: seen.append(
-            (torch._C._len_torch_function_stack(), torch.is_grad_enabled())
+            (torch._C._len_torch_function_stack(), torch.is_grad_enabled(), type(held.data), held.stride())
         )
     worker.begin_places()
     worker.write_places({})
-    assert seen == [(0, False)] * 2
+    assert seen == [(0, False, torch.Tensor, (1,))] * 2 and Watched.seen == 0
+    assert held.stride() == (1,) and Watched.seen == 1
 
 
 def test_views_follow_a_parameter_that_lies_elsewhere_and_another_layout_is_an_error(buffer):

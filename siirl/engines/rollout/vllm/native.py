@@ -373,12 +373,20 @@ class WorkerExtension:
     @contextmanager
     def _loading(self) -> Iterator[None]:
         """What vLLM has around it while it loads; nothing else of this process is on the device meanwhile."""
-        with set_current_vllm_config(self.vllm_config), torch.device(self.device), self._writing():
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device), self._device_alone():
             yield
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """The same without a default device, with which each call takes longer: for code of ours alone."""
+        """The same for code of ours alone: without a default device, and parameters are plain tensors.
+
+        With either each look at a tensor goes through Python; vLLM's parameters have a __torch_function__.
+        """
+        with torch._C.DisableTorchFunctionSubclass(), self._device_alone():
+            yield
+
+    @contextmanager
+    def _device_alone(self) -> Iterator[None]:
         with torch.no_grad():
             self.settle_device()
             yield
