@@ -115,8 +115,8 @@ class ModelProcess:
             else:
                 whole.copy_(values[0])
 
-    def finish_writing(self, keeps_kv):
-        assert self.updating == "in place"
+    def finish_writing(self, filling, keeps_kv):
+        self.write(filling)
         self.updating = ""
 
 

@@ -37,6 +37,8 @@ class Filling:
     """Tensors whose last rows these are, and the byte after `begin` where they start, maybe before it."""
     kept: int = 0
     """The byte of the kept copy that `begin` is."""
+    is_last: bool = False
+    """All rows of all tensors have come with it."""
     groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = field(
         default_factory=dict
     )
@@ -118,6 +120,7 @@ class WeightWriter:
             live.read_until(self._kept.wait)
         with phase("wait_for_device"):
             self._settle_device(all_streams=True)  # whoever wrote the weights
+        num_left = sum(0 not in shape[:1] for shape, _ in self._specs.values())
         while True:
             with phase("put"):
                 filling = next(found, None)
@@ -125,6 +128,8 @@ class WeightWriter:
                     return
                 if live is not None:
                     filling.put()
+                num_left -= len(filling.ended)
+                filling.is_last = num_left == 0
                 told = self._told(filling, buffer)
             yield filling, told
 

@@ -120,7 +120,7 @@ class WeightsInPlace(EngineWeights):
             for filling, told in self._writer.fillings(weights, live):
                 self._shard.meet()  # each worker of the engine reads the buffer of a rank of its own
                 with phase("load", tensors=len(filling.entries) // 4):
-                    self._write(process, filling, told | {"place": place}, live)
+                    self._write(process, filling, told | {"place": place}, live, keeps_kv)
         return finished.pop()
 
     def _write(
@@ -129,8 +129,10 @@ class WeightsInPlace(EngineWeights):
         filling: Filling,
         told: dict[str, Any],
         live: LiveWeights | None,
+        keeps_kv: bool,
     ) -> None:
-        """Have the process write a filling; one that has taken its place meanwhile, load it."""
+        """Have the process write a filling, and finish with the last one; a process that has taken its place
+        meanwhile, load it."""
         keeping = self._writer.begin_keeping(filling, live)
 
         def load(process: EngineProcess) -> None:
@@ -140,24 +142,22 @@ class WeightsInPlace(EngineWeights):
                 process.ask(Call("update", {"bucket": self._writer.kept_bucket(filling)}))
 
         def write(process: EngineProcess) -> None:
-            if process is self._knows:
-                process.ask(Call("write", {"filling": told}))
-            else:
+            if process is not self._knows:
                 load(process)
+            elif filling.is_last:
+                process.call("finish_writing", filling=told, keeps_kv=keeps_kv)
+            else:
+                process.ask(Call("write", {"filling": told}))
 
         self.together(process, lambda engine: engine.act("update", write, load))
 
     def _finish_writing(self, engine: RecoveringEngine, keeps_kv: bool, complete: bool) -> str:
-        """End an update in place, also one that has failed."""
+        """End an update in place, also one that has failed: of a process that has not written it all."""
 
         def load(process: EngineProcess) -> str:
             return self._finish_in(process, keeps_kv)
 
         def write(process: EngineProcess) -> str:
-            if process is not self._knows:
-                return load(process)
-            if complete:
-                process.call("finish_writing", keeps_kv=keeps_kv)
-            return ""
+            return load(process) if process is not self._knows else ""
 
         return engine.act("finish_update", write, load)
