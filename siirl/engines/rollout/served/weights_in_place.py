@@ -93,7 +93,10 @@ class WeightsInPlace(EngineWeights):
         return why_not
 
     def _begin_writing(self, engine: RecoveringEngine) -> bool:
-        """Begin an update in place; False: by loaders, of a process that was started since."""
+        """Begin an update in place; False: by loaders, of a process that was started since.
+
+        The buffer is filled while the process begins: its answer is that of the first write.
+        """
 
         def load(process: EngineProcess) -> bool:
             process.call("begin_update", tensors=self._writer.tensors())
@@ -102,7 +105,7 @@ class WeightsInPlace(EngineWeights):
         def write(process: EngineProcess) -> bool:
             if process is not self._knows:
                 return load(process)
-            process.call("begin_writing")
+            process.post(Call("begin_writing", {}))
             return True
 
         return engine.act("begin_update", write, load)

@@ -75,7 +75,7 @@ class NativeEngine:
         self._engine.collective_rpc("draw_by_seeds")
         self._adapters: dict[str | None, LoRARequest] = {}
         self._learns = False
-        self._keeps_kv: bool | None = None  # of an update in place, until `rest` has forgotten what it outdates
+        self._keeps_kv: bool | None = None  # of an update in place, until `rest` forgets what it outdates
 
     def add(self, request: Request, adapter: str | None) -> None:
         """Queue one response. Its seed makes it independent of what else is in the batch.
