@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from siirl.compiler.memory.engine_memory import WRITING_BYTES
 from siirl.engines.rollout.served.kept_weights import KeptWeights
 from siirl.engines.rollout.served.samples import sampled_sum
 from siirl.engines.rollout.served.shared_buffer import SharedBuffer
@@ -17,9 +18,7 @@ from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.lora import adapter_name
 from siirl.observe.spans import phase
 
-BUCKET_BYTES = 512 << 20
-"""Weights are written in pieces of this size, by way of so much memory of the trainer's device. Each takes
-a message to the engine's process and back, and both wait for the device."""
+BUCKET_BYTES = WRITING_BYTES
 ALIGN_BYTES = 16
 CUT_ROWS = 16
 """What is larger than a buffer is cut after a multiple of so many rows, whose bytes ALIGN_BYTES divides."""
