@@ -38,9 +38,9 @@ def hf_rollout_lines(
 def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
     """What one rank holds of a vLLM engine: on a GPU its share of the device, of which weights are a part.
 
-    Beside it the worker has the buffer through which it writes weights in place, from the second sync on. On a
-    CPU weights, and the KV cache of all rows that run at once. The weights of an engine that may be started
-    again are in host memory too.
+    Beside it the worker has the buffer through which it writes weights in place, from the second sync on.
+    On a CPU weights, and the KV cache of all rows that run at once. The weights of an engine that may be
+    started again are in host memory too.
     """
     rollout = cfg.actor_rollout_ref.rollout
     weights, cache = engine_bytes(model, cfg, shape, rows_per_shard)
