@@ -31,6 +31,7 @@ from siirl.engines.train.fsdp_state import (
     exported,
     exported_adapter,
     exported_rows,
+    held_tensors,
     live,
     live_pieces,
     load_training_state,
@@ -38,7 +39,6 @@ from siirl.engines.train.fsdp_state import (
     row_layout,
     specs,
     training_state,
-    held_tensors,
 )
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed, seen_back

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+
 class LiveWeights:
     """Whole tensors under the names of the model's files: views of live memory, the same in every step.
 
