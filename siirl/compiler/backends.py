@@ -14,6 +14,7 @@ from siirl.compiler.checks.packages import check_megatron_packages, sglang_versi
 from siirl.compiler.checks.sglang_checks import check_sglang
 from siirl.compiler.checks.shared_prompt_checks import check_shared_prompts
 from siirl.compiler.checks.vllm_arguments import check_vllm_arguments
+from siirl.compiler.memory.engine_memory import hf_rollout_lines, scored_lines, vllm_lines
 from siirl.compiler.memory.estimate import (
     BYTES,
     MemoryLine,
@@ -24,13 +25,10 @@ from siirl.compiler.memory.estimate import (
     fsdp_lines,
     full_kl_lines,
     head_lines,
-    hf_rollout_lines,
     micro_batch_tokens,
     micro_batches,
     read_shape,
-    scored_lines,
     teacher_lines,
-    vllm_lines,
 )
 from siirl.compiler.memory.megatron_memory import MegatronMemory, megatron_lines
 from siirl.compiler.model_types import attention_heads, check_trained_model

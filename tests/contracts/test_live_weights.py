@@ -7,7 +7,7 @@ from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
-from siirl.engines.train.fsdp_state import weight_places
+from siirl.engines.train.fsdp_state import held_tensors
 from siirl.engines.train.live_weights import LiveWeights
 
 ALONE = Scenario("one rank", 1)
@@ -46,7 +46,7 @@ def another_place_is_noticed(engine):
     layer = hf.model.layers[-1].self_attn
     param = layer.q_proj.weight
     layer.q_proj.weight = layer.o_proj.weight
-    assert not live.lies_in(weight_places(hf))
+    assert not live.lies_in(held_tensors(hf))
     layer.q_proj.weight = param
     assert engine.live_weights() is live
 
@@ -66,10 +66,10 @@ MEMORY = torch.zeros(4, 4)
 def test_a_weight_that_lies_elsewhere_differs_in_its_place(other):
     model = torch.nn.Sequential(torch.nn.Module(), torch.nn.Linear(1, 1))
     model[0].register_buffer("table", MEMORY[:2])
-    live = LiveWeights({}, weight_places(model))
-    assert live.lies_in(weight_places(model))
+    live = LiveWeights({}, held_tensors(model))
+    assert live.lies_in(held_tensors(model))
     model[0].table = other
-    assert not live.lies_in(weight_places(model))
+    assert not live.lies_in(held_tensors(model))
 
 
 def same_as_exported(engine, live):

@@ -1,5 +1,6 @@
 """A vLLM engine that takes one set of weights after another, by vLLM's loaders or in place."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -56,18 +57,18 @@ def note_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def noting(engine, kind, action, again=None, key=None):
         def noted(process):
-            ask = process.ask
+            ask, post = process.ask, process.post
 
-            def asked(message):
+            def noted_as(way, message):
                 if isinstance(message, Call):
                     called.append(message.method)
-                return ask(message)
+                return way(message)
 
-            process.ask = asked
+            process.ask, process.post = partial(noted_as, ask), partial(noted_as, post)
             try:
                 return action(process)
             finally:
-                del process.ask
+                del process.ask, process.post
 
         return act(engine, kind, noted, again or action, key)
 

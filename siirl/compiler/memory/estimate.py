@@ -45,8 +45,6 @@ ENGINE_GRAPHS_BYTES = 9 * GIB
 """What a vLLM engine has beside its share, asleep too: CUDA graphs and workspace; 5.5 to 12 GiB measured."""
 ENGINE_CONTEXT_BYTES = 2 * GIB
 """The same of an engine without CUDA graphs (enforce_eager)."""
-KEPT_WEIGHTS = "weights for a restart"
-"""Of a vLLM engine, in host memory."""
 ENGINE_PARTS = ("share of the device", "graphs and context")
 """What a vLLM engine has on a device: not tensors of a trainer's allocator."""
 
@@ -423,78 +421,3 @@ def micro_batches(model: ModelPlan, cfg: Config) -> int:
     row = rollout.prompt_length + rollout.response_length
     rows = -(-batch_of(cfg, model.role).mini_rows // model.dims.dp)
     return -(-rows * row // micro_batch_tokens(model, cfg, trains=True))
-
-
-def hf_rollout_lines(
-    model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int
-) -> list[MemoryLine]:
-    """What one rank holds of a transformers model that samples. rows_per_shard: rows of a whole batch."""
-    rollout = cfg.actor_rollout_ref.rollout
-    weights, cache = engine_bytes(model, cfg, shape, rows_per_shard)
-    return [
-        offloadable(model.name, "weights", weights, rollout.free_cache_engine, ("generate",)),
-        MemoryLine(model.name, "KV cache", cache, ("generate",)),
-    ]
-
-
-def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
-    """What one rank holds of a vLLM engine: on a GPU its share of the device, of which weights are a part.
-
-    On a CPU weights, and the KV cache of all rows that run at once. The weights of an engine that may be
-    started again are in host memory too.
-    """
-    rollout = cfg.actor_rollout_ref.rollout
-    weights, cache = engine_bytes(model, cfg, shape, rows_per_shard)
-    kept = weights if rollout.max_engine_restarts and model.dims.tp == 1 else 0
-    on_another = model.base not in (None, model.name)  # one engine, and its cache, for all adapters
-    if cfg.trainer.device == "cpu":
-        return [
-            MemoryLine(model.name, "weights", weights),
-            MemoryLine(model.name, KEPT_WEIGHTS, kept),
-            MemoryLine(model.name, "KV cache", 0 if on_another else cache),
-        ]
-    in_host = MemoryLine(model.name, KEPT_WEIGHTS, kept, (), host=True)
-    if on_another:
-        return [in_host]
-    share = rollout.device_share
-    awake: tuple[Activity, ...] = ("generate",) if rollout.free_cache_engine else ALWAYS
-    beside = ENGINE_CONTEXT_BYTES if rollout.enforce_eager else ENGINE_GRAPHS_BYTES
-    return [
-        MemoryLine(model.name, ENGINE_PARTS[0], 0, awake, share=share),
-        MemoryLine(model.name, ENGINE_PARTS[1], beside),
-        in_host,
-    ]
-
-
-def scored_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
-    """What a rollout engine has besides as a teacher.
-
-    What it says of all rows; beside its share of the device, logits and log-probs of all words, at the tokens
-    of a row that it reads at once; its weights in host memory while it sleeps.
-    """
-    if not model.is_teacher:
-        return []
-    rollout = cfg.actor_rollout_ref.rollout
-    row = rollout.prompt_length + rollout.response_length
-    tokens = row if cfg.trainer.device == "cpu" else min(row, rollout.max_num_batched_tokens)
-    each = shape.vocabulary * (BYTES[rollout.dtype] + 2 * BYTES["float32"])
-    asleep = 0
-    if rollout.free_cache_engine and cfg.trainer.device != "cpu":
-        asleep, _ = engine_bytes(model, cfg, shape, rows_per_shard)
-    return [
-        *teacher_lines(model, cfg, shape, rows_per_shard),
-        MemoryLine(model.name, "log-probs of a row", tokens * each, ("generate",)),
-        MemoryLine(model.name, "weights while it sleeps", asleep, (), host=True),
-    ]
-
-
-def engine_bytes(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> tuple[int, int]:
-    """Weights, and the KV cache of a batch's rows as far as they run at once."""
-    rollout = cfg.actor_rollout_ref.rollout
-    width, tp = BYTES[rollout.dtype], model.dims.tp
-    at_once = min(rows_per_shard, rollout.max_num_seqs)
-    each = shape.cached or 2 * shape.kv_width
-    cache = shape.layers * each * at_once * (rollout.prompt_length + rollout.response_length)
-    adapter = adapter_params(cfg.actor_rollout_ref.model, shape) if model.base else 0
-    params = (shape.params if model.base in (None, model.name) else 0) + adapter
-    return -(-params // tp) * width, -(-cache // tp) * width

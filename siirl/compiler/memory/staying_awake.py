@@ -8,7 +8,8 @@ from typing import Any
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.memory.awake_engines import SHARE, share_is_set
-from siirl.compiler.memory.estimate import GIB, engine_bytes, read_shape
+from siirl.compiler.memory.engine_memory import engine_bytes
+from siirl.compiler.memory.estimate import GIB, read_shape
 from siirl.compiler.memory.phases import engine_rows, memory_lines, phase_peaks
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config, with_overrides

@@ -31,6 +31,7 @@ from siirl.engines.train.fsdp_state import (
     exported,
     exported_adapter,
     exported_rows,
+    held_tensors,
     live,
     live_pieces,
     load_training_state,
@@ -38,7 +39,6 @@ from siirl.engines.train.fsdp_state import (
     row_layout,
     specs,
     training_state,
-    weight_places,
 )
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed, seen_back
@@ -247,7 +247,7 @@ class FSDPEngine(SteppingEngine):
 
     def live_weights(self) -> LiveWeights | None:
         self._require_on_device("params")
-        if self._live is None or not self._live.lies_in(weight_places(self._model.hf)):
+        if self._live is None or not self._live.lies_in(held_tensors(self._model.hf)):
             self._settle()
             self._live = live(self._model.hf, self._parts)
         return self._live

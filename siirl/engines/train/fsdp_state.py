@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from siirl.engines.link_rows import RowLayout, Whole, whole_at_first
 from siirl.engines.train.expert_lora import adapter_parts, adapters_of_experts, merged_experts
-from siirl.engines.train.live_weights import LiveWeights, Place
+from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.lora import adapter_name, adapters_of, hf_name, merged_rows, plain_name
 from siirl.engines.train.optimizer import MOMENTS
 from siirl.engines.train.pieces import Piece, PiecewiseTensor
@@ -121,22 +121,22 @@ def live(hf: PreTrainedModel, parts: FileParts) -> LiveWeights | None:
             return None
         local = param.to_local().detach()
         tensors |= {part.name: part.of(local) for part in parts[name]}
-    return LiveWeights(tensors | _buffers(hf), weight_places(hf))
+    return LiveWeights(tensors | _buffers(hf), held_tensors(hf))
 
 
-def weight_places(hf: PreTrainedModel) -> list[Place]:
-    """Where this rank's parameters and buffers lie, in an order that stays. Asked in every weight sync.
+def held_tensors(hf: PreTrainedModel) -> list[Tensor]:
+    """What this rank has of parameters and buffers, in an order that stays. Asked in every weight sync.
 
     Without to_local, which makes a tensor of each, and without names: they take most of the time.
     """
-    found: list[Place] = []
+    found: list[Tensor] = []
     waiting, seen = [hf], {id(hf)}
     while waiting:
         module = waiting.pop()
-        for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
-            if tensor is not None:
-                local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-                found.append((local.untyped_storage()._cdata, local.data_ptr(), local.shape, local.stride()))
+        for held in (module._parameters, module._buffers):
+            for tensor in held.values() if held else ():
+                if tensor is not None:
+                    found.append(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))

@@ -5,9 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-"""Of a tensor: its storage's number, its first byte, its shape and strides."""
-
 
 class LiveWeights:
     """Whole tensors under the names of the model's files: views of live memory, the same in every step.
@@ -15,18 +12,23 @@ class LiveWeights:
     As an iterable it is what export_weights yields, in the master type.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], memory: Sequence[Place] = ()) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], memory: Sequence[Tensor] = ()) -> None:
         """memory: where all of the model lies. Its storages stay there as long as these views do."""
-        self._tensors, self._memory = dict(tensors), list(memory)
+        self._tensors = dict(tensors)
+        self._memory = [(tensor.detach(), tensor.data_ptr()) for tensor in memory]
         self._sizes: dict[torch.dtype | None, int] = {}
         self._readers: list[Callable[[], None]] = []
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._tensors.items())
 
-    def lies_in(self, memory: Sequence[Place]) -> bool:
-        """Whether the model still lies in the memory that these are views of."""
-        return self._memory == list(memory)
+    def lies_in(self, memory: Sequence[Tensor]) -> bool:
+        """Whether the model still lies in the memory that these are views of: the same storages, in which it
+        has the same first bytes, shapes and strides."""
+        return len(memory) == len(self._memory) and all(
+            tensor.is_set_to(view) and tensor.data_ptr() == address
+            for tensor, (view, address) in zip(memory, self._memory, strict=True)
+        )
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
         """Of all tensors, once floating ones are of `dtype`; None: of their own."""

@@ -252,6 +252,22 @@ def test_an_interaction_is_one_phase_in_which_all_its_policies_generate(tmp_path
         assert (f"agent_{agent}.rollout", "KV cache") not in found["train_0"]
 
 
+def test_a_device_holds_the_buffer_through_which_weights_are_written_in_place(tmp_path):
+    """In all phases, once. A model that is smaller than the buffer takes as much as it has."""
+    small = grpo_gpu.SHAPES["B"] | {"num_hidden_layers": 1, "vocab_size": 1000}
+    found, way = {}, "actor_rollout_ref.rollout.replace_weights"
+    for name, sizes in (("A", grpo_gpu.SHAPES["A"]), ("small", small)):
+        (tmp_path / name).mkdir()
+        write_config(tmp_path / name, sizes)
+        keys = [f"actor_rollout_ref.model.path={tmp_path / name}/model", "trainer.device=cuda"]
+        keys += ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.dtype=bfloat16"]
+        before, after = (peaks([*keys, f"{way}={one}"], 1) for one in ("by_loaders", "in_place"))
+        found[name] = {late.tensors - early.tensors for early, late in zip(before, after, strict=True)}
+    shape = read_shape(load_config(keys), "rollout")
+    assert not isinstance(shape, str), shape
+    assert found == {"A": {512 << 20}, "small": {2 * shape.params}} and 2 * shape.params < 512 << 20
+
+
 def test_every_set_of_ranks_has_its_own_peaks_and_a_surplus_its_rows(tmp_path):
     write_config(tmp_path, grpo_gpu.SHAPES["A"])
     dag = DagBuilder("apart")

@@ -37,9 +37,32 @@ class ModelProcess:
     def __init__(self, rng, mean):
         self.rng, self.left = rng, rng.expovariate(1 / mean) if mean else float("inf")
         self.weights, self.updating, self.asked, self.knows = {}, "", False, False
-        self.learns, self.doubtful = True, False
+        self.learns, self.doubtful, self.owed = True, False, []
+
+    def post(self, message):
+        """It works on it whenever it comes to that."""
+        self.owed.append(message)
+        if self.rng.random() < 0.3:
+            self.owed.append(self.result_of(self.owed.pop()))
+
+    def settle(self):
+        owed, self.owed = self.owed, []
+        for one in owed:
+            one = one if isinstance(one, Done | Exception) else self.result_of(one)
+            if isinstance(one, Exception):
+                raise one
+
+    def result_of(self, message):
+        try:
+            return self.answer(message)
+        except (EngineLost, RolloutError) as error:
+            return error
 
     def ask(self, message):
+        self.settle()
+        return self.answer(message)
+
+    def answer(self, message):
         late = self.rng.random() < 0.5
         self.left -= 1
         lost = self.left < 0
@@ -55,7 +78,8 @@ class ModelProcess:
             raise EngineLost("it died.", "")
         return Done(result)
 
-    begin = ask
+    def begin(self, start):
+        return self.ask(start)
 
     def call(self, method, **arguments):
         return self.ask(Call(method, arguments)).result
@@ -115,8 +139,8 @@ class ModelProcess:
             else:
                 whole.copy_(values[0])
 
-    def finish_writing(self, keeps_kv):
-        assert self.updating == "in place"
+    def finish_writing(self, filling, keeps_kv):
+        self.write(filling)
         self.updating = ""
 
 
@@ -138,8 +162,9 @@ def holds(process, weights):
 
 def ways_of(process, log):
     """Notes the calls of a process."""
-    ask = process.ask
+    ask, post = process.ask, process.post
     process.ask = lambda message: (log.append(message.kind), ask(message))[1]
+    process.post = lambda message: (log.append(message.kind), post(message))[1]
 
 
 def in_place(keeps):
@@ -276,6 +301,32 @@ def test_an_engine_whose_update_failed_is_told_that_it_is_not_whole(way, before,
     sent.close()
     assert process.doubtful and log.index("doubt") > 0
     assert not {"finish_update", "finish_writing"}.intersection(log[: log.index("doubt")])
+
+
+def test_a_begin_that_fails_is_an_error_of_its_update_and_the_next_one_is_whole(tmp_path):
+    """Nobody waits for its answer before the first piece is there, and no other message gets it."""
+    rng, log = random.Random(0), []
+    process = ModelProcess(rng, 0)
+    ways_of(process, log)
+    engine, sent = RecoveringEngine(lambda: process, Start("", {}), tmp_path / "log", 0), in_place(False)
+    sent.replace(engine, iter(a_set(rng).items()), False)
+    begin = process.begin_writing
+
+    def fails():
+        raise RolloutError("a parameter has another layout")
+
+    for later in (lambda weights: iter(weights.items()), failing):
+        process.begin_writing, process.doubtful = fails, False
+        log.clear()
+        with pytest.raises((RolloutError, ZeroDivisionError), match=r"another layout|zero|^$"):
+            sent.replace(engine, later(a_set(rng)), False)
+        assert process.doubtful and log[0] == "begin_writing" and not process.owed
+        process.begin_writing = begin
+        for _ in range(2):  # by loaders, then in place
+            now = a_set(rng)
+            sent.replace(engine, iter(now.items()), False)
+            assert holds(process, now)
+    sent.close()
 
 
 def test_a_fingerprint_tells_values_and_their_order():

@@ -138,6 +138,26 @@ def buffer():
     made.close()
 
 
+def test_what_an_update_outdates_is_forgotten_once_it_is_answered_and_before_anything_is_sampled():
+    """A walk over all blocks of a cache of a GPU takes milliseconds, for which no sync waits."""
+    engine = NativeEngine.__new__(NativeEngine)
+    engine._engine, engine._images, engine._keeps_kv, forget = Mock(), None, None, Mock()
+    engine._engine.reset_prefix_cache = forget
+    engine.finish_writing({}, keeps_kv=False)
+    assert not forget.called
+    engine.rest()
+    engine.rest()
+    assert forget.call_count == 1
+    engine.finish_writing({}, keeps_kv=True)
+    engine.rest()
+    assert forget.call_count == 1
+    engine.finish_writing({}, keeps_kv=False)
+    engine.finish_writing({}, keeps_kv=True)  # whatever was to be forgotten before
+    engine.add_scored(0, [1, 2], 1)
+    assert forget.call_count == 2
+    assert [call[0] for call in engine._engine.method_calls][-2:] == ["reset_prefix_cache", "add_request"]
+
+
 def test_writes_land_where_the_loaders_put_the_same_tensors(buffer):
     model = Toy()
     places = learned(model, a_set(0))
@@ -167,17 +187,32 @@ def test_the_worker_that_cannot_speaks_for_its_engine(reasons):
     assert engine.finish_update(keeps_kv=True) == reasons[1]
 
 
-def test_weights_are_written_without_a_default_device():
-    """With one each look at a tensor goes through Python: that was most of a sync's time on the host."""
-    worker, seen = WorkerExtension(), []
-    worker.device, worker._places = CPU, Mock()
+class Watched(nn.Parameter):
+    """As a parameter of vLLM's linear layers."""
+
+    seen = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_weights_are_written_without_python_around_each_look_at_a_tensor():
+    """A default device, or the class of vLLM's parameters, was most of a sync's time on the host."""
+    worker, held, seen = WorkerExtension(), Watched(torch.zeros(3), requires_grad=False), []
+    worker.device, worker.model_runner, worker._places = CPU, Mock(), Mock(packs=False)
+    worker.model_runner.model = nn.Module()
     for method in (worker._places.begin, worker._places.write):
         method.side_effect = lambda *_: seen.append(
-            (torch._C._len_torch_function_stack(), torch.is_grad_enabled())
+            (torch._C._len_torch_function_stack(), torch.is_grad_enabled(), type(held.data), held.stride())
         )
     worker.begin_places()
     worker.write_places({})
-    assert seen == [(0, False)] * 2
+    worker.finish_places({})
+    assert seen == [(0, False, torch.Tensor, (1,))] * 3 and Watched.seen == 0
+    assert worker._places.finish.call_count == 1
+    assert held.stride() == (1,) and Watched.seen == 1
 
 
 def test_views_follow_a_parameter_that_lies_elsewhere_and_another_layout_is_an_error(buffer):

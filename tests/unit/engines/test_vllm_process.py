@@ -26,6 +26,7 @@ from siirl.engines.rollout.served.beating_channel import BeatingChannel
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
 from siirl.engines.rollout.served.engine_shard import physical_gpu
 from siirl.engines.rollout.served.messages import (
+    Abort,
     Beat,
     Call,
     Done,
@@ -81,6 +82,21 @@ def test_an_error_of_the_engine_names_it_and_the_request(process):
     with pytest.raises(RolloutError, match=r"'agent_0.rollout', stream: AttributeError"):
         process.listen(60.0)
     assert process.listen(0.0) == []
+
+
+def test_what_was_posted_fails_for_who_asks_next_and_each_answer_is_that_of_its_question(process):
+    await_started(process)
+    for method in ("begin_writing", "write"):
+        process.post(Call(method, {}))
+    with pytest.raises(RolloutError, match="begin_writing: AttributeError"):
+        process.ask(Abort())
+    assert process.ask(Abort()) == Done(None)
+    process.post(Abort())
+    with pytest.raises(RolloutError, match="renew: AttributeError"):
+        process.call("renew")
+    process.post(Call("greet", {}))
+    with pytest.raises(RolloutError, match="greet: AttributeError"):
+        process.listen(0.0)
 
 
 def test_what_streams_finish_while_another_answer_is_awaited_is_kept_until_it_is_given_up(

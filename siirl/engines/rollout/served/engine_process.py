@@ -100,6 +100,7 @@ class EngineProcess:
         self._channel = Channel(ours, FromEngine)
         self._heard_s, self._waited_s = time.monotonic(), 0.0
         self._unread: list[Finished] = []
+        self._owed: list[Message] = []  # messages whose answers nobody has waited for yet
 
     @property
     def stayed(self) -> bool:
@@ -126,7 +127,30 @@ class EngineProcess:
         EngineLost: the process died, fell silent, or its engine said nothing for the deadline. RolloutError:
         it reported an error; ConfigError: it reported that the configuration cannot work.
         """
+        self.settle()
         self.send(message)
+        return self._answer(message)
+
+    def post(self, message: Message) -> None:
+        """Send a message for whose answer `settle` waits, or who asks or listens next. Errors of send."""
+        self.send(message)
+        self._owed.append(message)
+
+    def settle(self) -> None:
+        """Wait for the answers to what was posted. Errors as of ask, the first of them."""
+        owed, self._owed = self._owed, []
+        failures: list[RolloutError | ConfigError] = []
+        for message in owed:
+            try:
+                self._answer(message)
+            except EngineLost:
+                raise
+            except (RolloutError, ConfigError) as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def _answer(self, message: Message) -> Any:
         self.expect()
         progress, silence_s = "", math.inf if isinstance(message, Start) else self.silence_s
         while True:
@@ -159,6 +183,7 @@ class EngineProcess:
         Only while something is pending. Errors as those of ask; the deadline counts from the last message, or
         from `expect`.
         """
+        self.settle()
         found, self._unread = self._unread, []
         until_s = time.monotonic() + timeout_s
         while True:

@@ -104,8 +104,9 @@ class EngineWeights:
             complete = True
         finally:  # after a failure, which is the one to tell of, finishing may fail too
             if process is not None and not complete:
-                with suppress(RolloutError):
-                    process.ask(Doubt())
+                for message in (Doubt(), Doubt()):  # the first one may hear how the begin failed
+                    with suppress(RolloutError):
+                        process.ask(message)
             with phase("finish"), nullcontext() if complete else suppress(RolloutError):
                 keeps = keeps_kv and complete
                 finished.append(self.together(process, lambda engine: finish(engine, keeps, complete)))

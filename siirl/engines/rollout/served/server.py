@@ -131,7 +131,12 @@ class Server:
                 self._abort()
             case Doubt():
                 self._renewal.sound = False
-        self._outbox.put(answer)
+        if not isinstance(message, Call) or self._outbox.unfinished_tasks:
+            self._outbox.put(answer)
+        else:  # the worker reads it now: no other thread need come to run, which is time of each weight sync
+            self._channel.send(answer)
+        if isinstance(message, Call) and hasattr(self._engine, "rest"):
+            self._guarded(True, self._engine.rest)  # of a failure hears who asks it to sample
 
     def _guarded(self, of_stream: bool, work: Callable[..., None], *arguments: Any) -> None:
         """Do it; an error goes to the worker, which ends the run or goes on. of_stream: of its requests."""
@@ -221,6 +226,7 @@ def _write(channel: Channel, outbox: queue.Queue[FromEngine | None]) -> None:
     with contextlib.suppress(ChannelClosed):
         while (message := outbox.get()) is not None:
             channel.send(message)
+            outbox.task_done()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from siirl.compiler.memory.engine_memory import WRITING_BYTES
 from siirl.engines.rollout.served.kept_weights import KeptWeights
 from siirl.engines.rollout.served.samples import sampled_sum
 from siirl.engines.rollout.served.shared_buffer import SharedBuffer
@@ -17,9 +18,7 @@ from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.lora import adapter_name
 from siirl.observe.spans import phase
 
-BUCKET_BYTES = 512 << 20
-"""Weights are written in pieces of this size, by way of so much memory of the trainer's device. Each takes
-a message to the engine's process and back, and both wait for the device."""
+BUCKET_BYTES = WRITING_BYTES
 ALIGN_BYTES = 16
 CUT_ROWS = 16
 """What is larger than a buffer is cut after a multiple of so many rows, whose bytes ALIGN_BYTES divides."""
@@ -37,6 +36,8 @@ class Filling:
     """Tensors whose last rows these are, and the byte after `begin` where they start, maybe before it."""
     kept: int = 0
     """The byte of the kept copy that `begin` is."""
+    is_last: bool = False
+    """All rows of all tensors have come with it."""
     groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = field(
         default_factory=dict
     )
@@ -118,6 +119,7 @@ class WeightWriter:
             live.read_until(self._kept.wait)
         with phase("wait_for_device"):
             self._settle_device(all_streams=True)  # whoever wrote the weights
+        num_left = sum(0 not in shape[:1] for shape, _ in self._specs.values())
         while True:
             with phase("put"):
                 filling = next(found, None)
@@ -125,6 +127,8 @@ class WeightWriter:
                     return
                 if live is not None:
                     filling.put()
+                num_left -= len(filling.ended)
+                filling.is_last = num_left == 0
                 told = self._told(filling, buffer)
             yield filling, told
 

@@ -93,7 +93,10 @@ class WeightsInPlace(EngineWeights):
         return why_not
 
     def _begin_writing(self, engine: RecoveringEngine) -> bool:
-        """Begin an update in place; False: by loaders, of a process that was started since."""
+        """Begin an update in place; False: by loaders, of a process that was started since.
+
+        The buffer is filled while the process begins: its answer is that of the first write.
+        """
 
         def load(process: EngineProcess) -> bool:
             process.call("begin_update", tensors=self._writer.tensors())
@@ -102,7 +105,7 @@ class WeightsInPlace(EngineWeights):
         def write(process: EngineProcess) -> bool:
             if process is not self._knows:
                 return load(process)
-            process.call("begin_writing")
+            process.post(Call("begin_writing", {}))
             return True
 
         return engine.act("begin_update", write, load)
@@ -120,7 +123,7 @@ class WeightsInPlace(EngineWeights):
             for filling, told in self._writer.fillings(weights, live):
                 self._shard.meet()  # each worker of the engine reads the buffer of a rank of its own
                 with phase("load", tensors=len(filling.entries) // 4):
-                    self._write(process, filling, told | {"place": place}, live)
+                    self._write(process, filling, told | {"place": place}, live, keeps_kv)
         return finished.pop()
 
     def _write(
@@ -129,8 +132,10 @@ class WeightsInPlace(EngineWeights):
         filling: Filling,
         told: dict[str, Any],
         live: LiveWeights | None,
+        keeps_kv: bool,
     ) -> None:
-        """Have the process write a filling; one that has taken its place meanwhile, load it."""
+        """Have the process write a filling, and finish with the last one; a process that has taken its place
+        meanwhile, load it."""
         keeping = self._writer.begin_keeping(filling, live)
 
         def load(process: EngineProcess) -> None:
@@ -140,24 +145,22 @@ class WeightsInPlace(EngineWeights):
                 process.ask(Call("update", {"bucket": self._writer.kept_bucket(filling)}))
 
         def write(process: EngineProcess) -> None:
-            if process is self._knows:
-                process.ask(Call("write", {"filling": told}))
-            else:
+            if process is not self._knows:
                 load(process)
+            elif filling.is_last:
+                process.call("finish_writing", filling=told, keeps_kv=keeps_kv)
+            else:
+                process.ask(Call("write", {"filling": told}))
 
         self.together(process, lambda engine: engine.act("update", write, load))
 
     def _finish_writing(self, engine: RecoveringEngine, keeps_kv: bool, complete: bool) -> str:
-        """End an update in place, also one that has failed."""
+        """End an update in place, also one that has failed: of a process that has not written it all."""
 
         def load(process: EngineProcess) -> str:
             return self._finish_in(process, keeps_kv)
 
         def write(process: EngineProcess) -> str:
-            if process is not self._knows:
-                return load(process)
-            if complete:
-                process.call("finish_writing", keeps_kv=keeps_kv)
-            return ""
+            return load(process) if process is not self._knows else ""
 
         return engine.act("finish_update", write, load)

@@ -6,7 +6,7 @@ Imported in an engine process and in vLLM's workers, never in a training worker.
 import dataclasses
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,14 @@ class NativeEngine:
         self._engine.collective_rpc("draw_by_seeds")
         self._adapters: dict[str | None, LoRARequest] = {}
         self._learns = False
+        self._keeps_kv: bool | None = None  # of an update in place, until `rest` forgets what it outdates
 
     def add(self, request: Request, adapter: str | None) -> None:
         """Queue one response. Its seed makes it independent of what else is in the batch.
 
         adapter: under which name it was loaded; None: the model alone.
         """
+        self.rest()
         params = request.params
         seed = signed(later_seed(request.seed, request.start))
         sampling = VLLMSamplingParams(
@@ -108,6 +110,7 @@ class NativeEngine:
 
     def add_scored(self, number: int, tokens: list[int], top_k: int) -> None:
         """Queue a row whose tokens are there, see RolloutEngine.score; nobody reads the one that follows."""
+        self.rest()
         sampling = VLLMSamplingParams(
             temperature=0.0,
             max_tokens=1,
@@ -221,18 +224,22 @@ class NativeEngine:
 
     def begin_writing(self) -> None:
         """Begin to write the weights in place."""
-        self._engine.collective_rpc("unpack_experts")
         self._engine.collective_rpc("begin_places")
 
     def write(self, filling: dict[str, Any]) -> None:
         """Write what is in the sender's buffer, see WeightWriter.fillings, in all workers of the engine."""
         self._engine.collective_rpc("write_places", args=(filling,))
 
-    def finish_writing(self, keeps_kv: bool) -> None:
-        """Complete an update in place, as finish_update."""
-        self._engine.collective_rpc("finish_places")
-        self._engine.collective_rpc("pack_layers")
-        self._forget(keeps_kv)
+    def finish_writing(self, filling: dict[str, Any], keeps_kv: bool) -> None:
+        """Write the last filling, and complete an update in place, as finish_update; `rest` is due then."""
+        self._engine.collective_rpc("finish_places", args=(filling,))
+        self._keeps_kv = keeps_kv and self._keeps_kv is not False
+
+    def rest(self) -> None:
+        """What no answer waits for: called after each, and before there is something to sample."""
+        if self._keeps_kv is not None:
+            self._forget(self._keeps_kv)
+            self._keeps_kv = None
 
     def _forget(self, keeps_kv: bool) -> None:
         """Drop what was computed with other weights."""
@@ -357,6 +364,7 @@ class WorkerExtension:
 
     def begin_places(self) -> None:
         """See Places.begin."""
+        self.unpack_experts()
         with self._writing():
             self._places.begin()
 
@@ -365,20 +373,30 @@ class WorkerExtension:
         with self._writing():
             self._places.write(filling)
 
-    def finish_places(self) -> None:
-        """See Places.finish."""
-        with self._loading():
+    def finish_places(self, filling: dict[str, Any]) -> None:
+        """Write what comes last, and see Places.finish."""
+        self.write_places(filling)
+        with self._loading() if self._places.packs else nullcontext():
             self._places.finish()
+        self.pack_layers()
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
         """What vLLM has around it while it loads; nothing else of this process is on the device meanwhile."""
-        with set_current_vllm_config(self.vllm_config), torch.device(self.device), self._writing():
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device), self._device_alone():
             yield
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """The same without a default device, with which each call takes longer: for code of ours alone."""
+        """The same for code of ours alone: without a default device, and parameters are plain tensors.
+
+        With either each look at a tensor goes through Python; vLLM's parameters have a __torch_function__.
+        """
+        with torch._C.DisableTorchFunctionSubclass(), self._device_alone():
+            yield
+
+    @contextmanager
+    def _device_alone(self) -> Iterator[None]:
         with torch.no_grad():
             self.settle_device()
             yield

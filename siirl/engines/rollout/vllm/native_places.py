@@ -345,6 +345,11 @@ class Places:
             self._buffer = (key, open_buffer(place, place["size"], self._device))
         return self._buffer[1]
 
+    @property
+    def packs(self) -> bool:
+        """Whether `finish` has layers pack what was written, which is code of vLLM's."""
+        return bool(self._packed)
+
     def finish(self) -> None:
         """After the last write of a sync. RuntimeError if a row has not come once."""
         wrong = [name for name, left in zip(self._names, self._rows_left, strict=True) if left]
