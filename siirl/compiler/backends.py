@@ -410,6 +410,7 @@ TRAIN_BACKENDS = {
         "siirl.engines.train.megatron.engine:MegatronEngine",
         _megatron_dims,
         _megatron_lines,
+        shares_prompts=True,
         groups=megatron_groups,
         check=_check_megatron,
         packages=check_megatron_packages,
