@@ -212,3 +212,8 @@ class ModelConfig:
         choices=("llm",),
         later_choices={"vlm": VISION, "embodied": "embodied agents"},
     )
+
+    @property
+    def fuses_layers(self) -> bool:
+        """Whether norms, rotary embedding and MLP run in few kernels: Liger's, or the compiler's."""
+        return self.use_liger or self.compile_layers

@@ -181,7 +181,7 @@ def _layers_work(
     """Matrix products, attention and activations of a stage's layers on a rank."""
     dims, has_adapter = model.dims, role_model(cfg, model.role).lora_rank > 0
     split = dims.tp * dims.cp
-    fused = model.backend == "fsdp" and role_model(cfg, model.role).use_liger
+    fused = model.backend == "fsdp" and role_model(cfg, model.role).fuses_layers
     products, attention, moved = 1.0, 1.0, 1.0
     if model.trains:
         again = 1.0 if _recomputes(model, cfg) else 0.0

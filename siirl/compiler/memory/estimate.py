@@ -228,7 +228,7 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     lines.append(MemoryLine(name, "gathered layers", gathered * compute, COMPUTING))
     if dealt:
         lines += _dealt_lines(model, cfg, shape, compute)
-    fused = role_model(cfg, model.role).use_liger
+    fused = role_model(cfg, model.role).fuses_layers
     of_layer = kept_values(with_repeated_heads(shape, model.dims.cp), fused)
     if model.dims.cp > 1:  # what attention gives, before it is exchanged and after
         of_layer += query_width(shape)
@@ -305,7 +305,7 @@ def query_width(shape: ModelShape) -> int:
 def kept_values(shape: ModelShape, fused: bool) -> int:
     """Values per token that a layer keeps for its backward pass, of the compute type's width.
 
-    Fused kernels (Liger, Megatron-Core's): norms keep input and output (4 h of two); norms of query and key
+    Fused kernels (Liger, the compiler's, Megatron-Core's): norms keep input and output (4 h of two); norms of query and key
     their input (q + k); attention its inputs and output (2 q + 2 k); the MLP gate, up and their product.
     Without, each norm keeps a copy in fp32 and the normalised input, and the activation its output.
     """

@@ -65,7 +65,7 @@ def packed_attention(
         )
     if narrow:  # of compressed keys and values: kernels have one head size
         value = F.pad(value, (0, narrow))
-    q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    q_NHD, k_NKD, v_NKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     shard = sequence_bounds.shard
     if shard is not None:
         q_NHD, k_NKD, v_NKD = whole_sequences(q_NHD, k_NKD, v_NKD, shard)

@@ -60,7 +60,7 @@ class PackedModel(nn.Module, ABC):
             decoder = decoder.language_model
         hidden_ND = decoder(
             **read, position_ids=position_ids, use_cache=False, sequence_bounds=bounds
-        ).last_hidden_state[0]
+        ).last_hidden_state.squeeze(0)
         hidden_MD = hidden_ND.index_select(0, predict_index)
         return self.head(hidden_MD, target, temperature, outputs, ref_hidden, top_ids)
 

@@ -30,6 +30,9 @@ GIB = 2**30
 H200_GIB = 139.8
 RESULTS = ROOT / "benchmarks" / "results"
 GRPO = ("A_1", "A_1_memory", "A_2", "A_2_tp2", "A_4", "A_4_tp2", "B_1")
+COMPILED = ("beside_verl_gpu_A_1", "beside_verl_gpu_B_1")
+SPARE_LOGITS_GIB = 32 * 1024 * 151936 * 2 / 2**30
+"""What a micro-batch of these keeps of its logits as there is room for it: nothing that it needs."""
 BACKENDS = [
     (file.stem, run)
     for file in sorted(RESULTS.glob("backends_gpu_[sv]*.json"))
@@ -52,17 +55,22 @@ def write_config(folder: Path, sizes: dict) -> None:
     (folder / "model" / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("name", GRPO)
+@pytest.mark.parametrize("name", [*(f"grpo_gpu_{name}" for name in GRPO), *COMPILED])
 def test_peaks_of_grpo_on_h200s_are_within_15_percent_of_the_estimate(name, tmp_path):
-    result = json.loads((RESULTS / f"grpo_gpu_{name}.json").read_text())
+    result = json.loads((RESULTS / f"{name}.json").read_text())
     measured = {key: found["median"] for key, found in result["metrics"].items()}
     workload, gpus = result["workload"], result["gpus"]
+
+    def said(name: str, default: float) -> float:
+        found = re.search(f"--{name} ([0-9.]+)", result["command"])
+        return type(default)(found[1]) if found else default
+
     write_config(tmp_path, grpo_gpu.SHAPES[workload])
     arguments = argparse.Namespace(
-        train_tokens=40960,
+        train_tokens=said("train-tokens", 40960),
         forward_tokens=81920,
         tensor_parallel=result["tensor_parallel"],
-        gpu_memory=0.6,
+        gpu_memory=said("gpu-memory", 0.6),
         gpus=gpus,
         steps=6,
         keys=result["keys"],
@@ -70,12 +78,14 @@ def test_peaks_of_grpo_on_h200s_are_within_15_percent_of_the_estimate(name, tmp_
     )
     found = peaks(grpo_gpu.overrides(arguments, tmp_path, grpo_gpu.SHAPES[workload]["prompts"] * gpus), gpus)
     asleep = measured["memory/load_device_gib"] - measured["memory/load_reserved_gib"]
+    spare = SPARE_LOGITS_GIB if name in COMPILED else 0
     for peak in found:
-        assert peak.tensors / GIB == pytest.approx(measured[f"memory/{peak.node}_peak_gib"], rel=0.15), peak
+        needed = measured[f"memory/{peak.node}_peak_gib"] - spare * (peak.node == "actor_train")
+        assert peak.tensors / GIB == pytest.approx(needed, rel=0.15), peak
     rollout = next(peak for peak in found if peak.node == "rollout_actor")
     train = next(peak for peak in found if peak.node == "actor_train")
     assert rollout.device / GIB == pytest.approx(measured["memory/rollout_actor_device_gib"], rel=0.15)
-    on_device = measured["memory/actor_train_reserved_gib"] + asleep
+    on_device = measured["memory/actor_train_reserved_gib"] + asleep - spare
     assert train.device / GIB == pytest.approx(on_device, rel=0.15)
     assert max(found, key=lambda peak: peak.device) is train or on_device < rollout.device / GIB
 

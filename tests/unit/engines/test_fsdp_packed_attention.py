@@ -69,6 +69,18 @@ def test_rows_that_share_a_prompt_attend_as_each_alone(seed):
         torch.testing.assert_close(mine, reference, atol=1e-12, rtol=0)
 
 
+def test_gradients_go_back_as_the_kernels_wrote_them_token_by_token():
+    """Another order is a pass over memory for each of the three, in every layer."""
+    bounds = forest_bounds(*drawn_forest(0))
+    leaves = [x[0].transpose(0, 1).contiguous().requires_grad_() for x in sample(len(bounds.padded_index))]
+    inputs, lie = [x.transpose(0, 1).unsqueeze(0) for x in leaves], []
+    for x in inputs:
+        x.register_hook(lambda grad: lie.append(grad.squeeze(0).transpose(0, 1).is_contiguous()))
+    out, _ = packed_attention(nn.Module(), *inputs, None, sequence_bounds=bounds)
+    out.sum().backward()
+    assert lie == [True] * 3
+
+
 def test_a_window_that_may_end_inside_a_shared_prompt_is_refused():
     bounds = forest_bounds([5], [[3, 2]], [])
     with pytest.raises(AssertionError, match="window"):

@@ -116,7 +116,7 @@ class PackedAttention(nn.Module):
             scaling=self.scale,
             sliding_window=self.window,
         )
-        return out[0]
+        return out.squeeze(0)
 
 
 def _rotated(x_NHD: Tensor, cos_N1R: Tensor, sin_N1R: Tensor, neighbours: bool = False) -> Tensor:

@@ -37,7 +37,7 @@ class Stage(GPTModel, ABC):
         """Hidden states, or on the last stage {output: fp32 [M]}, the same on all tensor-parallel ranks."""
         if not self.post_process:
             return hidden_states
-        hidden_ND = self._whole(hidden_states)[:, 0]
+        hidden_ND = self._whole(hidden_states).squeeze(1)
         return self.head(hidden_ND.index_select(0, packed_seq_params.predict_index), packed_seq_params)
 
     @abstractmethod
