@@ -305,8 +305,8 @@ def query_width(shape: ModelShape) -> int:
 def kept_values(shape: ModelShape, fused: bool) -> int:
     """Values per token that a layer keeps for its backward pass, of the compute type's width.
 
-    Fused kernels (Liger, the compiler's, Megatron-Core's): norms keep input and output (4 h of two); norms of query and key
-    their input (q + k); attention its inputs and output (2 q + 2 k); the MLP gate, up and their product.
+    Fused (Liger, the compiler, Megatron-Core): norms keep input and output (4 h of two); norms of query and
+    key their input (q + k); attention its inputs and output (2 q + 2 k); the MLP gate, up and their product.
     Without, each norm keeps a copy in fp32 and the normalised input, and the activation its output.
     """
     q_width = query_width(shape)
