@@ -20,6 +20,7 @@ from siirl.compiler.router_choices import router_choices
 from siirl.config import Config
 from siirl.data.chosen_experts import no_experts
 from siirl.data.rows import take_rows
+from siirl.engines.train.attention_kernels import flash_kernels
 from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
 from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, new_head
 from siirl.engines.train.language_model import pass_flops
@@ -97,6 +98,7 @@ class MegatronEngine(SteppingEngine):
         mpu = self._scope.groups
         self._data_group, self.dp_rank, self.dp_size = mpu.dp, mpu.dp.rank(), plan.dims.dp
         self._rope = make_rope(self._hf, self.device)
+        self._flash = flash_kernels(settings.model.attention_kernels)
         with self._scope:
             self._build(plan, groups.get(plan.ranks), fill)
 
@@ -308,7 +310,7 @@ class MegatronEngine(SteppingEngine):
         groups, dtype = self._scope.groups, self._config.params_dtype
         runs = groups.tp if self._config.sequence_parallel else None
         return make_micro_batch(
-            rows, packed, self._rope, length, groups.cp, runs, dtype, temperature, outputs
+            rows, packed, self._rope, length, groups.cp, runs, dtype, temperature, outputs, self._flash
         )
 
     def _cells(self, batch: MicroBatch, value_M: Tensor) -> Tensor:
