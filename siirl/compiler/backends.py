@@ -37,7 +37,7 @@ from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.common import FLASH_4, TrainedConfig
-from siirl.config.resolve import get, sizes_group
+from siirl.config.resolve import COMPUTE_DTYPE, get, sizes_group
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model, sequence_ranks
 from siirl.config.teacher import TeacherConfig
 from siirl.dag.ops import ModelRole
@@ -217,27 +217,26 @@ def _token_budgets(cfg: Config, role: ModelRole) -> dict[str, int]:
     return {keys.max_tokens: get(cfg, keys.max_tokens) for keys in batches if get(cfg, keys.dynamic)}
 
 
-def _check_attention_kernels(cfg: Config, role: str) -> None:
+def _check_attention_kernels(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) -> None:
     """ConfigError for attention kernels that would not be used by a role's model."""
-    model, group = role_model(cfg, role), role_group(cfg, role)
-    dtype = group.fsdp_config.mixed_precision.param_dtype
+    model, strategy = role_model(cfg, role), role_group(cfg, role).strategy
     if model.attention_kernels != FLASH_4:
         return
-    problem = ""
-    if group.strategy != "fsdp":
-        problem = f"{ROLE_GROUPS[role]}.strategy={group.strategy} has attention of its own."
-    elif cfg.trainer.device == "cpu":
+    key, problem = f"{ROLE_GROUPS[role]}.{COMPUTE_DTYPE[strategy]}", ""
+    if cfg.trainer.device == "cpu":
         problem = "trainer.device=cpu: it is for GPUs."
-    elif dtype != "bfloat16":
-        problem = (
-            f"{ROLE_GROUPS[role]}.fsdp_config.mixed_precision.param_dtype={dtype}: it computes in bfloat16."
-        )
+    elif (dtype := get(cfg, key)) != "bfloat16":
+        problem = f"{key}={dtype}: it computes in bfloat16."
+    elif strategy == "megatron" and dims.cp > 1:
+        problem = f"ranks that cut the stream of tokens (cp {dims.cp}) have attention of their own."
     if problem:
-        raise ConfigError(f"{ROLES[role].model}.attention_kernels={FLASH_4}: {problem} Set it to torch.")
+        raise ConfigError(
+            f"{node}: {ROLES[role].model}.attention_kernels={FLASH_4}: {problem} Set it to torch."
+        )
 
 
 def _check_fsdp(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
-    _check_attention_kernels(cfg, role)
+    _check_attention_kernels(cfg, role, dims, node)
     _check_sequence_ranks(cfg, role, dims, node)
     _check_expert_ranks(role, dims, node)
     check_trained_model(cfg, role, str(node))
@@ -275,7 +274,7 @@ def _check_expert_ranks(role: ModelRole, dims: ParallelDims, node: ResolvedNode)
 
 
 def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
-    _check_attention_kernels(cfg, role)
+    _check_attention_kernels(cfg, role, dims, node)
     check_trained_model(cfg, role, str(node))
     model = _megatron_model(cfg, role, dims, str(node), node.op.trains)
     dims.check(model.who, range(dims.world), model.section.sequence_parallel)
@@ -408,6 +407,7 @@ TRAIN_BACKENDS = {
         "siirl.engines.train.megatron.engine:MegatronEngine",
         _megatron_dims,
         _megatron_lines,
+        shares_prompts=True,
         groups=megatron_groups,
         check=_check_megatron,
         packages=check_megatron_packages,

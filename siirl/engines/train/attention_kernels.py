@@ -4,6 +4,7 @@ import torch
 
 from siirl.config.common import FLASH_4
 from siirl.engines.train.attention import PACKED_ATTENTION
+from siirl.engines.train.shared_attention import FlashKernels
 from siirl.errors import ConfigError
 
 FLASH_4_CAPABILITY = (9, 0)
@@ -11,20 +12,32 @@ FLASH_4_CAPABILITY = (9, 0)
 
 
 def attention_by(kernels: str) -> str:
-    """The name of packed attention by these kernels (model.attention_kernels); ConfigError if not there."""
-    if kernels != FLASH_4:
+    """transformers' name of packed attention by these kernels; ConfigError as flash_kernels."""
+    if flash_kernels(kernels) is None:
         return PACKED_ATTENTION
+    from siirl.engines.train.flash_four import PACKED_BY_FLASH_4
+
+    return PACKED_BY_FLASH_4
+
+
+def flash_kernels(kernels: str) -> FlashKernels | None:
+    """Those of packed attention that a user names (model.attention_kernels); None: torch's.
+
+    ConfigError if they are not there.
+    """
+    if kernels != FLASH_4:
+        return None
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < FLASH_4_CAPABILITY:
         raise ConfigError(
             f"model.attention_kernels={kernels}: none for {torch.cuda.get_device_name()} in it. "
             "Set it to torch."
         )
     try:
-        from siirl.engines.train.flash_four import PACKED_BY_FLASH_4
+        from siirl.engines.train.flash_four import FlashFourKernels
     except ImportError as error:
         raise ConfigError(
             f"model.attention_kernels={kernels}: the package flash-attn-4 is not installed, or is of another "
             f"version than siirl knows ({error}). Install it (pip install 'siirl[flash-attn-4]'), or set "
             "attention_kernels=torch."
         ) from error
-    return PACKED_BY_FLASH_4
+    return FlashFourKernels()

@@ -50,7 +50,6 @@ from siirl.engines.train.micro_batches import (
     images_seen,
     repeated_prompt_tokens,
     row_lengths,
-    sharing_pays,
     split_bundles,
 )
 from siirl.engines.train.optimizer import make_adamw, scaled_to_norm
@@ -313,10 +312,6 @@ class FSDPEngine(SteppingEngine):
         bundles = bundles_of(rows, limit, self._hidden_size, self._shares_prompts(rows))
         (num,) = self._reduce([count_bundles(bundles, limit)], dist.ReduceOp.MAX)
         return split_bundles(bundles, limit, int(num))
-
-    def _shares_prompts(self, rows: TensorDict) -> bool:
-        """Whether a prompt of several rows is computed once: exact where all layers see whole rows."""
-        return self._seen_back >= max(row_lengths(rows), default=0) and sharing_pays(rows)
 
     @functools.cached_property
     def _seen_back(self) -> float:

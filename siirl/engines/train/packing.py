@@ -13,7 +13,8 @@ from torch import Tensor
 
 from siirl.config.teacher import WHOLE
 from siirl.data.image_reader import ImageReader
-from siirl.engines.train.micro_batches import prompt_numbers
+from siirl.data.rows import take_rows
+from siirl.engines.train.micro_batches import prompt_numbers, repeated_prompt_tokens
 from siirl.engines.train.packed_images import (
     PackedImages,
     Segment,
@@ -85,6 +86,14 @@ def packed_lengths(rows: TensorDict) -> list[int]:
     """Tokens that pack_rows keeps of each row: none of one without a response, else all but the last."""
     kept_B = (rows["prompt_length"] + rows["response_length"] - 1) * (rows["response_length"] > 0)
     return kept_B.tolist()
+
+
+def packed_tokens(rows: TensorDict, share_prompts: bool) -> int:
+    """Tokens that pack_rows makes of the rows, but the one of a dummy."""
+    lengths = packed_lengths(rows)
+    used = [row for row, length in enumerate(lengths) if length]
+    again = repeated_prompt_tokens(take_rows(rows, used)) if share_prompts and used else []
+    return sum(lengths) - sum(again)
 
 
 def pack_rows(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
+from siirl.engines.train.micro_batches import row_lengths, sharing_pays
 from siirl.engines.train.offload import HostCopies
 from siirl.engines.train.packing import PackedBatch, pack_rows
 from siirl.engines.train.pieces import Piece
@@ -198,6 +199,15 @@ class SteppingEngine(TrainEngine):
         with waiting():
             dist.all_reduce(total, op, group=group or self._data_group)
         return total.tolist()
+
+    def _shares_prompts(self, rows: TensorDict) -> bool:
+        """Whether a prompt of several rows is computed once: exact where all layers see whole rows."""
+        return self._seen_back >= max(row_lengths(rows), default=0) and sharing_pays(rows)
+
+    @property
+    @abstractmethod
+    def _seen_back(self) -> float:
+        """Tokens of a row that every layer sees from any token: inf for all; 0 not to share prompts."""
 
     def _packed(self, rows: TensorDict, share_prompts: bool = False) -> PackedBatch:
         """The rows of a micro-batch, packed, and noted in the trace."""

@@ -66,6 +66,22 @@ def test_a_reference_may_have_sizes_of_its_own_on_the_same_ranks(tmp_path):
 
 
 REFUSED = {
+    "FlashAttention 4 for ranks that cut the stream": (
+        "Qwen3-8B",
+        8,
+        (*sizes(tp=2, cp=2), "actor_rollout_ref.model.attention_kernels=flash_attn_4", "trainer.device=cuda"),
+        "attention_kernels=flash_attn_4: ranks that cut the stream of tokens (cp 2) have attention of their",
+    ),
+    "FlashAttention 4 in another type": (
+        "Qwen3-8B",
+        8,
+        (
+            *sizes(tp=2, param_dtype="float32"),
+            "actor_rollout_ref.model.attention_kernels=flash_attn_4",
+            "trainer.device=cuda",
+        ),
+        "actor.megatron.param_dtype=float32: it computes in bfloat16. Set it to torch.",
+    ),
     "405B cut evenly": (
         "Llama-3.1-405B",
         256,

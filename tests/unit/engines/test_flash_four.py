@@ -5,7 +5,7 @@ The package itself runs on GPUs only: tests/gpu/test_shared_attention_gpu.py.
 
 import math
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +24,8 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
 from siirl.engines.train.attention import packed_attention
-from siirl.engines.train.attention_kernels import attention_by
+from siirl.engines.train.attention_kernels import attention_by, flash_kernels
+from siirl.engines.train.megatron import layers
 from siirl.engines.train.shared_attention import SharedAttention
 from siirl.errors import ConfigError
 
@@ -158,6 +159,28 @@ def test_memory_of_queries_keys_and_values_may_lie_anyhow(kernels):
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     for mine, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-9, atol=1e-10)
+
+
+def test_megatrons_attention_runs_by_the_kernels_that_a_micro_batch_names(kernels, monkeypatch):
+    config = SimpleNamespace(window_size=None, window_attn_skip_freq=None, rotary_interleaved=False)
+    attention, flash = layers.PackedAttention(config, 1), flash_kernels("flash_attn_4")
+    assert flash.takes_strides and flash_kernels("torch") is None
+    heads, bounds = torch.zeros(3, 2, 4), bounds_of([3])
+    for chosen in (flash, None):
+        monkeypatch.setattr(layers, "packed_attention", spy := Spy(heads))
+        attention.attended(heads, heads, heads, layers.PackedRows(bounds=bounds, flash=chosen))
+        assert spy.flash is chosen
+
+
+class Spy:
+    """packed_attention that says what it was asked to run by."""
+
+    def __init__(self, heads):
+        self.heads = heads
+
+    def __call__(self, *inputs, flash, **options):
+        self.flash = flash
+        return self.heads.unsqueeze(0), None
 
 
 def test_a_package_that_is_not_there_is_a_config_error(monkeypatch):

@@ -1,6 +1,7 @@
 """Rows become packed micro-batches and come back: every row once, within limits, balanced, in place."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.data.rows import make_rows
+from siirl.engines.train.megatron.context_parallel import context_shard
 from siirl.engines.train.micro_batches import (
     MicroBatchLimit,
     bundles_of,
@@ -20,7 +22,8 @@ from siirl.engines.train.micro_batches import (
     single_rows,
     split_bundles,
 )
-from siirl.engines.train.packing import pack_rows
+from siirl.engines.train.packing import pack_rows, packed_tokens
+from siirl.engines.train.sequence_bounds import with_segment
 from siirl.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
@@ -163,6 +166,7 @@ def test_a_prompt_of_several_rows_is_packed_once_and_each_token_follows_what_it_
     once = sum(map(len, {tuple(prompts[row]) for row in answered}))
     ids, ends = batch.input_ids[0].tolist(), batch.bounds.cu_seqlens.tolist()
     assert len(ids) == once + int((rows["response_length"] - 1).clamp(min=0).sum())
+    assert len(ids) == packed_tokens(rows, share_prompts=True)
     pieces = [ids[a:b] for a, b in itertools.pairwise(ends)]
     parent = parents(batch, len(pieces))
     at = 0
@@ -194,6 +198,33 @@ def parents(batch, num: int) -> list[int | None]:
         of = torch.searchsorted(shared.response_ends[1:], place, right=True).item() if inside else None
         found.append(of)
     return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@given(rows=rows_of_few_prompts(), shares=st.booleans())
+@settings(deadline=None)
+def test_ranks_that_cut_the_stream_read_for_each_token_its_row_up_to_it(size, rows, shares):
+    batch = pack_rows(rows, CPU, share_prompts=shares)
+    extra = -batch.input_ids.numel() % (2 * size)
+    bounds = with_segment(batch.bounds, extra) if extra else batch.bounds
+    ids = [*batch.input_ids[0].tolist(), *range(-extra, 0)]
+    ends = bounds.cu_seqlens.tolist()
+    parent = [*parents(batch, batch.bounds.num_sequences), None]
+    held = []
+    for rank in range(size):
+        shard = context_shard(bounds, SimpleNamespace(size=lambda: size, rank=lambda at=rank: at), CPU)
+        mine, read = shard.index_n.tolist(), shard.key_index.tolist()
+        held += mine
+        runs = (itertools.pairwise(x.tolist()) for x in (shard.query_ends, shard.key_ends))
+        for (first, last), (begin, end) in zip(*runs, strict=True):
+            assert last - first <= shard.longest_query and end - begin <= shard.longest_key
+            for place in range(first, last):  # the last query sees all keys of its run, others fewer
+                seen = [ids[key] for key in read[begin : end - (last - 1 - place)]]
+                segment = next(i for i, after in enumerate(ends[1:]) if mine[place] < after)
+                of = parent[segment]
+                prompt = [] if of is None else ids[ends[of] : ends[of + 1]]
+                assert seen == prompt + ids[ends[segment] : mine[place] + 1]
+    assert sorted(held) == list(range(len(ids)))
 
 
 @pytest.mark.parametrize(("prompt", "pays"), [(7, False), (8, True), (30, True)])

@@ -7,8 +7,9 @@ of one sequence among the n.
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from siirl.engines.train.shared_attention import varlen_kernel
 class ContextShard:
     """This rank's share of a packed stream: S runs of tokens.
 
-    Each run attends to the tokens of its sequence up to its own.
+    Each run attends to the tokens of its row up to its own, those of a shared prompt first.
     """
 
     group: dist.ProcessGroup
@@ -57,14 +58,15 @@ def context_shard(bounds: SequenceBounds, group: dist.ProcessGroup, device: torc
     order = _joined([span for of_rank in range(size) for span in tokens(of_rank)], device)
     restore = torch.empty_like(order)
     restore[order] = torch.arange(total, device=device)
-    queries, keys = [], []
+    queries, counts, keys = [], [], []
+    prompts = _prompts(bounds)
     for span in tokens(rank):
-        for first, last in pairwise(ends):
+        for (first, last), prompt in zip(pairwise(ends), prompts, strict=True):
             low, high = max(first, span.start), min(last, span.stop)
             if low < high:
                 queries.append(high - low)
-                keys.append(range(first, high))
-    counts = [len(run) for run in keys]
+                counts.append(len(prompt) + high - first)
+                keys += [prompt, range(first, high)]
     return ContextShard(
         group=group,
         index_n=order.view(size, -1)[rank],
@@ -75,6 +77,21 @@ def context_shard(bounds: SequenceBounds, group: dist.ProcessGroup, device: torc
         longest_query=max(queries),
         longest_key=max(counts),
     )
+
+
+def _prompts(bounds: SequenceBounds) -> list[range]:
+    """Of each segment the tokens before its own in its row: those of a prompt that it shares, or none."""
+    shared, firsts = bounds.shared, bounds.cu_seqlens.tolist()[:-1]
+    if shared is None:
+        return [range(0)] * len(firsts)
+    prompt_ends = [0, *accumulate(shared.prompt_lengths)]
+    response_ends = list(accumulate(shared.response_lengths, initial=prompt_ends[-1]))
+    found = []
+    for first in firsts:
+        prompt = bisect_right(response_ends, first) - 1
+        is_response = 0 <= prompt < len(shared.prompt_lengths)
+        found.append(range(*prompt_ends[prompt : prompt + 2]) if is_response else range(0))
+    return found
 
 
 def context_attention(

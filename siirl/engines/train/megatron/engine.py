@@ -20,6 +20,7 @@ from siirl.compiler.router_choices import router_choices
 from siirl.config import Config
 from siirl.data.chosen_experts import no_experts
 from siirl.data.rows import take_rows
+from siirl.engines.train.attention_kernels import flash_kernels
 from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
 from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, new_head
 from siirl.engines.train.language_model import pass_flops
@@ -44,10 +45,17 @@ from siirl.engines.train.micro_batches import (
     MicroBatchLimit,
     bundles_of,
     count_bundles,
+    repeated_prompt_tokens,
     row_lengths,
     split_bundles,
 )
-from siirl.engines.train.packing import new_columns, packed_lengths, vector_outputs
+from siirl.engines.train.packing import (
+    PackedBatch,
+    new_columns,
+    packed_lengths,
+    packed_tokens,
+    vector_outputs,
+)
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.shared_rows import SumOverRanks
@@ -90,6 +98,7 @@ class MegatronEngine(SteppingEngine):
         mpu = self._scope.groups
         self._data_group, self.dp_rank, self.dp_size = mpu.dp, mpu.dp.rank(), plan.dims.dp
         self._rope = make_rope(self._hf, self.device)
+        self._flash = flash_kernels(settings.model.attention_kernels)
         with self._scope:
             self._build(plan, groups.get(plan.ranks), fill)
 
@@ -223,7 +232,7 @@ class MegatronEngine(SteppingEngine):
 
     def _split(self, rows: TensorDict, limit: MicroBatchLimit) -> list[list[int]]:
         """Row indices of the micro-batches: as many on every data-parallel rank."""
-        bundles = bundles_of(rows, limit, self._hf.hidden_size, share_prompts=False)
+        bundles = bundles_of(rows, limit, self._hf.hidden_size, self._shares_prompts(rows))
         (num,) = self._reduce([count_bundles(bundles, limit)], dist.ReduceOp.MAX)
         unit = self._dims.pp if self._dims.vpp > 1 else 1  # the interleaved schedule runs whole rounds
         num = max(unit, -(-int(num) // unit) * unit)
@@ -243,12 +252,13 @@ class MegatronEngine(SteppingEngine):
 
         experts: columns for what the routers choose, or nothing.
         """
-        micro_batches = self._split(rows, limit)
-        lengths = self._padded_lengths(rows, micro_batches)
+        micro_batches, shares = self._split(rows, limit), self._shares_prompts(rows)
+        lengths = self._padded_lengths([take_rows(rows, index) for index in micro_batches], shares)
 
         def batches() -> Iterator[tuple[MicroBatch, list[int]]]:
             for index, length in zip(micro_batches, lengths, strict=True):
-                yield self._micro_batch(take_rows(rows, index), length, temperature, outputs), index
+                packed = self._packed(take_rows(rows, index), shares)
+                yield self._micro_batch(take_rows(rows, index), packed, length, temperature, outputs), index
 
         def step(iterator: Iterator[tuple[MicroBatch, list[int]]], stage: Any) -> tuple[Any, Callable]:
             batch, index = next(iterator)
@@ -279,11 +289,10 @@ class MegatronEngine(SteppingEngine):
         shapes = [(length // cuts, 1, self._hf.hidden_size) for length in lengths]
         return KnownShapes(self._scope.groups.pp, self._config, shapes)
 
-    def _padded_lengths(self, rows: TensorDict, micro_batches: list[list[int]]) -> list[int]:
+    def _padded_lengths(self, micro_batches: list[TensorDict], shares: bool) -> list[int]:
         """Tokens that each micro-batch is filled up to: what ranks that share them divide, and where experts
         gather everybody's tokens as many on all data-parallel ranks."""
-        lengths = packed_lengths(rows)
-        totals: list[float] = [max(1, sum(lengths[row] for row in index)) for index in micro_batches]
+        totals: list[float] = [max(1, packed_tokens(rows, shares)) for rows in micro_batches]
         if self._config.moe_token_dispatcher_type == "allgather" and self._config.num_moe_experts:
             totals = self._reduce(totals, dist.ReduceOp.MAX)
         multiple = self._dims.tp if self._config.sequence_parallel else 1
@@ -291,13 +300,17 @@ class MegatronEngine(SteppingEngine):
         return [-(-int(total) // multiple) * multiple for total in totals]
 
     def _micro_batch(
-        self, rows: TensorDict, length: int, temperature: float, outputs: tuple[str, ...]
+        self,
+        rows: TensorDict,
+        packed: PackedBatch,
+        length: int,
+        temperature: float,
+        outputs: tuple[str, ...],
     ) -> MicroBatch:
-        packed = self._packed(rows)
         groups, dtype = self._scope.groups, self._config.params_dtype
         runs = groups.tp if self._config.sequence_parallel else None
         return make_micro_batch(
-            rows, packed, self._rope, length, groups.cp, runs, dtype, temperature, outputs
+            rows, packed, self._rope, length, groups.cp, runs, dtype, temperature, outputs, self._flash
         )
 
     def _cells(self, batch: MicroBatch, value_M: Tensor) -> Tensor:
@@ -372,8 +385,11 @@ class MegatronEngine(SteppingEngine):
         return written_changes(self._settings.model) | changes
 
     def flops(self, rows: TensorDict, backward: bool) -> float:
+        """See TrainEngine. A prompt that several of the rows share is computed once, and counted once."""
         num_weights = num_active_weights(self._hf, self._settings.head)
-        return pass_flops(num_weights, self._hf, row_lengths(rows), backward)
+        again = repeated_prompt_tokens(rows) if self._shares_prompts(rows) else []
+        whole, less = (pass_flops(num_weights, self._hf, x, backward) for x in (row_lengths(rows), again))
+        return whole - less
 
     def _local_tensors(self, part: str) -> Iterator[Tensor]:
         """This rank's tensors of a part; main weights are the optimizer's, unless they are the model's."""
@@ -391,6 +407,14 @@ class MegatronEngine(SteppingEngine):
     @property
     def _outputs(self) -> tuple[str, ...]:
         return self._stages[-1].outputs
+
+    @functools.cached_property
+    def _seen_back(self) -> float:
+        config = self._config
+        by_flash = config.params_dtype in (torch.bfloat16, torch.float16)
+        if config.num_moe_experts or not (self.device.type == "cpu" or by_flash):
+            return 0
+        return math.inf if config.window_size is None else config.window_size[0] + 1
 
     def _finish_gather(self) -> None:
         """Have whole parameters now: overlap_param_gather would gather them in the next training step."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from siirl.engines.train.attention import packed_attention
 from siirl.engines.train.megatron.context_parallel import ContextShard, context_attention
 from siirl.engines.train.sequence_bounds import SequenceBounds
+from siirl.engines.train.shared_attention import FlashKernels
 
 Rope = tuple[Tensor, Tensor]
 """Cosines and sines of the positions, [N, D] each."""
@@ -42,6 +43,8 @@ class PackedRows(PackedSeqParams):
     """As in PackedBatch."""
     top_ids: Tensor | None = None
     """As in PackedBatch."""
+    flash: FlashKernels | None = None
+    """What attention runs by in bf16 on a GPU, without context parallelism; None: torch's kernels."""
     experts: Tensor | None = None
     """Of this rank's share of the tokens, [n, W]; -1: the router chooses."""
     seen: dict[int, Tensor] = field(default_factory=dict)
@@ -115,6 +118,7 @@ class PackedAttention(nn.Module):
             sequence_bounds=rows.bounds,
             scaling=self.scale,
             sliding_window=self.window,
+            flash=rows.flash,
         )
         return out.squeeze(0)
 

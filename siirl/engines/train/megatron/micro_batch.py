@@ -17,6 +17,7 @@ from siirl.engines.train.megatron.context_parallel import context_shard
 from siirl.engines.train.megatron.layers import PackedRows, Rope
 from siirl.engines.train.packing import PackedBatch
 from siirl.engines.train.sequence_bounds import with_segment
+from siirl.engines.train.shared_attention import FlashKernels
 from siirl.engines.train.shared_rows import own_predictions
 
 
@@ -66,6 +67,7 @@ def make_micro_batch(
     dtype: torch.dtype,
     temperature: float,
     outputs: tuple[str, ...],
+    flash: FlashKernels | None,
 ) -> MicroBatch:
     """Fill the packed tokens up to `length` by one more sequence, and take this rank's share.
 
@@ -107,6 +109,7 @@ def make_micro_batch(
         outputs=outputs,
         ref_hidden=packed.ref_hidden,
         top_ids=packed.top_ids,
+        flash=flash,
         experts=experts,
     )
     return MicroBatch(rows, packed, input_ids, position_ids, arguments, own_n)
