@@ -189,7 +189,11 @@ def test_an_unreachable_service_stops_the_run_even_where_failures_count_as_zero(
 
 @pytest.mark.parametrize(
     ("reply", "message"),
-    [(b"NaN", "it returned nan"), ({"points": 1}, 'without "score"'), ("high", "'high' of type str")],
+    [
+        (b"NaN", "it returned nan"),
+        ({"points": 1}, 'without "score"'),
+        ("high", "it returned 'high' instead of a number"),
+    ],
 )
 def test_a_service_that_answers_no_number_stops_the_run(scorer_of, tokenizer, reply, message):
     with serving(lambda given: (200, reply)) as service:
