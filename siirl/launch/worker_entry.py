@@ -2,12 +2,10 @@
 
 import argparse
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import logging
 import os
-import platform
 import signal
 import sys
 import threading
@@ -36,11 +34,6 @@ from siirl.observe.position import read_position
 
 if TYPE_CHECKING:
     import torch
-
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Options of mallopt, by glibc's malloc.h."""
-KEPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -126,8 +119,6 @@ def _run(job: Job, place: ProcessPlace) -> None:
     os.environ.update(cuda_variables(plan, place.rank, os.environ))
     device = pick_device(cfg.trainer.device, place)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    if device.type == "cpu":
-        keep_freed_memory()
     refuse_public(cfg)
     timeout = timedelta(seconds=cfg.trainer.deadline_s)
     connect_when_used()
@@ -153,17 +144,6 @@ def refuse_public(cfg: Config) -> None:
                 "a private network (torchrun: --master-addr; Ray: --node-ip-address), or keep strangers out "
                 "by a firewall and set trainer.behind_firewall=true."
             )
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep up to 1 GiB of what is freed, for the next tensors; others than glibc stay as they are.
-
-    By default it gives back what large tensors leave, and the system zeroes each page that comes anew.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-            libc.mallopt(option, KEPT_BYTES)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from siirl.compiler.memory.estimate import SMALL_MODEL_BYTES
 from siirl.compiler.plan import ModelPlan
-from siirl.engines.train.cpu_layers import use_cpu_layers
 from siirl.engines.train.expert_parallel import deal_experts
 from siirl.engines.train.float8 import use_float8
 from siirl.engines.train.frozen_base import join_shards, use_base
@@ -93,8 +92,6 @@ def build_sharded(
         use_float8(decoder_layers(hf), device)
     if settings.model.compile_layers:
         compile_layers(hf)
-    elif device.type == "cpu":
-        use_cpu_layers(hf)
     if trains:
         add_lora(hf, settings.model, settings.seed)
         tower = tower_of(hf)

@@ -4,7 +4,6 @@ transformers repeats keys and values for each query head where there is a mask, 
 for every token.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -28,27 +27,13 @@ def decode_attention(
     """Query [B, H, T, D], key and value [B, K, S, D] -> [B, T, H, D], as transformers' "sdpa" has it.
 
     One token that may see all of S has no order among its heads: those of a key-value head are its queries.
-    In fp32 on the CPU two products are quicker for so few of them than torch's kernel, which works in blocks.
     """
     heads, groups = query.shape[1], key.shape[1]
     if query.shape[2] > 1 or heads == groups or extra.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **extra)
     grouped = query.unflatten(1, (groups, heads // groups)).squeeze(3)
-    if query.device.type == "cpu" and query.dtype == torch.float32:
-        out = _products(grouped, key, value, attention_mask, scaling)
-    else:
-        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
     return out.flatten(1, 2).unsqueeze(1), None
-
-
-def _products(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
-) -> Tensor:
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    score = torch.matmul(query, key.transpose(2, 3)).mul_(scale)
-    if mask is not None:
-        score = score.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else score + mask
-    return torch.matmul(score.softmax(-1), value)
 
 
 AttentionInterface.register(DECODE_ATTENTION, decode_attention)
