@@ -54,6 +54,8 @@ class Settings:
     prompt_tokens: int = 16
     lr: float = 1e-4
     threads: int = CORES
+    compiled: bool = False
+    """Both compile: siirl with model.compile_layers, TRL with torch_compile."""
     keys: list[str] = field(default_factory=list)
     """Further key=value of siirl's runs; they win over those of `run_siirl`."""
 
@@ -104,6 +106,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2, choices=[1, 2], help="of siirl, on two cores")
     parser.add_argument("--trl-micro-rows", type=int, default=128, help="TRL's per_device_train_batch_size")
     parser.add_argument("--siirl-micro-tokens", type=int, default=4096, help="ppo_max_token_len_per_gpu")
+    parser.add_argument("--compiled", action="store_true", help="both compile their models; needs g++")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "grpo_cpu.json")
     parser.add_argument("keys", nargs="*", help="key=value of siirl's runs")
     return parser.parse_args()
@@ -124,6 +127,7 @@ def make_cases(args: argparse.Namespace, folder: Path) -> list[Settings]:
         "trl_micro_rows": args.trl_micro_rows,
         "siirl_micro_tokens": args.siirl_micro_tokens,
         "keys": args.keys,
+        "compiled": args.compiled,
     }
     cases = {
         "short": Settings("short", str(model), response_tokens=2, **common),
@@ -156,6 +160,7 @@ def run_siirl(settings: Settings, out: Path) -> Block:
         "data.max_response_length": settings.response_tokens,
         "actor_rollout_ref.model.path": settings.model,
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "actor_rollout_ref.model.compile_layers": settings.compiled,
         "actor_rollout_ref.actor.optim.lr": settings.lr,
         "actor_rollout_ref.actor.ppo_mini_batch_size": settings.prompts,
         "actor_rollout_ref.actor.use_dynamic_bsz": True,

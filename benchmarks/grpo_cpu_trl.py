@@ -34,6 +34,7 @@ def grpo_config(settings: dict, out: str) -> GRPOConfig:
         output_dir=out,
         use_cpu=True,
         bf16=False,
+        torch_compile=settings["compiled"],
         gradient_checkpointing=False,
         per_device_train_batch_size=micro_rows,
         gradient_accumulation_steps=rows // micro_rows,
