@@ -29,7 +29,7 @@ from siirl.parallel.process_groups import ProcessGroupManager
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    return str(make_tiny_model_dir(path, vocab=24, init_std=0.3, tokenizer=False))
+    return str(make_tiny_model_dir(path, vocab=24, head_dim=32, init_std=0.3, tokenizer=False))
 
 
 @functools.cache

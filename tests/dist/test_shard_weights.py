@@ -26,10 +26,17 @@ class Workers:
         return action(self)
 
     def call(self, method, **arguments):
+        if method == "finish_writing":
+            self.read(arguments["filling"])
         return "" if method == "finish_update" else None
 
+    def post(self, message):
+        assert message.method == "begin_writing"
+
     def ask(self, message, again=None):
-        told = message.arguments.get("bucket") or message.arguments["filling"]
+        self.read(message.arguments.get("bucket") or message.arguments["filling"])
+
+    def read(self, told):
         places = told["place"]["all"]
         size = told["size"] if "size" in told else told["place"]["size"]
         self.seen.append([float(open_buffer(place, size, CPU)[:4].view(torch.float32)) for place in places])
