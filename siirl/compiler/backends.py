@@ -217,18 +217,21 @@ def _token_budgets(cfg: Config, role: ModelRole) -> dict[str, int]:
     return {keys.max_tokens: get(cfg, keys.max_tokens) for keys in batches if get(cfg, keys.dynamic)}
 
 
-def _check_attention_kernels(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) -> None:
-    """ConfigError for attention kernels that would not be used by a role's model."""
+def _check_attention_kernels(cfg: Config, role: str, node: ResolvedNode, others: str = "") -> None:
+    """ConfigError for attention kernels that would not be used by a role's model.
+
+    others: why its backend has others, if it has.
+    """
     model, strategy = role_model(cfg, role), role_group(cfg, role).strategy
     if model.attention_kernels != FLASH_4:
         return
-    key, problem = f"{ROLE_GROUPS[role]}.{COMPUTE_DTYPE[strategy]}", ""
+    key = f"{ROLE_GROUPS[role]}.{COMPUTE_DTYPE[strategy]}"
     if cfg.trainer.device == "cpu":
         problem = "trainer.device=cpu: it is for GPUs."
     elif (dtype := get(cfg, key)) != "bfloat16":
         problem = f"{key}={dtype}: it computes in bfloat16."
-    elif strategy == "megatron" and dims.cp > 1:
-        problem = f"ranks that cut the stream of tokens (cp {dims.cp}) have attention of their own."
+    else:
+        problem = others
     if problem:
         raise ConfigError(
             f"{node}: {ROLES[role].model}.attention_kernels={FLASH_4}: {problem} Set it to torch."
@@ -236,7 +239,7 @@ def _check_attention_kernels(cfg: Config, role: str, dims: ParallelDims, node: R
 
 
 def _check_fsdp(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
-    _check_attention_kernels(cfg, role, dims, node)
+    _check_attention_kernels(cfg, role, node)
     _check_sequence_ranks(cfg, role, dims, node)
     _check_expert_ranks(role, dims, node)
     check_trained_model(cfg, role, str(node))
@@ -274,7 +277,8 @@ def _check_expert_ranks(role: ModelRole, dims: ParallelDims, node: ResolvedNode)
 
 
 def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
-    _check_attention_kernels(cfg, role, dims, node)
+    cut = f"ranks that cut the stream of tokens (cp {dims.cp}) have attention of their own."
+    _check_attention_kernels(cfg, role, node, cut if dims.cp > 1 else "")
     check_trained_model(cfg, role, str(node))
     model = _megatron_model(cfg, role, dims, str(node), node.op.trains)
     dims.check(model.who, range(dims.world), model.section.sequence_parallel)
