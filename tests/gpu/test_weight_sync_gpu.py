@@ -30,6 +30,8 @@ CASES = {
     "qwen3_moe": {"tie_word_embeddings": False, "hidden_size": 256, "moe_intermediate_size": 128},
 }
 MUST_BE_IN_PLACE = ("qwen3",)
+BESIDE = {"read_tensor", "sleep", "wake"}
+"""Calls that move no weights."""
 
 
 def engine_on_gpu(folder, *overrides, device="cuda:0", groups=None):
@@ -75,7 +77,7 @@ def test_updates_in_place_are_those_of_the_loaders_also_after_a_restart(kind, tm
             assert samples(engine) == expected[version], (version, methods, caplog.text)
         print(f"\n{kind}: {sorted(set(methods))}\n{caplog.text}")
         if kind in MUST_BE_IN_PLACE:
-            assert set(methods) == set(IN_PLACE), caplog.text
+            assert set(methods) - BESIDE == set(IN_PLACE), caplog.text
         live.settle()
         for tensor in dict(live).values():
             tensor.zero_()  # what is kept has been copied by now
@@ -115,7 +117,7 @@ def updates_of_two(rank, world_size, folder):
             assert samples(engine) == expected[version]
             if rank == 0:
                 check_parameters(engine, sets[version], folder, torch.bfloat16)
-        return set(methods) - {"read_tensor", "sleep", "wake"}, engine._weights._told_why
+        return set(methods) - BESIDE, engine._weights._told_why
     finally:
         engine.close()
 
