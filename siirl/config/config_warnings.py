@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 
 from siirl.config.aliases import POLICY
-from siirl.config.batch import batch_of
-from siirl.config.resolve import COMPUTE_DTYPE, compute_dtype, get
-from siirl.config.roles import ROLES
+from siirl.config.resolve import COMPUTE_DTYPE, compute_dtype
 from siirl.config.root import Config
 
 
@@ -14,7 +12,6 @@ def default_warnings(cfg: Config) -> Iterator[str]:
     yield from _unlike_its_paper(cfg)
     yield from _averaged_advantages(cfg)
     yield from _reference_of_another_type(cfg)
-    yield from _row_by_row(cfg)
     yield from _uncorrected_lag(cfg)
     yield from _uncorrected_fp8(cfg)
 
@@ -84,21 +81,3 @@ def _uncorrected_fp8(cfg: Config) -> Iterator[str]:
         )
 
 
-def _row_by_row(cfg: Config) -> Iterator[str]:
-    """Passes over one row at a time where the actor fills micro-batches by tokens."""
-    actor, in_reward = cfg.actor_rollout_ref.actor, cfg.algorithm.use_kl_in_reward
-    if not actor.use_dynamic_bsz:
-        return
-    old = actor.recompute_old_log_prob and (in_reward or batch_of(cfg).mini_batches > 1)
-    passes = (
-        ("actor", "the old log-probs", old),
-        ("ref", "the reference", actor.use_kl_loss or in_reward),
-        ("critic", "the critic", cfg.algorithm.estimator.uses_critic),
-    )
-    for role, what, used in passes:
-        keys = ROLES[role].forward
-        if used and keys and not get(cfg, keys.dynamic) and get(cfg, keys.max_rows) == 1:
-            yield (
-                f"{keys.max_rows}=1: {what} one row at a time, which is slow, while the actor fills "
-                f"micro-batches by tokens. Set {keys.dynamic}=true."
-            )

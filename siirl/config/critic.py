@@ -19,6 +19,7 @@ class CriticModelConfig(ModelConfig):
 class CriticConfig(TrainedConfig):
     """The value model of PPO: used with algorithm.adv_estimator=gae."""
 
+    use_dynamic_bsz: bool = key(None, "fill micro-batches up to a token budget")
     ppo_max_token_len_per_gpu: int = key(
         32768, "token budget of a training micro-batch on each rank", when="use_dynamic_bsz", low=1
     )

@@ -52,9 +52,6 @@ def _read() -> Iterator[tuple[str, Foreign]]:
 FOREIGN: dict[str, Foreign] = dict(_read())
 """Key there, or pattern -> what became of it; the first that fits a name counts."""
 
-FOLLOW_BUDGET = f"${{{POLICY}.actor.ppo_max_token_len_per_gpu}}"
-FOLLOW_DYNAMIC = f"${{{POLICY}.actor.use_dynamic_bsz}}"
-
 
 @dataclass(frozen=True)
 class OtherDefault:
@@ -68,7 +65,6 @@ class OtherDefault:
     """ "key=a|b": only then does the key act."""
 
 
-DYNAMIC = "micro-batches: speed and memory"
 GAE = f"algorithm.adv_estimator={'|'.join(WITH_CRITIC)}"
 MEGATRON = f"{POLICY}.actor.strategy=megatron"
 VLLM = f"{ROLLOUT}.name=vllm"
@@ -86,11 +82,6 @@ OTHER_DEFAULTS: dict[str, OtherDefault] = {
     f"{ROLLOUT}.enforce_eager": OtherDefault("CUDA graphs: speed, memory", verl=False),
     f"{ROLLOUT}.max_num_seqs": OtherDefault("sequences at once: speed, memory", verl=256),
     "trainer.balance_batch": _both("which rank computes which rows: speed", True),
-    f"{ROLLOUT}.log_prob_use_dynamic_bsz": _both(DYNAMIC, FOLLOW_DYNAMIC),
-    f"{POLICY}.ref.log_prob_use_dynamic_bsz": _both(DYNAMIC, FOLLOW_DYNAMIC),
-    "critic.use_dynamic_bsz": _both(DYNAMIC, FOLLOW_DYNAMIC, GAE),
-    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": _both(DYNAMIC, FOLLOW_BUDGET),
-    f"{POLICY}.ref.log_prob_max_token_len_per_gpu": _both(DYNAMIC, FOLLOW_BUDGET),
     f"{POLICY}.actor.clip_ratio_low": _both(CLIP, 0.2),
     f"{POLICY}.actor.clip_ratio_high": _both(CLIP, 0.2),
     f"{POLICY}.actor.policy_loss.clip_divergence_low": OtherDefault("trust region", verl=0.2, when=DPPO),

@@ -215,9 +215,9 @@ class RolloutConfig:
         low=1,
     )
     log_prob_max_token_len_per_gpu: int = key(
-        16384, "its token budget on each rank", when="log_prob_use_dynamic_bsz", low=1
+        None, "its token budget on each rank", when="log_prob_use_dynamic_bsz", low=1
     )
-    log_prob_use_dynamic_bsz: bool = key(False, "fill those micro-batches up to a token budget")
+    log_prob_use_dynamic_bsz: bool = key(None, "fill those micro-batches up to a token budget")
     disable_log_stats: bool = key(True, "no statistics of the engine among the metrics", when="name=vllm")
     enable_chunked_prefill: bool = key(
         True,

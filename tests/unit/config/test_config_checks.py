@@ -273,25 +273,17 @@ def test_keys_of_steps_are_named_where_a_run_only_validates(key):
     assert line == f"{key} has no effect: trainer.val_only is true, so there are no steps."
 
 
-def test_passes_over_one_row_at_a_time_are_named():
-    tokens, kl = f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.use_kl_loss=true"
-    one_step = ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64"]
-    cases = [
-        ([tokens], ["rollout.log_prob_micro_batch_size_per_gpu=1: the old log-probs"]),
-        ([tokens, *one_step], []),
-        ([tokens, kl, *one_step], ["ref.log_prob_micro_batch_size_per_gpu=1: the reference"]),
-        ([tokens, "algorithm.adv_estimator=gae", *one_step], ["Set critic.use_dynamic_bsz=true"]),
-        (
-            [tokens, "algorithm.adv_estimator=gae_marft", *one_step],
-            ["Set critic.use_dynamic_bsz=true"],
-        ),
-        ([tokens, "algorithm.adv_estimator=gae", "critic.ppo_micro_batch_size_per_gpu=4", *one_step], []),
-        (["algorithm.adv_estimator=gae", kl], []),
-    ]
-    for overrides, words in cases:
-        warnings = effect_warnings(configured(overrides))
-        assert len(warnings) == len(words), warnings
-        assert all(word in warning for word, warning in zip(words, warnings, strict=True))
+def test_passes_without_gradient_follow_the_micro_batches_of_the_actor():
+    rollout, ref = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+    cfg = configured([f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=9000"])
+    for group in (rollout, ref):
+        assert get(cfg, f"{group}.log_prob_use_dynamic_bsz") is True
+        assert get(cfg, f"{group}.log_prob_max_token_len_per_gpu") == 9000
+    assert cfg.critic.use_dynamic_bsz is True and cfg.critic.ppo_max_token_len_per_gpu == 32768
+    own = [f"{rollout}.log_prob_use_dynamic_bsz=false", "critic.use_dynamic_bsz=false"]
+    cfg = configured([f"{ACTOR}.use_dynamic_bsz=true", *own])
+    assert not (get(cfg, own[0].partition("=")[0]) or cfg.critic.use_dynamic_bsz)
+    assert get(cfg, f"{ref}.log_prob_use_dynamic_bsz") and not configured([]).critic.use_dynamic_bsz
 
 
 def test_a_default_that_is_not_the_one_of_the_loss_is_named():
