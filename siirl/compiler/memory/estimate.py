@@ -226,8 +226,12 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     lines.append(MemoryLine(name, "gathered layers", gathered * compute, COMPUTING))
     if dealt:
         lines += _dealt_lines(model, cfg, shape, compute)
-    fused = role_model(cfg, model.role).fuses_layers
-    of_layer = kept_values(with_repeated_heads(shape, model.dims.cp), fused)
+    fused, attended = role_model(cfg, model.role).fuses_layers, with_repeated_heads(shape, model.dims.cp)
+    of_layer = kept_values(attended, fused)
+    if (
+        role_model(cfg, model.role).compile_layers and not shape.qk_norms
+    ):  # values come in one tensor with both
+        of_layer += query_width(attended) + attended.kv_width
     if model.dims.cp > 1:  # what attention gives, before it is exchanged and after
         of_layer += query_width(shape)
     kept = of_layer * shape.layers

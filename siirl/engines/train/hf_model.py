@@ -20,6 +20,7 @@ from siirl.compiler.plan import Head
 from siirl.config.common import ModelConfig
 from siirl.engines.train.attention_kernels import attention_by
 from siirl.engines.train.hf_experts import GROUPED_EXPERTS
+from siirl.engines.train.layer_compiler import compile_layer
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.model_files.directory import check_weight_files, model_dir
 
@@ -226,9 +227,10 @@ def compile_layers(model: PreTrainedModel) -> None:
 
     Before the model is sharded, as what gathers weights stays outside. The attention of packed rows is not
     compiled: it is an operation of its own to the compiler. Numbers of tokens are no constants of the code.
+    Linear layers of one input are merged.
     """
     for layer in decoder_layers(model):
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+        layer.forward = torch.compile(layer.forward, backend=compile_layer, dynamic=True)
 
 
 def use_liger_kernels(model: PreTrainedModel) -> None:
