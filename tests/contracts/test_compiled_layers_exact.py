@@ -1,5 +1,7 @@
 """Compiled layers compute what transformers does, and are compiled once."""
 
+from typing import Any
+
 import pytest
 import train_engine_cases as cases
 from accepted_cases import results
@@ -15,9 +17,43 @@ KEPT = "actor_rollout_ref.model.enable_gradient_checkpointing=False"
 
 
 @pytest.mark.parametrize("kind", COMPILED)
-def test_each_type_computes_what_transformers_does(kind):
-    compiled = Scenario("", 1, overrides=(KEY,))
-    assert run_workers(results, 1, [kind], compiled, deadline_s=600)[0] == {}
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [(1, ()), (1, (KEPT,)), (2, ()), (2, (KEPT,))],
+    ids=["alone_recomputed", "alone_kept", "two_recomputed", "two_kept"],
+)
+def test_each_type_computes_what_transformers_does(kind, world, more):
+    compiled = Scenario("", world, overrides=(KEY, *more))
+    for found in run_workers(results, world, [kind], compiled, deadline_s=600):
+        assert found == {}
+
+
+def calls_of_an_update(rank: int, world: int, path: str) -> tuple[int, int]:
+    """Of all layers, in an optimizer step of one micro-batch: matrix products, and copies of gradients."""
+    from torch.profiler import ProfilerActivity, profile
+
+    one_batch = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=100"
+    engine, _ = cases.build_engine(scenario := Scenario("", world, overrides=(KEY, KEPT, one_batch)), path)
+    cases.train_steps(engine, scenario, range(2))
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        cases.train_steps(engine, scenario, range(2, 3))
+    callers = [(event.name, callers_of(event)) for event in seen.events()]
+    products = sum(name == "aten::mm" and "Call CompiledFxGraph" in above for name, above in callers)
+    copies = sum(name == "aten::copy_" and "CompiledFunctionBackward" in above for name, above in callers)
+    return products, copies
+
+
+def callers_of(event: Any) -> str:
+    names = []
+    while (event := event.cpu_parent) is not None:
+        names.append(event.name)
+    return " ".join(names)
+
+
+def test_queries_keys_and_values_are_one_product_and_no_gradient_is_copied(tmp_path):
+    path = str(make_tiny_model_dir(tmp_path, hidden=128, heads=4, kv_heads=2, head_dim=32, mlp=256, layers=3))
+    (found,) = run_workers(calls_of_an_update, 1, path, deadline_s=600)
+    assert found == (3 * 3 * len(["qkv", "o", "gate", "up", "down"]), 0)
 
 
 def graphs_after_each_step(rank: int, world: int, path: str) -> list[int]:

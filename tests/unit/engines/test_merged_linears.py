@@ -6,6 +6,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from siirl.engines.train.layer_compiler import compile_layer
 from siirl.engines.train.merged_linears import merge_linears
 
 WIDTH = 16
@@ -187,3 +188,25 @@ def test_weights_are_joined_again_in_the_backward_pass_instead_of_kept():
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def test_outputs_are_compiled_as_they_lie_in_memory_and_turned_back(monkeypatch):
+    def heads(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view(1, -1, 4, WIDTH // 4).transpose(1, 2).sin(), x.cos()
+
+    inner: list[tuple[int, ...]] = []
+
+    def compile_fx(module: fx.GraphModule, inputs: list):
+        def run(*args):
+            outputs = module(*args)
+            inner.extend(tuple(output.shape) for output in outputs if output.is_contiguous())
+            return outputs
+
+        return run
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    torch._dynamo.reset()
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    found = torch.compile(heads, backend=compile_layer, dynamic=True)(x)
+    assert inner == [(1, 5, 4, WIDTH // 4), (5, WIDTH)], "contiguous, so that their gradients come so"
+    torch.testing.assert_close(found, heads(x), rtol=0, atol=0)
