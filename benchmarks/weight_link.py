@@ -94,6 +94,9 @@ class Trainer:
         for name, parts in zip(names, parts_of, strict=True):
             yield name, parts.reshape(-1, WIDTH)[: self._shapes[name][0]].contiguous()
 
+    def live_weights(self) -> None:
+        """It has its rows alone."""
+
     def row_layout(self, dtype: torch.dtype) -> RowLayout:
         tensors = tuple(
             Whole(name, shape, str(dtype), self._pieces(shape), (FilePart(name, shape, (WIDTH, 1), 0),))

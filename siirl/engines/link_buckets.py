@@ -9,7 +9,7 @@ in all broadcasts, so nobody waits for one that does not come.
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from siirl.errors import WeightSyncError
-from siirl.observe.spans import waiting
+from siirl.observe.spans import phase, waiting
 
 ALIGN_BYTES = 16
 TRAILER_BYTES = 512
@@ -63,12 +63,16 @@ def empty_bucket(entries: Iterable[Entry], device: str | torch.device, beside: i
     return torch.empty(size + beside, dtype=torch.uint8, device=device)
 
 
-def pack(bucket: Sequence[Named], flat: Tensor) -> None:
-    """Copy the bytes of tensors into a bucket."""
-    start = 0
-    for _, tensor in bucket:
-        flat[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
-        start += room(tensor.nbytes)
+@torch.no_grad()
+def pack(bucket: Sequence[Named], entries: Iterable[Entry], flat: Tensor) -> None:
+    """Copy tensors into a bucket, cast to what its entries say, those of equal types at once."""
+    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for (_, tensor), (_, place) in zip(bucket, unpack(entries, flat), strict=True):
+        targets, sources = groups.setdefault((place.dtype, tensor.dtype), ([], []))
+        targets.append(place)
+        sources.append(tensor.detach())
+    for targets, sources in groups.values():
+        torch._foreach_copy_(targets, sources)
 
 
 def unpack(entries: Iterable[Entry], flat: Tensor) -> list[Named]:
@@ -94,18 +98,8 @@ class BucketPlan:
     @cached_property
     def digest(self) -> int:
         """A number above 0 of 63 bits that other plans do not have."""
-        return digest_of([self.buckets, self.device, self.made_for])
-
-
-def digest_of(content: Any) -> int:
-    """Of JSON values: a number above 0 of 63 bits."""
-    text = json.dumps(content, default=str).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1 or 1
-
-
-def digest_of_specs(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
-    """Of what an engine exports, as it says beforehand."""
-    return digest_of([(name, tuple(shape), str(dtype)) for name, (shape, dtype) in specs.items()])
+        text = json.dumps([self.buckets, self.device, self.made_for], default=str).encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1 or 1
 
 
 class Sender(NamedTuple):
@@ -125,20 +119,23 @@ class PlannedSync:
         self._plan, self._senders, self._rank, self._in_flight = plan, senders, rank, in_flight
         self._begun: deque[tuple[int, Tensor, Any]] = deque()
         self._number = 0  # of the next bucket
+        self._whole: Tensor | None = None  # the trailer of a bucket that has all that it should
 
-    def sent(self, tensors: Iterator[Named]) -> Iterator[Named]:
+    def sent(self, tensors: Iterable[Named], casts: bool = False) -> Iterator[Named]:
         """Pass the trainer's tensors on, and send them, or see them sent. GaveUp if others come, or not all.
 
-        tensors: those of the buckets in whose broadcasts this rank takes part.
+        tensors: those of the buckets in whose broadcasts this rank takes part. casts: floating ones may come
+        in another floating type than they are sent in.
         """
         bucket: list[Named] = []
         try:
             for name, tensor in _exported(tensors):
                 self._pass_others()
-                self._check_next(len(bucket), name, tensor)
+                self._check_next(len(bucket), name, tensor, casts)
                 bucket.append((name, tensor))
                 if len(bucket) == len(self._plan.buckets[self._number]):
-                    self._send(bucket)
+                    with phase("send"):
+                        self._send(bucket)
                     bucket = []
                 yield name, tensor
             self._pass_others()
@@ -157,8 +154,9 @@ class PlannedSync:
         for entries in self._plan.buckets:
             while self._number < len(self._plan.buckets) and len(self._begun) < self._in_flight:
                 self._begin()
-            number, flat = self._ended()
-            failure = failure or self._trouble(number, flat)
+            with phase("receive"):
+                number, flat = self._ended()
+                failure = failure or self._trouble(number, flat)
             if not failure:
                 yield from unpack(entries, flat)
         if failure:
@@ -172,11 +170,13 @@ class PlannedSync:
     def _expected(self, place: int) -> str:
         return self._plan.buckets[self._number][place].name
 
-    def _check_next(self, place: int, name: str, tensor: Tensor) -> None:
+    def _check_next(self, place: int, name: str, tensor: Tensor, casts: bool) -> None:
         if self._number == len(self._plan.buckets):
             raise GaveUp(f"{name} came, which the first sync did not have")
         planned = self._plan.buckets[self._number][place]
         found = Entry.of(name, tensor)
+        if casts and tensor.is_floating_point() and DTYPES[planned.dtype].is_floating_point:
+            found = found._replace(dtype=planned.dtype)
         if found != planned or tensor.device.type != self._plan.device:
             raise GaveUp(
                 f"{found.name} ({found.dtype}, {list(found.shape)}) came where the first sync had "
@@ -195,9 +195,13 @@ class PlannedSync:
             self._begin()
             return
         flat = empty_bucket(self._plan.buckets[self._number], self._plan.device, TRAILER_BYTES)
-        if bucket is not None:
-            pack(bucket, flat)
-        flat[-TRAILER_BYTES:] = _trailer(self._plan.digest, failure).to(flat.device)
+        if bucket is None:
+            flat[-TRAILER_BYTES:] = _trailer(self._plan.digest, failure).to(flat.device)
+        else:
+            pack(bucket, self._plan.buckets[self._number], flat)
+            if self._whole is None:  # on the device once: each copy from the host's memory waits for it
+                self._whole = _trailer(self._plan.digest, "").to(flat.device)
+            flat[-TRAILER_BYTES:] = self._whole
         self._begin(flat)
 
     def _begin(self, flat: Tensor | None = None) -> None:
@@ -235,7 +239,7 @@ class PlannedSync:
         return ""
 
 
-def _exported(tensors: Iterator[Named]) -> Iterator[Named]:
+def _exported(tensors: Iterable[Named]) -> Iterator[Named]:
     """Tells errors of the export from those of sending."""
     try:
         yield from tensors

@@ -28,7 +28,6 @@ from siirl.engines.link_buckets import (
     Named,
     PlannedSync,
     Sender,
-    digest_of_specs,
     empty_bucket,
     pack,
     room,
@@ -47,7 +46,7 @@ from siirl.parallel.process_groups import ProcessGroupManager
 BUCKET_BYTES = 64 << 20
 """Tensors are broadcast together up to this size; a larger one goes alone."""
 IN_FLIGHT = 4
-"""Buckets of a link of kind "spread" that are on their way at once."""
+"""Buckets of a plan that are on their way at once."""
 MESSAGE_BYTES = 512
 PARTS: tuple[WeightPart, ...] = get_args(WeightPart)
 TARGET_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, OSError)
@@ -119,7 +118,7 @@ class WeightLink:
         self._group = groups.get(plan.ranks)
         self._plan: BucketPlan | None = None
         self._rows: RowLayout | None = None  # by which the plan is made, if trainer ranks send their rows
-        self._plan_specs = 0  # digest of what the source said of its export when the plan was made
+        self._plan_specs: list[Any] = []  # what the source said of its export when the plan was made
         self._announced: list[tuple[Entry, ...]] = []
         self._device = "cpu"  # on which what was announced lies
         self._broken = False
@@ -155,8 +154,8 @@ class WeightLink:
             else:
                 self._transfer(self._stream(meeting), version)
             if torch.cuda.is_available():
-                with phase("wait_for_device"):
-                    torch.cuda.synchronize()
+                with phase("wait_for_device"):  # but not for copies that go on beside what comes next
+                    torch.cuda.current_stream().synchronize()
             note(bytes=self._num_bytes)
         metrics.max("time/weight_sync_s", time.perf_counter() - start)
         metrics.max("weight_sync/bytes", self._num_bytes)
@@ -197,12 +196,13 @@ class WeightLink:
 
     def _plan_digest(self) -> int:
         """Of the plan that this rank knows; 0: it knows none, or what the source exports has changed."""
-        if self._plan is None or (self._source is not None and self._specs_digest() != self._plan_specs):
+        if self._plan is None or self._source_specs() != self._plan_specs:
             return 0
         return self._plan.digest
 
-    def _specs_digest(self) -> int:
-        return digest_of_specs(self._source.weight_specs()) if self._source is not None else 0
+    def _source_specs(self) -> list[Any]:
+        """What the source says of its export, in its order."""
+        return [*self._source.weight_specs().items()] if self._source is not None else []
 
     def _send_over(self, meeting: Meeting) -> None:
         """A sync with ranks that hold no trainer: by the plan; the first one by headers, which make one.
@@ -218,7 +218,7 @@ class WeightLink:
         planned = None if plan is None else self._planned(plan, meeting)
         self._transfer(self._stream(meeting, planned), meeting.version)
         if not meeting.plan_holds:
-            self._plan_specs = self._specs_digest()
+            self._plan_specs = self._source_specs()
         self._plan = plan or BucketPlan(tuple(self._announced), self._device, _made_for(meeting))
 
     def _row_layout(self, meeting: Meeting) -> RowLayout | None:
@@ -234,7 +234,7 @@ class WeightLink:
 
     def _planned(self, plan: BucketPlan, meeting: Meeting) -> PlannedSync:
         if self._rows is None:
-            return PlannedSync(plan, [Sender(meeting.root, self._ranks, self._group)], self._rank, 1)
+            return PlannedSync(plan, [Sender(meeting.root, self._ranks, self._group)], self._rank, IN_FLIGHT)
         senders = []
         for rank, ranks in zip(
             meeting.sources, sender_groups(meeting.sources, meeting.receivers), strict=True
@@ -247,6 +247,16 @@ class WeightLink:
         if self._kind != "local" or part != "merged" or self._source is None or self._target is None:
             return None
         return self._source.live_weights() if self._target.reads_live else None
+
+    def _sent_live(self, meeting: Meeting) -> LiveWeights | None:
+        """The weights where they are trained, if this rank alone has them: a bucket casts them all at once.
+
+        An export of several ranks is a collective of theirs, which all of them must come to.
+        """
+        alone = len(meeting.sources) == 1 and self._rows is None
+        if not alone or meeting.part != "merged" or self._source is None:
+            return None
+        return self._source.live_weights()
 
     def _transfer(self, stream: Iterator[Named] | LiveWeights, version: int) -> None:
         try:
@@ -288,6 +298,10 @@ class WeightLink:
                 tensors = planned.received() if planned else self._received(root)
                 tensors = tensors if self._rows is None else self._rows.joined(tensors)
             elif meeting.receivers:
+                if planned and (live := self._sent_live(meeting)) is not None:
+                    self._num_bytes = live.num_bytes(dtype)
+                    yield from planned.sent(live, casts=True)
+                    return
                 rows = self._rows is not None
                 exported = self._source.export_rows(dtype) if rows else _export(self._source, dtype, part)
                 tensors = planned.sent(exported) if planned else self._sent(exported, root)
@@ -358,7 +372,7 @@ class WeightLink:
             return
         self._note(entries, device.type)
         flat = empty_bucket(entries, device)
-        pack(bucket, flat)
+        pack(bucket, entries, flat)
         with waiting():
             dist.broadcast(flat, src=root, group=self._group)
 

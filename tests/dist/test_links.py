@@ -20,6 +20,7 @@ from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.served import served_rollout
 from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.engines.rollout.served.messages import Call
+from siirl.engines.train.live_weights import LiveWeights
 from siirl.errors import RolloutError, WeightSyncError
 from siirl.model_files.file_parts import FilePart
 from siirl.parallel.dims import ParallelDims
@@ -52,6 +53,7 @@ class FakeTrainer:
         self.meets = True
         self.specs_of = None  # as what is exported
         self.has_rows = False
+        self.lives = False
 
     def weight_specs(self):
         said = (self.specs_of or self.edit)(self.weights)
@@ -67,6 +69,11 @@ class FakeTrainer:
                 dist.all_reduce(total, group=self.group)
                 assert total == position * dist.get_world_size(self.group), "collectives of two tensors met"
             yield name, (tensor * self.scale).to(dtype or tensor.dtype)
+
+    def live_weights(self):
+        if not self.lives:
+            return None
+        return LiveWeights({name: tensor * self.scale for name, tensor in self.edit(self.weights).items()})
 
     def row_layout(self, dtype=None):
         if not self.has_rows:
@@ -198,19 +205,36 @@ def test_every_target_gets_the_trainers_weights_and_version_wherever_it_is(model
 
 
 def in_rollout_dtype(rank, model_dir, groups, sources, targets):
+    """Twice: as it is exported, and from where it is trained, by the plan."""
     trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets, "bfloat16")
-    num_bytes = link.push().values()["weight_sync/bytes"]
-    if trainer:
-        return trainer.exported_dtypes == [torch.bfloat16], num_bytes
-    weight = tied_once(model_dir)["model.norm.weight"]
-    own = rollout._model.state_dict()["model.norm.weight"]
-    return own.dtype == torch.bfloat16 and torch.equal(own, weight.bfloat16()), num_bytes
+    found, sent = [], {}
+    broadcast = dist.broadcast
+
+    def counted(tensor, **options):
+        sent[version] = sent.get(version, 0) + tensor.nbytes
+        return broadcast(tensor, **options)
+
+    links.dist.broadcast = counted
+    try:
+        for version in (1, 2):
+            if trainer:
+                trainer.version, trainer.scale, trainer.lives = version, 1.0 + version / 7, version == 2
+            found.append(link.push().values()["weight_sync/bytes"])
+            if rollout:
+                state = rollout._model.state_dict()
+                for name, tensor in tied_once(model_dir).items():
+                    assert torch.equal(state[name], (tensor * (1.0 + version / 7)).bfloat16()), name
+    finally:
+        links.dist.broadcast = broadcast
+    return trainer and trainer.exported_dtypes, found, sent[2]
 
 
 def test_weights_are_exported_and_sent_in_the_rollouts_dtype(model_dir):
     num_bytes = 2 * sum(tensor.numel() for tensor in tied_once(model_dir).values())
-    out = run_workers(everywhere, 2, in_rollout_dtype, model_dir, [([0], [1])])
-    assert out == [[(True, num_bytes)]] * 2
+    (of_trainer,), (of_target,) = run_workers(everywhere, 2, in_rollout_dtype, model_dir, [([0], [1])])
+    assert of_trainer[0] == [torch.bfloat16] and of_target[0] is None
+    for _, told, sent in (of_trainer, of_target):
+        assert told == [num_bytes] * 2 and num_bytes <= sent < num_bytes + 4096
 
 
 def one_target_behind(rank, model_dir, groups, sources, targets):

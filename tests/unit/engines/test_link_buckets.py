@@ -99,7 +99,7 @@ def test_all_ranks_come_to_the_end_and_none_takes_what_a_sender_gave_up(seed, sp
     sources = tuple(sorted(rng.sample(ranks, rng.randint(1, len(ranks) - 1))))
     receivers = tuple(rank for rank in ranks if rank not in sources)
     weights = some_weights(rng)
-    plan, in_flight = plan_of(rng, weights), rng.randint(1, 4) if spread else 1
+    plan, in_flight = plan_of(rng, weights), rng.randint(1, 4)
     groups, heads = [tuple(ranks)], [sources[0]]
     if spread:
         groups, heads = list(sender_groups(sources, receivers)), list(sources)

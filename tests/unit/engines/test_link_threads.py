@@ -13,6 +13,7 @@ from siirl.compiler.plan import LinkPlan
 from siirl.engines import link_buckets, links
 from siirl.engines.link_rows import RowLayout, Whole
 from siirl.engines.links import make_link
+from siirl.engines.train.live_weights import LiveWeights
 from siirl.errors import WeightSyncError
 from siirl.model_files.file_parts import FilePart
 
@@ -73,6 +74,7 @@ class Trainer:
     def __init__(self, rank=0, ranks=(0,)):
         self.place, self.ranks = ranks.index(rank), ranks
         self.version, self.scale, self.fails_at, self.more, self.says_more = 0, 1.0, None, False, False
+        self.lives, self.asked_live = False, 0
         draw = torch.Generator().manual_seed(0)
         self.weights = {f"w{n}": torch.randn(n % 5 + 1, 7, generator=draw) for n in range(30)}
         self.weights["count"] = torch.arange(4)
@@ -99,6 +101,14 @@ class Trainer:
 
     def made(self):
         return {"more": torch.ones(2)} | self.weights if self.more else self.weights
+
+    def live_weights(self):
+        """In a wider type, from which what is sent is cast."""
+        self.asked_live += 1
+        if not self.lives or self.fails_at is not None:
+            return None
+        exported = self.export_weights()
+        return LiveWeights({name: x.double() if x.is_floating_point() else x for name, x in exported})
 
     def export_weights(self, dtype=None):
         for number, (name, tensor) in enumerate(self.made().items()):
@@ -162,6 +172,7 @@ def test_a_link_brings_all_weights_or_fails_on_all_ranks_and_goes_on(seed, kind,
     turns = [rng.choice(TROUBLES) for _ in range(10)]
     culprits = [(rng.choice(sources), rng.choice(sorted(targets))) for _ in turns]
     plan, outcomes = LinkPlan("link", "trainer", "rollout", ranks, kind), expected(turns)
+    lives = rng.random() < 0.7
 
     def run(rank):
         trainer = Trainer(rank, sources) if rank in sources else None
@@ -170,7 +181,7 @@ def test_a_link_brings_all_weights_or_fails_on_all_ranks_and_goes_on(seed, kind,
         for version, (planned, words) in enumerate(outcomes, 1):
             trouble, (source, failing) = turns[version - 1], culprits[version - 1]
             if trainer:
-                trainer.version, trainer.scale = version, 0.5**version
+                trainer.version, trainer.scale, trainer.lives = version, 0.5**version, lives
                 fails = trouble == "export" and (rank == source or not planned)
                 trainer.fails_at = 11 if fails else None
                 trainer.more, trainer.says_more = trouble in ("said", "unsaid"), trouble == "said"
@@ -182,6 +193,9 @@ def test_a_link_brings_all_weights_or_fails_on_all_ranks_and_goes_on(seed, kind,
             else:
                 link.push()
                 check(target, version)
+        if trainer:
+            alone = len(sources) == 1 and kind == "broadcast"
+            assert trainer.asked_live == alone * sum(planned for planned, _ in outcomes)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         list(pool.map(run, ranks))
@@ -194,4 +208,4 @@ def check(target, version):
     assert target.weight_version == version and {*target.held} - {"more"} == {*Trainer().weights}
     for name, tensor in Trainer().weights.items():
         exact = tensor * 0.5**version if tensor.is_floating_point() else tensor
-        assert torch.equal(target.held[name], exact)
+        assert torch.equal(target.held[name].to(exact.dtype), exact)
