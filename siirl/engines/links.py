@@ -298,7 +298,9 @@ class WeightLink:
                 tensors = planned.received() if planned else self._received(root)
                 tensors = tensors if self._rows is None else self._rows.joined(tensors)
             elif meeting.receivers:
-                if planned and (live := self._sent_live(meeting)) is not None:
+                with phase("find"):
+                    live = self._sent_live(meeting) if planned else None
+                if planned and live is not None:
                     self._num_bytes = live.num_bytes(dtype)
                     yield from planned.sent(live, casts=True)
                     return

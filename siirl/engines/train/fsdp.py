@@ -231,7 +231,7 @@ class FSDPEngine(SteppingEngine):
             self._live.settle()
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return specs(self._model.hf, self._parts, self._master_dtype)
+        return dict(self._specs)
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._require_on_device("params")
@@ -312,6 +312,11 @@ class FSDPEngine(SteppingEngine):
         bundles = bundles_of(rows, limit, self._hidden_size, self._shares_prompts(rows))
         (num,) = self._reduce([count_bundles(bundles, limit)], dist.ReduceOp.MAX)
         return split_bundles(bundles, limit, int(num))
+
+    @functools.cached_property
+    def _specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Names, shapes and types stay, wherever the weights lie."""
+        return specs(self._model.hf, self._parts, self._master_dtype)
 
     @functools.cached_property
     def _seen_back(self) -> float:
