@@ -57,7 +57,7 @@ FREE: Mapping[str, tuple[str, ...]] = {
         *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*.use_liger"),
         "*.compile_layers",
         *("*.enable_gradient_checkpointing", "*.gradient_checkpointing_kwargs", "*.attention_kernels"),
-        *("*.enforce_eager", "*.replace_weights", "*.merge_lora"),
+        *("*.enforce_eager", "*.replace_weights", "*.weight_buffer_gib", "*.merge_lora"),
         *("*.gpu_memory_utilization", "*.free_cache_engine", "*.max_num_batched_tokens", "*.max_num_seqs"),
         *("*.enable_chunked_prefill", "*.multi_turn.max_parallel_calls"),
     ),

@@ -255,6 +255,15 @@ class RolloutConfig:
         choices=("by_loaders", "in_place", "in_place_checked"),
         when="name=vllm",
     )
+    weight_buffer_gib: float | None = key(
+        None,
+        "GiB of the device at most through which weights are written in place; null: 0.5. Where all of them "
+        "fit in, those that come from other ranks are copied to host memory (max_engine_restarts) after a "
+        "sync, not within it: for engines on devices without a trainer",
+        low=0,
+        excluded=0,
+        when="replace_weights=in_place|in_place_checked",
+    )
     max_engine_restarts: int = key(
         2,
         "how often within an hour an engine is started again whose process died or fell silent, on each "
@@ -309,6 +318,11 @@ class RolloutConfig:
         """The share of a device that a vLLM engine takes; its own argument wins."""
         own = self.engine_kwargs.vllm.get("gpu_memory_utilization")
         return float(self.gpu_memory_utilization if own is None else own)
+
+    @property
+    def weight_buffer_bytes(self) -> int | None:
+        """weight_buffer_gib, in bytes."""
+        return None if self.weight_buffer_gib is None else int(self.weight_buffer_gib * 2**30)
 
     @property
     def gives_data(self) -> bool:

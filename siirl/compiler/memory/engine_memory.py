@@ -19,8 +19,8 @@ from siirl.config import Config
 KEPT_WEIGHTS = "weights for a restart"
 """Of a vLLM engine, in host memory."""
 WRITING_BYTES = 512 << 20
-"""Of the memory through which weights are written in place, on the trainer's device. Each piece of this size
-takes a message to the engine's process and back, and both wait for the device."""
+"""Of the memory through which weights are written in place, on the trainer's device, where no key says more.
+Each piece of this size takes a message to the engine's process and back, and both wait for the device."""
 
 
 def hf_rollout_lines(
@@ -59,7 +59,8 @@ def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     awake: tuple[Activity, ...] = ("generate",) if rollout.free_cache_engine else ALWAYS
     beside = ENGINE_CONTEXT_BYTES if rollout.enforce_eager else ENGINE_GRAPHS_BYTES
     in_place = rollout.replace_weights != "by_loaders"
-    buffer = min(shape.params * BYTES[rollout.dtype], WRITING_BYTES) if in_place else 0
+    most = rollout.weight_buffer_bytes or WRITING_BYTES
+    buffer = min(shape.params * BYTES[rollout.dtype], most) if in_place else 0
     return [
         MemoryLine(model.name, ENGINE_PARTS[0], 0, awake, share=share),
         MemoryLine(model.name, ENGINE_PARTS[1], beside),

@@ -256,6 +256,7 @@ def test_a_device_holds_the_buffer_through_which_weights_are_written_in_place(tm
     """In all phases, once. A model that is smaller than the buffer takes as much as it has."""
     small = grpo_gpu.SHAPES["B"] | {"num_hidden_layers": 1, "vocab_size": 1000}
     found, way = {}, "actor_rollout_ref.rollout.replace_weights"
+    more = "actor_rollout_ref.rollout.weight_buffer_gib"
     for name, sizes in (("A", grpo_gpu.SHAPES["A"]), ("small", small)):
         (tmp_path / name).mkdir()
         write_config(tmp_path / name, sizes)
@@ -263,9 +264,15 @@ def test_a_device_holds_the_buffer_through_which_weights_are_written_in_place(tm
         keys += ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.dtype=bfloat16"]
         before, after = (peaks([*keys, f"{way}={one}"], 1) for one in ("by_loaders", "in_place"))
         found[name] = {late.tensors - early.tensors for early, late in zip(before, after, strict=True)}
+        large = peaks([*keys, f"{way}=in_place", f"{more}=1.5"], 1)
+        found[f"{name} of 1.5"] = {
+            late.tensors - early.tensors for early, late in zip(before, large, strict=True)
+        }
     shape = read_shape(load_config(keys), "rollout")
     assert not isinstance(shape, str), shape
-    assert found == {"A": {512 << 20}, "small": {2 * shape.params}} and 2 * shape.params < 512 << 20
+    assert 2 * shape.params < 512 << 20
+    of_small = {2 * shape.params}
+    assert found == {"A": {512 << 20}, "A of 1.5": {3 << 29}, "small": of_small, "small of 1.5": of_small}
 
 
 def test_every_set_of_ranks_has_its_own_peaks_and_a_surplus_its_rows(tmp_path):

@@ -193,6 +193,53 @@ def test_what_is_kept_elsewhere_is_copied_while_more_comes(seed, tmp_path, monke
     lose_a_process(random.Random(seed), True, sent, tmp_path, monkeypatch, live_share=0.0)
 
 
+def holding_all(monkeypatch):
+    """As on a GPU whose buffer has room for all weights."""
+    sent = WeightsInPlace("engine", SPECS, CPU, True, EngineShard((0,)), False, buffer_bytes=1 << 20)
+    monkeypatch.setattr(sent._writer, "_keeps_apart", True)
+    return sent
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_buffer_holds_at_once_is_there_for_the_next_process_whenever_one_is_lost(
+    seed, tmp_path, monkeypatch
+):
+    sent = holding_all(monkeypatch)
+    lose_a_process(random.Random(seed), True, sent, tmp_path, monkeypatch, live_share=0.0)
+
+
+@pytest.mark.parametrize("is_lost", ["before it is copied", "afterwards"])
+def test_what_a_buffer_holds_at_once_is_written_at_once_and_copied_after_the_update(
+    is_lost, tmp_path, monkeypatch
+):
+    sent, log, copy = holding_all(monkeypatch), [], kept_weights._copy_aside
+    monkeypatch.setattr(kept_weights, "_copy_aside", lambda *args: (log.append("copy"), copy(*args)))
+    rng, processes = random.Random(0), []
+
+    def make():
+        processes.append(ModelProcess(rng, 0))
+        ways_of(processes[-1], log)
+        return processes[-1]
+
+    engine = RecoveringEngine(make, Start("", {}), tmp_path / "log", 9)
+    for _ in range(2):
+        now = a_set(rng)
+        log.clear()
+        sent.replace(engine, iter(now.items()), False)
+        assert holds(processes[-1], now)
+    assert log == ["begin_writing", "finish_writing"]
+    if is_lost == "afterwards":
+        sent.go_on_keeping()
+        sent._transfer.kept.wait()
+        assert log.pop() == "copy"
+        sent._writer.buffer().data.zero_()  # the next update is on its way there
+    processes[-1].left = -1
+    engine.call("idle")
+    sent.close()
+    assert len(processes) == 2 and holds(processes[-1], now)
+    assert ("copy" in log) == (is_lost != "afterwards")
+
+
 def test_the_next_update_begins_when_all_of_the_one_before_is_copied(monkeypatch):
     """Else old bytes land where the loaders of the next one read."""
     copy = kept_weights._copy_aside
@@ -251,7 +298,7 @@ def lose_a_process(rng, keeps, sent, tmp_path, monkeypatch, live_share=0.4):
     finally:
         sent.close()
         loaders.close()
-    assert "update" in log and ("write" in log) == isinstance(sent, WeightsInPlace)
+    assert "update" in log and ("finish_writing" in log) == isinstance(sent, WeightsInPlace)
     return log
 
 

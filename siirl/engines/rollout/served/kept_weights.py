@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,13 +15,15 @@ log = logging.getLogger(__name__)
 
 MAX_RESTARTS = "actor_rollout_ref.rollout.max_engine_restarts"
 """The key; at 0 no weights are kept."""
+PIECE_BYTES = 32 << 20
+"""Copied to the host at a time: what an engine samples meanwhile goes the same way."""
 
 
 class KeptWeights:
     """Memory for all weights of an engine, taken at the first update.
 
     It is filled from its begin to its end, in the order in which weights come: at once, or in the background
-    after the update, from weights that stay where they are until that is done.
+    after the update, from bytes that stay where they are until that is done.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -30,7 +33,7 @@ class KeptWeights:
         self._is_locked = False
         self._filled = 0
         self._copier = ThreadPoolExecutor(1, "keep-weights")
-        self._due: Callable[[], None] | None = None
+        self._due: list[Callable[[], None]] = []
         self._running: list[Future] = []
 
     @property
@@ -50,7 +53,7 @@ class KeptWeights:
 
     def restart(self) -> None:
         """What is kept is about to be replaced. RolloutError if the host has no room for it."""
-        self._due = None
+        self._due.clear()
         self.wait()
         self._filled = 0
         _ = self.buffer
@@ -66,15 +69,18 @@ class KeptWeights:
         self._running.append(copying)
         return copying
 
+    def copy_later(self, begin: int, data: Tensor) -> None:
+        """Copy bytes there, which stay where they are, as of `fill_later`."""
+        self.fill_later(partial(_copy_aside, self.buffer.data[begin : begin + len(data)], data))
+
     def fill_later(self, fill: Callable[[], None]) -> None:
         """What `fill` writes is missing until it has run: by `start`, or when somebody waits for it."""
-        self._due = fill
+        self._due.append(fill)
 
     def start(self) -> None:
         """Begin with what is missing, in the background."""
-        if self._due is not None:
-            self._running.append(self._copier.submit(self._due))
-            self._due = None
+        due, self._due = self._due, []
+        self._running += [self._copier.submit(fill) for fill in due]
 
     def wait(self) -> None:
         """Until nothing is missing and nothing is being copied."""
@@ -84,7 +90,7 @@ class KeptWeights:
 
     def close(self) -> None:
         """Free it. Idempotent."""
-        self._due = None
+        self._due.clear()
         self._copier.shutdown()
         if self._buffer is not None:
             if self._is_locked:
@@ -111,5 +117,7 @@ def _copy_aside(target: Tensor, source: Tensor) -> None:
     with torch.cuda.device(source.device):
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+            for begin in range(0, len(source), PIECE_BYTES):
+                end = begin + PIECE_BYTES
+                target[begin:end].copy_(source[begin:end], non_blocking=True)
         stream.synchronize()

@@ -138,11 +138,12 @@ class ServedRollout(RolloutEngine):
         """Environment of its process, on top of the worker's. gpus: that it may see."""
 
     def _new_weights(self) -> EngineWeights:
-        way = self._cfg.actor_rollout_ref.rollout.replace_weights
+        rollout = self._cfg.actor_rollout_ref.rollout
+        way = rollout.replace_weights
         parts = (self.name, self._specs, self._device, self._restarts > 0, self._shard)
         if way == "by_loaders":
             return EngineWeights(*parts)
-        return WeightsInPlace(*parts, whole=way == "in_place_checked")
+        return WeightsInPlace(*parts, way == "in_place_checked", rollout.weight_buffer_bytes)
 
     def _start(self, plan: ModelPlan, hf_config: Any, groups: ProcessGroupManager | None) -> None:
         """Start the process, on the first rank of the shard; the others wait."""

@@ -20,6 +20,8 @@ from siirl.observe.spans import phase
 
 BUCKET_BYTES = WRITING_BYTES
 ALIGN_BYTES = 16
+PUT_BYTES = 32 << 20
+"""What does not stay where it comes from is copied by pieces of about so many bytes."""
 CUT_ROWS = 16
 """What is larger than a buffer is cut after a multiple of so many rows, whose bytes ALIGN_BYTES divides."""
 
@@ -54,21 +56,39 @@ class Filling:
         for targets, sources in self.groups.values():
             torch._foreach_copy_(targets, sources)
 
+    def put_once(self) -> None:
+        """The same, and let go of where they come from."""
+        self.put()
+        self.groups.clear()
+
 
 class WeightWriter:
     """Packs rows of tensors into a buffer that the engine's process maps once and for all.
 
-    With `kept`, a copy for another process: on a CPU that is the buffer itself. Of weights that stay where
-    they are (LiveWeights), a GPU's copy is made after the update.
+    Weights that are on their way take turns with the halves of it: one is filled while the process reads the
+    other. A buffer that has room for all of them is filled once, and read once.
+
+    With `kept`, a copy for another process: on a CPU that is the buffer itself. A GPU's is made after the
+    update, of weights that stay where they are (LiveWeights, or the buffer), or else of each half at once.
     """
 
     def __init__(
-        self, specs: WeightSpecs, device: torch.device, kept: KeptWeights | None, whole: bool
+        self,
+        specs: WeightSpecs,
+        device: torch.device,
+        kept: KeptWeights | None,
+        whole: bool,
+        buffer_bytes: int | None = None,
     ) -> None:
-        """whole: have all bytes compared by who reads them, instead of samples."""
+        """whole: have all bytes compared by who reads them, instead of samples.
+
+        buffer_bytes: of the device at most, but for what a row takes; None: BUCKET_BYTES.
+        """
         self._specs = {name: spec for name, spec in specs.items() if adapter_name(name) is None}
         self._device, self._kept, self._whole = device, kept, whole
         self._numbers = {name: number for number, name in enumerate(self._specs)}
+        self._total = sum(_room(math.prod(shape) * dtype.itemsize) for shape, dtype in self._specs.values())
+        self._buffer_bytes = buffer_bytes
         self._buffer: SharedBuffer | None = None
         self._live: tuple[LiveWeights, list[Filling]] | None = None
         self._keeps_apart = kept is not None and device.type != "cpu"
@@ -88,10 +108,13 @@ class WeightWriter:
         if self._kept is not None and not self._keeps_apart:
             return self._kept.buffer
         if self._buffer is None:
-            total = sum(_room(math.prod(shape) * dtype.itemsize) for shape, dtype in self._specs.values())
-            size = max(min(total, BUCKET_BYTES), 2 * self._rows_to_cut())
+            size = max(min(self._total, self._buffer_bytes or BUCKET_BYTES), 2 * self._rows_to_cut())
             self._buffer = SharedBuffer(size, self._device)
         return self._buffer
+
+    def _holds_all(self, buffer: SharedBuffer) -> bool:
+        """Whether nothing that lies in the buffer has to make room for more."""
+        return buffer.size >= self._total
 
     @torch.no_grad()
     def fillings(
@@ -135,8 +158,9 @@ class WeightWriter:
     def _told(self, filling: Filling, buffer: SharedBuffer) -> dict[str, Any]:
         """What the process is told of a filling, once all of it lies in the buffer."""
         number = self._num_written * 977 + filling.kept // ALIGN_BYTES
-        total = int(sampled_sum(buffer.data[filling.begin : filling.end], number, self._whole))
-        self._settle_device()
+        with phase("wait_for_device"):
+            total = int(sampled_sum(buffer.data[filling.begin : filling.end], number, self._whole))
+            self._settle_device()
         return {
             "entries": filling.entries,
             "begin": filling.begin,
@@ -147,14 +171,19 @@ class WeightWriter:
         }
 
     def begin_keeping(self, filling: Filling, live: LiveWeights | None) -> Future | None:
-        """Begin to copy a filling to where weights are kept, if it is not there and not kept later.
+        """Begin to copy a filling to where weights are kept, if it has to make room for another one.
 
-        The next one fills the other half of the buffer meanwhile; after the last one the engine samples.
+        The next one fills the other half of the buffer meanwhile. What stays in the buffer is copied later,
+        while the engine samples: copies to the host are in the way of each answer that comes from the device.
         """
         if not self._keeps_apart or live is not None:
             return None
         assert self._kept is not None
-        data = self.buffer().data[filling.begin : filling.end]
+        buffer = self.buffer()
+        data = buffer.data[filling.begin : filling.end]
+        if self._holds_all(buffer):
+            self._kept.copy_later(filling.kept, data)
+            return None
         self._copying[filling.begin] = copying = self._kept.copying(filling.kept, data)
         return copying
 
@@ -201,18 +230,22 @@ class WeightWriter:
     ) -> Iterator[Filling]:
         """Deal rows into fillings; only a tensor that is larger than one is cut.
 
-        Where each is copied to a place of its own while the next one comes, they take turns with the halves.
+        put_at_once: what comes does not stay; see the class for how its fillings lie.
         """
         limit = min(buffer.size, max(BUCKET_BYTES, 2 * self._rows_to_cut()))
         stays = self._kept is not None and buffer is self._kept.buffer
-        half = limit // 2 // ALIGN_BYTES * ALIGN_BYTES if put_at_once and self._keeps_apart else 0
-        limit = half or limit
+        half = 0
+        if put_at_once and not stays:
+            half = 0 if self._holds_all(buffer) else buffer.size // 2 // ALIGN_BYTES * ALIGN_BYTES
+            limit = half or buffer.size
         filling = Filling(0)
-        used = 0
+        used = waits = 0
 
         def closed() -> Filling:
-            nonlocal filling, used
-            done = filling
+            nonlocal filling, used, waits
+            done, waits = filling, 0
+            if put_at_once:
+                done.put_once()
             done.end = done.begin + used
             done.kept = self._kept.reserve(used) if self._kept is not None else 0
             filling, used = Filling(done.end if stays else half - done.begin), 0
@@ -229,16 +262,18 @@ class WeightWriter:
                 if size == 0:
                     yield closed()
                     if (copying := self._copying.pop(filling.begin, None)) is not None:
-                        copying.result()
+                        with phase("wait_for_copy"):
+                            copying.result()
                     continue
                 start = filling.begin + used
                 place = buffer.data[start : start + size * row_bytes].view(dtype)
                 source = tensor.detach()[first : first + size] if shape else tensor.detach()
                 target = place.view(size, *shape[1:]) if shape else place.view(())
-                if put_at_once:
-                    target.copy_(source)
-                else:
-                    filling.add(target, source)
+                filling.add(target, source)
+                waits += target.nbytes
+                if put_at_once and waits > PUT_BYTES:
+                    filling.put_once()
+                    waits = 0
                 filling.entries += [self._numbers[name], first, size, start]
                 if first + size == rows:
                     filling.ended.append((name, used - first * row_bytes))

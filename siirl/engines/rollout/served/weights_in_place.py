@@ -37,10 +37,14 @@ class WeightsInPlace(EngineWeights):
         keeps: bool,
         shard: EngineShard,
         whole: bool,
+        buffer_bytes: int | None = None,
     ) -> None:
-        """See EngineWeights. whole: all bytes of each update are compared, instead of samples."""
+        """See EngineWeights. whole: all bytes of each update are compared, instead of samples.
+
+        buffer_bytes: see WeightWriter.
+        """
         super().__init__(name, specs, device, keeps, shard)
-        self._writer = WeightWriter(specs, device, self._transfer.kept, whole)
+        self._writer = WeightWriter(specs, device, self._transfer.kept, whole, buffer_bytes)
         self._knows: EngineProcess | None = None  # the process that knows the places
         self._in_place = False  # whether that of the shard's first rank does
         self._told_why = ""
@@ -135,7 +139,11 @@ class WeightsInPlace(EngineWeights):
         keeps_kv: bool,
     ) -> None:
         """Have the process write a filling, and finish with the last one; a process that has taken its place
-        meanwhile, load it."""
+        meanwhile, load it.
+
+        It writes while the next one is put elsewhere, and is done with it before the one after that is: that
+        one may lie in the same place. Live weights are put at once, in one place.
+        """
         keeping = self._writer.begin_keeping(filling, live)
 
         def load(process: EngineProcess) -> None:
@@ -147,10 +155,15 @@ class WeightsInPlace(EngineWeights):
         def write(process: EngineProcess) -> None:
             if process is not self._knows:
                 load(process)
-            elif filling.is_last:
+                return
+            with phase("wait_for_engine"):
+                process.settle()
+            if filling.is_last:
                 process.call("finish_writing", filling=told, keeps_kv=keeps_kv)
-            else:
+            elif live is not None:
                 process.ask(Call("write", {"filling": told}))
+            else:
+                process.post(Call("write", {"filling": told}))
 
         self.together(process, lambda engine: engine.act("update", write, load))
 
