@@ -1,7 +1,8 @@
 """Weights from a trainer into a vLLM engine: by vLLM's loaders, and written in place.
 
     python benchmarks/weight_sync.py [--shapes 1.7B 0.6B] [--blocks 2] [--syncs 4] [--tokens 384]
-        [--replace-weights in_place_checked] [--max-engine-restarts 0] [--apart] [--cpu]
+        [--replace-weights in_place_checked] [--max-engine-restarts 0] [--weight-buffer-gib 4]
+        [--apart] [--cpu]
 
 One process: an FSDP2 trainer of fp32 master weights, an engine in bf16 that sleeps between rollouts, and the
 link between them, as in a run. A block is --syncs steps: sleep, move the weights, wake, sync, generate
@@ -14,7 +15,8 @@ place what --replace-weights says.
 on rank 1, where it stays awake. Three ways take turns, a sync each, --blocks x --syncs of them: buckets that
 are announced by headers and vLLM's loaders (as every first sync goes), the plan of buckets and the loaders
 (what further ones do by default), the plan and in place. Told are the seconds of the slowest rank, and where
-each rank spent them. At the end each way replaces weights of another sign that the first one has brought.
+each rank spent them: a phase has those of the phases in it, too (put: receive; load: wait_for_engine). At the
+end each way replaces weights of another sign that the first one has brought.
 
 Writes benchmarks/results/weight_sync_<device>.json, or weight_sync_apart_<device>.json (--out for another
 place), after every sync that counts (report_file.py); "equal" comes last. --cpu: a small shape, over gloo.
@@ -71,6 +73,7 @@ def main() -> int:
     parser.add_argument(
         "--max-engine-restarts", type=int, default=2, help="0: no copy of the weights is kept"
     )
+    parser.add_argument("--weight-buffer-gib", help="rollout.weight_buffer_gib")
     parser.add_argument("--apart", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -155,6 +158,7 @@ def configuration(args: argparse.Namespace, folder: Path, device: torch.device) 
             f"{rollout}.dtype=bfloat16",
             f"{rollout}.replace_weights={args.replace_weights}",
             f"{rollout}.max_engine_restarts={args.max_engine_restarts}",
+            f"{rollout}.weight_buffer_gib={args.weight_buffer_gib or 'null'}",
             f"{rollout}.max_model_len=2048",
             f"{rollout}.max_num_seqs=512",
             f"{rollout}.max_num_batched_tokens=16384",
