@@ -85,6 +85,20 @@ def unpack(entries: Iterable[Entry], flat: Tensor) -> list[Named]:
     return bucket
 
 
+def joined(buckets: Iterable[tuple[Entry, ...]], limit: int) -> tuple[tuple[Entry, ...], ...]:
+    """The same tensors in fewer buckets: neighbours together, up to so many bytes."""
+    found: list[tuple[Entry, ...]] = []
+    filled = 0
+    for bucket in buckets:
+        size = sum(room(entry.num_bytes) for entry in bucket)
+        if found and filled + size <= limit:
+            found[-1], filled = found[-1] + bucket, filled + size
+        else:
+            found.append(bucket)
+            filled = size
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class BucketPlan:
     """Which tensors come in which bucket, in this order."""

@@ -29,6 +29,7 @@ from siirl.engines.link_buckets import (
     PlannedSync,
     Sender,
     empty_bucket,
+    joined,
     pack,
     room,
     unpack,
@@ -45,6 +46,8 @@ from siirl.parallel.process_groups import ProcessGroupManager
 
 BUCKET_BYTES = 64 << 20
 """Tensors are broadcast together up to this size; a larger one goes alone."""
+JOINED = 2
+"""So many times as large are the buckets of a plan that is made of announced ones: each has a broadcast."""
 IN_FLIGHT = 4
 """Buckets of a plan that are on their way at once."""
 MESSAGE_BYTES = 512
@@ -219,7 +222,10 @@ class WeightLink:
         self._transfer(self._stream(meeting, planned), meeting.version)
         if not meeting.plan_holds:
             self._plan_specs = self._source_specs()
-        self._plan = plan or BucketPlan(tuple(self._announced), self._device, _made_for(meeting))
+        if plan is None:
+            buckets = joined(self._announced, JOINED * BUCKET_BYTES)
+            plan = BucketPlan(buckets, self._device, _made_for(meeting))
+        self._plan = plan
 
     def _row_layout(self, meeting: Meeting) -> RowLayout | None:
         """That of the trainer, on all ranks, if they are to send what they have."""

@@ -144,6 +144,20 @@ def test_all_ranks_come_to_the_end_and_none_takes_what_a_sender_gave_up(seed, sp
         same_as(came, weights[: len(came)])
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_joined_buckets_have_the_same_tensors_in_order_and_no_two_neighbours_fit_together(seed):
+    rng = random.Random(seed)
+    plan, limit = plan_of(rng, some_weights(rng)), rng.choice([64, 200, 100_000])
+    buckets = link_buckets.joined(plan.buckets, limit)
+    assert [entry for bucket in buckets for entry in bucket] == [e for bucket in plan.buckets for e in bucket]
+    sizes = [len(link_buckets.empty_bucket(bucket, "cpu")) for bucket in buckets]
+    assert all(size <= limit or bucket in plan.buckets for size, bucket in zip(sizes, buckets, strict=True))
+    firsts = [
+        len(link_buckets.empty_bucket(next(b for b in plan.buckets if b[0] == x[0]), "cpu")) for x in buckets
+    ]
+    assert all(before + first > limit for before, first in zip(sizes, firsts[1:], strict=False))
+
+
 def test_what_another_plan_has_sent_is_not_taken(monkeypatch):
     network = Network()
     monkeypatch.setattr(link_buckets.dist, "broadcast", network.broadcast)
