@@ -47,13 +47,16 @@ def engine_on_gpu(folder, *overrides, device="cuda:0", groups=None):
     )
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_updates_in_place_are_those_of_the_loaders_also_after_a_restart(kind, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(("kind", "room"), [("qwen3", None), ("qwen3", 0.25), ("qwen3_moe", None)])
+def test_updates_in_place_are_those_of_the_loaders_also_after_a_restart(
+    kind, room, tmp_path, monkeypatch, caplog
+):
+    """room: for all weights at once, or for pieces of them."""
     caplog.set_level(logging.WARNING)
     write_model(tmp_path, kind, head_dim=64, **{"hidden_size": 128} | CASES[kind])
     sets = versions(tmp_path, 4, "cuda:0")
     methods = note_calls(monkeypatch)
-    engine = engine_on_gpu(tmp_path)
+    engine = engine_on_gpu(tmp_path, f"{ROLLOUT}.weight_buffer_gib={room or 'null'}")
     try:
         expected = []
         for version, weights in enumerate(sets):
@@ -86,7 +89,7 @@ def test_updates_in_place_are_those_of_the_loaders_also_after_a_restart(kind, tm
         engine.sleep()
         engine.load_weights(sets[1].items(), 30)
         assert samples(engine) == expected[1]
-        engine.load_weights(sets[3].items(), 31)  # as from another rank; kept half a buffer at a time
+        engine.load_weights(sets[3].items(), 31)  # as from another rank: kept piece by piece, or only now
         os.kill(engine._process.pid, signal.SIGKILL)
         assert samples(engine) == expected[3] and engine.drain_restarts() == 1
     finally:
