@@ -145,7 +145,8 @@ FIXED: dict[Kind, dict[str, tuple[tuple[Any, ...], str]]] = {
         **dict.fromkeys(("fp8", "fp4"), ((None,), _KERNELS)),
         "cross_entropy_loss_fusion": ((False,), "log-probs are siirl's own, and never meet Megatron's loss"),
         **dict.fromkeys(
-            ("bias_activation_fusion", "bias_dropout_fusion"), ((), "siirl sets it where there is a GPU")
+            ("bias_activation_fusion", "bias_dropout_fusion"),
+            ((), "siirl's layers have functions of their own"),
         ),
         **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), ((False,), _GRAPHS)),
         "cuda_graph_impl": (("none",), _GRAPHS),

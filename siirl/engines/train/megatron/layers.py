@@ -1,20 +1,24 @@
-"""Modules that take the place of Transformer Engine's in megatron-core's layers: norm and attention.
+"""Modules that take the place of Transformer Engine's in megatron-core: the layer, its norms and attention.
 
 Legend: N packed tokens on this rank, H query heads, K key-value heads, D head size.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from siirl.engines.train.attention import packed_attention
 from siirl.engines.train.megatron.context_parallel import ContextShard, context_attention
+from siirl.engines.train.megatron.fused import Heads, StreamNorm, TurnedHeads, rotated
 from siirl.engines.train.sequence_bounds import SequenceBounds
 from siirl.engines.train.shared_attention import FlashKernels
 
@@ -58,7 +62,7 @@ def new_parameter(config: Any, shape: tuple[int, ...]) -> nn.Parameter:
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm by torch, which also works with sequence parallelism: Megatron's wrapper of it refuses."""
+    """RMSNorm that also works with sequence parallelism: Megatron's wrapper of torch's refuses."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
@@ -68,9 +72,78 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.from_one:
-            return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.with_stream(x, None)[1]
+
+    def with_stream(self, x: Tensor, stream: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x added to the stream, if there is one yet, and its norm."""
+        return StreamNorm.apply(x, stream, self.weight, self.eps, self.from_one)
+
+
+class LayerNorm(RMSNorm):
+    """At the beginning of a layer's part."""
+
+    def forward(self, x: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.with_stream(x, stream)
+
+
+class HeadNorm(RMSNorm):
+    """Of queries or keys."""
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        """Without heads its weight: they are normed as they are turned. (Megatron waits for weights that are
+        still gathered before a module is called.)"""
+        return self.weight if x is None else super().forward(x)
+
+
+class Layer(TransformerLayer):
+    """A layer without dropout and biases: what a part of it gives is added to the stream as it is normed."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedRows | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """[n, 1, hidden] of this rank's run of the tokens -> the same, and no context."""
+        stream, normed = self.input_layernorm(hidden_states)
+        found, _bias = self.self_attention(
+            normed, attention_mask=attention_mask, packed_seq_params=packed_seq_params
+        )
+        stream, normed = self.pre_mlp_layernorm(found, stream)
+        found, _bias = checkpoint(self.mlp, False, normed) if self.recompute_mlp else self.mlp(normed)
+        return stream + found, None
+
+
+class Attention(SelfAttention):
+    """megatron-core's, but heads are cut out of their product, normed and turned in one function."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedRows | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[n, 1, hidden] -> the same, and no bias."""
+        assert packed_seq_params is not None
+        if self.config.num_query_groups < self.world_size:  # a rank has a share of a group
+            return super().forward(hidden_states, attention_mask, packed_seq_params=packed_seq_params)
+        core, norm = self.core_attention, self.q_layernorm
+        mixed, _bias = self.linear_qkv(hidden_states)
+        weights = (None, None) if norm is None else (norm(), self.k_layernorm())
+        how = Heads(
+            groups=self.num_query_groups_per_partition,
+            size=self.hidden_size_per_attention_head,
+            neighbours=core.turns_neighbours,
+            eps=0.0 if norm is None else norm.eps,
+            from_one=norm is not None and norm.from_one,
+        )
+        heads = TurnedHeads.apply(mixed, *packed_seq_params.ropes[core.is_narrow], *weights, how)
+        attend = partial(core.attended, rows=packed_seq_params)
+        recomputes = self.checkpoint_core_attention and self.training
+        attended_NHD = checkpoint(attend, False, *heads) if recomputes else attend(*heads)
+        return self.linear_proj(attended_NHD.reshape(len(mixed), 1, -1))
 
 
 class PackedAttention(nn.Module):
@@ -102,9 +175,8 @@ class PackedAttention(nn.Module):
 
     def turned(self, heads: tuple[Tensor, Tensor], rows: PackedRows) -> tuple[Tensor, ...]:
         """Heads [N, H, D] with the rotary embedding of their tokens."""
-        cos_N1D, sin_N1D = (table.unsqueeze(1) for table in rows.ropes[self.is_narrow])
-        rotate = _rotated_by_one_kernel if heads[0].is_cuda else _rotated
-        return tuple(rotate(x, cos_N1D, sin_N1D, self.turns_neighbours) for x in heads)
+        rotate = _rotated if heads[0].is_cuda else rotated
+        return tuple(rotate(x, *rows.ropes[self.is_narrow], self.turns_neighbours) for x in heads)
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
         """Of heads that are turned already."""
@@ -123,19 +195,5 @@ class PackedAttention(nn.Module):
         return out.squeeze(0)
 
 
-def _rotated(x_NHD: Tensor, cos_N1R: Tensor, sin_N1R: Tensor, neighbours: bool = False) -> Tensor:
-    """Rotary embedding of the first R dimensions; i and i + R/2 are turned together, or neighbours."""
-    size = cos_N1R.shape[-1]
-    turned, kept = x_NHD[..., :size], x_NHD[..., size:]
-    if neighbours:
-        cos_N1R, sin_N1R = (x[..., : size // 2].repeat_interleave(2, dim=-1) for x in (cos_N1R, sin_N1R))
-        across = torch.stack([-turned[..., 1::2], turned[..., 0::2]], dim=-1).flatten(-2)
-    else:
-        first, second = turned.chunk(2, dim=-1)
-        across = torch.cat([-second, first], dim=-1)
-    out = turned * cos_N1R + across * sin_N1R
-    return torch.cat([out, kept], dim=-1) if kept.shape[-1] else out
-
-
-_rotated_by_one_kernel = torch.compile(_rotated, dynamic=True)
+_rotated = torch.compile(rotated, dynamic=True)
 """On a GPU the passes over memory of the separate operations are 4% of an update (1.7B, H200)."""

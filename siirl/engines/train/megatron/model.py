@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig, mlp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -19,10 +19,18 @@ from transformers import PretrainedConfig
 
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
+from siirl.engines.train.megatron.fused import gated_unit
 from siirl.engines.train.megatron.group_router import GroupRouter
 from siirl.engines.train.megatron.grouped_experts import GroupedExperts
 from siirl.engines.train.megatron.latent_attention import LatentAttention
-from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
+from siirl.engines.train.megatron.layers import (
+    Attention,
+    HeadNorm,
+    Layer,
+    LayerNorm,
+    PackedAttention,
+    RMSNorm,
+)
 from siirl.engines.train.megatron.linear_adapters import (
     ExpertAdapter,
     LinearAdapter,
@@ -46,6 +54,7 @@ def build_stages(
     place, last = scope.groups.pp.rank(), dims.pp - 1
     if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16.1 uses it without Transformer Engine
         moe_utils.te_general_gemm = None
+    mlp.bias_swiglu_impl = gated_unit
     padded_vocab = -(-hf.vocab_size // dims.tp) * dims.tp
     stages = []
     for chunk in range(dims.vpp):
@@ -87,19 +96,18 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
-    parts = layer.submodules
+    layer.module, parts = Layer, layer.submodules
     if num_experts and config.moe_grouped_gemm:
         parts.mlp.submodules.experts.module = GroupedExperts
     if num_experts and config.moe_router_topk_scaling_factor is not None:
         parts.mlp.submodules.router = GroupRouter
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = LayerNorm
     if isinstance(config, MLATransformerConfig):
         parts.self_attention = ModuleSpec(module=LatentAttention)
         return layer
-    attention = parts.self_attention.submodules
+    parts.self_attention.module, attention = Attention, parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    attention.q_layernorm = attention.k_layernorm = HeadNorm if config.qk_layernorm else None
     return layer
 
 
