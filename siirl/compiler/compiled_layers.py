@@ -17,7 +17,7 @@ def why_not_compiled(config: Mapping[str, Any], cfg: Config, role: str) -> str:
         return ""
     what, fix = f"{keys}.compile_layers=True", f"Set {keys}.compile_layers=false"
     if group.strategy != "fsdp":
-        return f"{what}: only layers under fsdp are compiled. {fix}."
+        return f"{what}: only layers under fsdp are compiled (parts of megatron's always are). {fix}."
     if config.get("model_type") not in COMPILED:
         usual = ", ".join(COMPILED)
         return (

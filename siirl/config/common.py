@@ -194,7 +194,9 @@ class ModelConfig:
     hf_hub_token: str | None = key(None, "access token of the hub; null: HF_TOKEN, or a login")
     use_liger: bool = key(False, "use Liger kernels (package liger-kernel)")
     compile_layers: bool = key(
-        False, "fsdp: compile each layer (torch.compile), so that operations between matrix products are few"
+        False,
+        "fsdp: compile each layer (torch.compile), so that operations between matrix products are few;"
+        " megatron's always are",
     )
     attention_kernels: str = key(
         "torch",
