@@ -1,4 +1,4 @@
-"""A Megatron model whose functions between products are compiled, as they are on a GPU, equals Hugging Face."""
+"""A Megatron model whose functions between products are compiled, as on a GPU, equals Hugging Face."""
 
 import contextlib
 
