@@ -79,5 +79,3 @@ def _uncorrected_fp8(cfg: Config) -> Iterator[str]:
             f"{in_fp8}: tokens that the engine finds likelier than the policy does count as if they were "
             "not. Leave it unset (truncate)."
         )
-
-
