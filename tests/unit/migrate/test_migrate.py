@@ -203,10 +203,13 @@ def test_the_other_defaults_differ_from_ours():
                 "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=99",
             ],
             [
-                "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
-                "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=99",
+                "actor_rollout_ref.actor.use_dynamic_bsz=True",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=99",
             ],
-            [],
+            [  # they follow here, too
+                "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
+                "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+            ],
         ),
         (
             "verl",
