@@ -72,12 +72,13 @@ class PackedBatch:
         """Values of response tokens in their places, [B, T], zero elsewhere; differentiable.
 
         Numbers in float32; vectors [M, D] keep their type. Of a dummy: zeros that still hang on the graph, so
-        that every rank runs the same backward.
+        that every rank runs the same backward; words have none.
         """
         value_M = value_M.float() if value_M.ndim == 1 else value_M
         shape = (self.num_rows, self.width, *value_M.shape[1:])
         if self.is_dummy:
-            return value_M.new_zeros(shape) + 0.0 * value_M.sum()
+            zeros = value_M.new_zeros(shape)
+            return zeros + 0.0 * value_M.sum() if value_M.is_floating_point() else zeros
         flat = value_M.new_zeros(self.num_rows * self.width, *value_M.shape[1:])
         return flat.index_copy(0, self.cell, value_M).view(shape)
 

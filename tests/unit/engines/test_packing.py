@@ -72,6 +72,8 @@ def test_rows_without_responses_make_a_dummy_of_zeros_that_hangs_on_the_graph(nu
     assert cells.shape == (num_rows, 2)
     cells.sum().backward()
     assert value.grad.tolist() == [0]
+    words = batch.to_cells(torch.ones(1, 3, dtype=torch.int64))
+    assert words.dtype == torch.int64 and words.tolist() == [[[0] * 3] * 2] * num_rows
 
 
 def test_a_response_without_a_prompt_is_refused_by_row():
