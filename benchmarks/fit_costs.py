@@ -37,6 +37,8 @@ FITTED = (
 """The files that the constants are fitted to; all others are held out."""
 KINDS = ("grpo_gpu_*", "shared_prompts_gpu_A_1", "one_pass_draws_gpu_*", "flash_four_gpu_A_1")
 """Of files of grpo_gpu.py, the newest last; those of the first kind are of a siirl that computed more."""
+CARD = "H200"
+"""The constants are of this card: what was measured on another one is no test of them."""
 TIMES = {
     "actor_train": "time/actor_train_s",
     "actor_old_log_prob": "time/actor_old_log_prob_s",
@@ -81,12 +83,14 @@ def measured_runs(folder: Path) -> Iterator[Measured]:
         yield _measured(file.stem, "", keys, folder, shape, result["gpus"], result["metrics"], today)
     for file in sorted(RESULTS.glob("backends_gpu_[sv]*.json")):
         result = json.loads(file.read_text())
-        settings = result["settings"]
+        settings, today = result["settings"], "commit" in result  # which older files do not name
+        if not all(CARD in card for card in result["machine"]["gpus"]):
+            continue
         for run, metrics in result["runs"].items():
             if "time/step_s" not in metrics:
                 continue
-            sizes = BACKEND_SHAPES[settings["shape"]].sizes
-            yield _measured(file.stem, run, result["keys"][run], folder, sizes, settings["gpus"], metrics)
+            sizes, gpus = BACKEND_SHAPES[settings["shape"]].sizes, settings["gpus"]
+            yield _measured(file.stem, run, result["keys"][run], folder, sizes, gpus, metrics, today)
 
 
 def _measured(
