@@ -1,5 +1,6 @@
 """A run on one rank: steps, validation, checkpoints, reports, export."""
 
+import gc
 import logging
 import time
 from collections.abc import Mapping
@@ -41,6 +42,8 @@ CONTENTS = ("model", "optimizer", "extra")
 """All that a run needs to go on as it was."""
 SAMPLES_PER_REPORT = 4
 STEPS_BETWEEN_SAMPLES = 10
+UNSETTLED_STEPS = 2
+"""The first steps of a run, in which engines start, layers are compiled and links are opened."""
 
 
 class RunPlaces(Protocol):
@@ -128,6 +131,8 @@ class Training:
             report.log(self.step, validated, Metrics())
         while self.step < self.total_steps and not trainer.val_only:
             self.step += 1
+            if self.step == first_step + UNSETTLED_STEPS + 1:
+                spare_settled_objects()
             train_metrics = self.train_step()
             shown = report.samples(self.step, "train", self.samples) if self.worker.sample_limit else []
             report.trained_tokens(self.step, shown)
@@ -435,6 +440,17 @@ class Training:
         return make_sinks(trainer.logger, info)
 
 
+def spare_settled_objects() -> None:
+    """Have the garbage collector pass over all objects that are there now.
+
+    Modules, engines and compiled layers are some hundred thousand objects. A full collection looks through
+    them all, for half a second in which this rank, and whoever waits for it, stands still in a step. Undone
+    by gc.unfreeze() at the end: libraries complain of what is left then.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def run_worker(
     cfg: Config, plan: Plan, rank: int, world_size: int, device: torch.device, places: RunPlaces
 ) -> None:
@@ -455,4 +471,5 @@ def run_worker(
             if rank == 0:
                 record_end(places.output_path, places.run_id, "ended")
         finally:
+            gc.unfreeze()
             worker.close()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from siirl.config import from_dict
 from siirl.launch.failure import Death, only_followers, write_failure
-from siirl.launch.health import STACKS_S
 from siirl.launch.job import Job
 from siirl.launch.log_sizes import LogSizes
 from siirl.launch.outcome import Stop
@@ -56,16 +55,16 @@ class RankWatch:
                 rank = self._ranks[found.rank]
                 position = rank.position  # before a stopped one goes on
                 health.show_stacks(found.rank, running)
-                self.fetch_rest(STACKS_S)
+                self.fetch_rest()
                 return [Death(rank.rank, 1, time.time(), None, position, rank.host.name, found.what)]
             if deaths:
                 first_s = first_s or time.monotonic()
                 if all(rank.replied_s > first_s + GATHER_S for rank in running):
                     return self._deaths()
 
-    def fetch_rest(self, most_s: float = REST_S) -> None:
+    def fetch_rest(self) -> None:
         """Fetch what the workers wrote before they ended; for a few seconds at most."""
-        deadline = time.monotonic() + most_s
+        deadline = time.monotonic() + REST_S
         while time.monotonic() < deadline and any(self._open(rank) for rank in self._ranks):
             self._collect()
 

@@ -25,6 +25,7 @@ from siirl.engines.train.fsdp_model import (
     group_of,
     is_small,
     mesh_of,
+    reduce_dtype,
 )
 from siirl.engines.train.fsdp_state import (
     base_names,
@@ -43,6 +44,7 @@ from siirl.engines.train.fsdp_state import (
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed, seen_back
 from siirl.engines.train.live_weights import LiveWeights
+from siirl.engines.train.lone_gradients import LoneGradients
 from siirl.engines.train.micro_batches import (
     MicroBatchLimit,
     bundles_of,
@@ -106,6 +108,9 @@ class FSDPEngine(SteppingEngine):
         self._base = base._base if base else FrozenBase(self._model)
         self._base.onload(self.name)
         self._accumulates_locally = plan.dims.weight_shards == 1 or is_small(self._model)
+        self._lone: LoneGradients | None = None
+        if plan.trains and self._mesh.size() == 1:
+            self._lone = LoneGradients(self._model, reduce_dtype(settings))
         self._router_loss = RouterLoss(self._model.hf, settings.router_loss) if settings.router_loss else None
         self._replay = RouterReplay.of_model(self._model.hf) if settings.replays_routers else None
         self._optimizer = make_adamw(self._trained(), settings.optim) if settings.optim else None
@@ -183,6 +188,8 @@ class FSDPEngine(SteppingEngine):
                 columns, router_loss = self._run(batch, temperature, outputs)
                 loss = self._share(columns, batch, mine, loss_fn, counts, found)
                 (loss + router_loss).backward()
+        if self._lone:
+            self._lone.hand_over()
         with phase("read_metrics"):
             metrics = found.read()
         with phase("optimizer_step"):

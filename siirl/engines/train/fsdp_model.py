@@ -121,13 +121,17 @@ def compute_dtype(settings: EngineSettings) -> torch.dtype:
     return torch_dtype(settings.fsdp.mixed_precision.param_dtype, "fsdp_config.mixed_precision.param_dtype")
 
 
+def reduce_dtype(settings: EngineSettings) -> torch.dtype:
+    """The type that gradients are added up in."""
+    return torch_dtype(settings.fsdp.mixed_precision.reduce_dtype, "fsdp_config.mixed_precision.reduce_dtype")
+
+
 def _shard(
     hf: PreTrainedModel, settings: EngineSettings, mesh: DeviceMesh, deals_experts: bool
 ) -> PackedModel:
-    precision = settings.fsdp.mixed_precision
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(settings),
-        reduce_dtype=torch_dtype(precision.reduce_dtype, "fsdp_config.mixed_precision.reduce_dtype"),
+        reduce_dtype=reduce_dtype(settings),
         cast_forward_inputs=False,
     )
     reshard = mesh.size(-1) > 1 and not is_small(hf)

@@ -1,0 +1,54 @@
+"""Gradients of a model that lies whole on one rank: added up as they come, with nobody to reduce them with.
+
+FSDP would write each unit's gradients into one buffer, divide it and copy it into another, on a stream with
+memory of its own; on one rank these are copies of what is there.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+class LoneGradients:
+    """The gradients of a mini-batch, summed over its backward passes in the type that FSDP reduces in.
+
+    FSDP finds none where it looks, and reduces nothing.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """model: sharded by FSDP over one rank, its weights in place. dtype: of the sums."""
+        self._dtype = dtype
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        owners = dict(_trained(model))
+        for unit in units:
+            unit.unshard()
+        for name, gathered in _trained(model):
+            gathered.register_post_accumulate_grad_hook(functools.partial(self._add, owners[name]))
+        for unit in units:
+            unit.reshard()
+
+    def hand_over(self) -> None:
+        """Make the sums the gradients of the parameters; of those without, nothing."""
+        for owner, total in self._sums.items():
+            owner.grad = DTensor.from_local(
+                total.to(owner.dtype), owner.device_mesh, owner.placements, run_check=False
+            )
+        self._sums.clear()
+
+    @torch.no_grad()
+    def _add(self, owner: nn.Parameter, gathered: nn.Parameter) -> None:
+        grad, gathered.grad = gathered.grad, None
+        if owner in self._sums:
+            self._sums[owner] += grad
+        else:
+            self._sums[owner] = grad.to(self._dtype)
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters as they are now: FSDP puts the gathered ones in the places of the shards, and back."""
+    return ((name, param) for name, param in model.named_parameters() if param.requires_grad)
