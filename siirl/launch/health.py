@@ -207,8 +207,7 @@ class Watch:
         if stopped:
             for worker in running:
                 worker.signal_group(signal.SIGSTOP)
-            stopped[0].signal_group(signal.SIGCONT)
-            time.sleep(STACKS_S)
+            stopped[0].go_on_for_stacks()
             for worker in running:
                 worker.signal_group(signal.SIGKILL)
 

@@ -22,6 +22,8 @@ POLL_S = 0.1
 TERM_GRACE_S = 5.0
 KILL_GRACE_S = 5.0
 WATCH_S = 1.0
+STACKS_TAKEN_S = 5.0
+STACKS_WRITTEN_S = 0.5
 
 
 @dataclass
@@ -54,6 +56,22 @@ class Worker:
         if not self.ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGUSR1)
+
+    def go_on_for_stacks(self) -> None:
+        """A stopped process goes on until it has written its stacks: on a busy machine that takes a while."""
+        self.signal_group(signal.SIGCONT)
+        deadline = time.monotonic() + STACKS_TAKEN_S
+        while not self.ended() and self._has_to_dump() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        time.sleep(STACKS_WRITTEN_S)
+
+    def _has_to_dump(self) -> bool:
+        """Whether dump_stacks() was called and its signal has not been taken yet."""
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+            pending = int(status.partition("\nShdPnd:")[2].split()[0], 16)
+            return bool(pending >> (signal.SIGUSR1 - 1) & 1)
+        return False
 
 
 def start_worker(

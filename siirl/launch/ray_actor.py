@@ -257,11 +257,10 @@ class RankActor:
         if self._worker is not None and not self._worker.ended():
             self._worker.signal_group(signal.SIGSTOP)
 
-    def go_on_for(self, seconds: float) -> None:
-        """A stopped worker goes on for a moment, in which it does what it was told to, and is killed."""
+    def go_on_for_stacks(self) -> None:
+        """A stopped worker goes on until it has written its stacks, and is killed."""
         if self._worker is not None and not self._worker.ended():
-            self._worker.signal_group(signal.SIGCONT)
-            time.sleep(seconds)
+            self._worker.go_on_for_stacks()
         self.kill()
 
     def kill(self) -> None:

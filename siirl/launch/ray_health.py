@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from siirl.launch.health import LOOK_S, STACKS_S, Health, Trouble
+from siirl.launch.process import STACKS_TAKEN_S
 from siirl.launch.ray_rank import Rank
 
 ANSWER_S = 3.0
@@ -48,13 +49,13 @@ class RayHealth:
         if troubled.process is None or not troubled.process.is_stopped:
             return
         _answered([rank.actor.hold.remote() for rank in ranks if rank is not troubled])
-        _answered([troubled.actor.go_on_for.remote(STACKS_S)])
+        _answered([troubled.actor.go_on_for_stacks.remote()], STACKS_TAKEN_S + ANSWER_S)
         _answered([rank.actor.kill.remote() for rank in ranks if rank is not troubled])
 
 
-def _answered(refs: list[Any]) -> None:
+def _answered(refs: list[Any], most_s: float = ANSWER_S) -> None:
     """Wait until these calls are done, or it takes too long."""
     import ray
 
     if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S)
+        ray.wait(refs, num_returns=len(refs), timeout=most_s)
