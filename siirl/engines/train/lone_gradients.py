@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from siirl.engines.train.fsdp_model import fsdp_modules
 
 
 class LoneGradients:
@@ -23,8 +24,7 @@ class LoneGradients:
         """model: sharded by FSDP over one rank, its weights in place. dtype: of the sums."""
         self._dtype = dtype
         self._sums: dict[nn.Parameter, Tensor] = {}
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        owners = dict(_trained(model))
+        units, owners = fsdp_modules(model), dict(_trained(model))
         for unit in units:
             unit.unshard()
         for name, gathered in _trained(model):
@@ -33,12 +33,11 @@ class LoneGradients:
             unit.reshard()
 
     def hand_over(self) -> None:
-        """Make the sums the gradients of the parameters; of those without, nothing."""
-        for owner, total in self._sums.items():
-            owner.grad = DTensor.from_local(
-                total.to(owner.dtype), owner.device_mesh, owner.placements, run_check=False
-            )
-        self._sums.clear()
+        """Make the sums the gradients of the parameters that have one; no sum outlives its cast."""
+        while self._sums:
+            owner, total = self._sums.popitem()
+            grad = total.to(owner.dtype)
+            owner.grad = DTensor.from_local(grad, owner.device_mesh, owner.placements, run_check=False)
 
     @torch.no_grad()
     def _add(self, owner: nn.Parameter, gathered: nn.Parameter) -> None:

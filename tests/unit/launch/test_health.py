@@ -278,6 +278,35 @@ for step in itertools.count(1):
 """
 
 
+def test_a_stopped_rank_is_given_the_time_that_it_needs_to_take_the_signal_for_its_stacks(tmp_path):
+    """This one takes no signals for longer than stacks take to write, as on a busy machine."""
+    code = """
+import pathlib, signal, time
+signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path("stacks").touch())
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+pathlib.Path("ready").touch()
+while not pathlib.Path("goes_on").exists():
+    time.sleep(0.01)
+time.sleep(1.5)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+time.sleep(60)
+"""
+    words = [sys.executable, "-S", "-c", code]
+    worker = Worker(0, subprocess.Popen(words, cwd=tmp_path, start_new_session=True))
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        worker.signal_group(signal.SIGSTOP)
+        worker.dump_stacks()
+        (tmp_path / "goes_on").touch()
+        worker.go_on_for_stacks()
+        assert (tmp_path / "stacks").exists()
+    finally:
+        end_all([worker], lambda: True)
+
+
 def test_a_stopped_rank_goes_on_for_its_stacks_alone_and_then_no_more(tmp_path):
     """Rank 1 looks at what rank 0 does, and would complete it."""
 
