@@ -9,6 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192
+LANE = tl.constexpr(8)
+"""Words of a lane, which one thread reads at once."""
+FAR = tl.constexpr(-1e30)
 NUM_WARPS = 16
 
 
@@ -27,23 +30,26 @@ def _forward(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     columns = tl.arange(0, BLOCK)
-    # Per lane: the greatest z so far, the sum of exp(z - greatest), and of that times (z - greatest).
-    greatest = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)
+    # Of each lane's words: the greatest z so far, the sum of exp(z - greatest), and of that times
+    # (z - greatest). FAR stands for nothing: what it adds up to is nothing when a greater z has come.
+    greatest = tl.full([BLOCK // LANE], FAR, tl.float32)
+    total = tl.zeros([BLOCK // LANE], tl.float32)
+    weighted = tl.zeros([BLOCK // LANE], tl.float32)
     for start in range(0, vocab, BLOCK):
         inside = start + columns < vocab
-        z = tl.load(row_ptr + start + columns, mask=inside, other=float("-inf")).to(tl.float32) * scale
-        highest = tl.maximum(greatest, z)
-        shift = tl.where(greatest == float("-inf"), 0.0, greatest - highest)
-        keep = tl.where(greatest == float("-inf"), 0.0, tl.exp(shift))
-        gain = tl.where(inside, tl.exp(z - highest), 0.0)
-        weighted = keep * (weighted + total * shift) + tl.where(inside, gain * (z - highest), 0.0)
-        total = keep * total + gain
+        z = tl.load(row_ptr + start + columns, mask=inside, other=0.0).to(tl.float32) * scale
+        z = tl.reshape(tl.where(inside, z, FAR), [BLOCK // LANE, LANE])
+        highest = tl.maximum(greatest, tl.max(z, 1))
+        shift = greatest - highest
+        keep = tl.exp(shift)
+        distance = z - highest[:, None]
+        gain = tl.exp(distance)
+        weighted = keep * (weighted + total * shift) + tl.sum(gain * distance, 1)
+        total = keep * total + tl.sum(gain, 1)
         greatest = highest
     top = tl.max(greatest, 0)
-    shift = tl.where(greatest == float("-inf"), 0.0, greatest - top)
-    keep = tl.where(greatest == float("-inf"), 0.0, tl.exp(shift))
+    shift = greatest - top
+    keep = tl.exp(shift)
     sum_weighted = tl.sum(keep * (weighted + total * shift), 0)
     sum_total = tl.sum(keep * total, 0)
     log_sum = tl.log(sum_total)

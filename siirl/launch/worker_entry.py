@@ -106,10 +106,10 @@ def _import_all(job: Job) -> None:
 
 def _run(job: Job, place: ProcessPlace) -> None:
     with no_collection():
-        import torch
         import torch.distributed as dist
         from transformers.utils.logging import disable_progress_bar
 
+        from siirl.parallel.host_threads import set_host_threads
         from siirl.parallel.process_groups import connect_when_used
 
         entry = _load_entry(job.entry)
@@ -118,7 +118,7 @@ def _run(job: Job, place: ProcessPlace) -> None:
     plan = with_local_models(cfg, Plan.from_json(job.plan), cached_first=True)
     os.environ.update(cuda_variables(plan, place.rank, os.environ))
     device = pick_device(cfg.trainer.device, place)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    set_host_threads(device)
     refuse_public(cfg)
     timeout = timedelta(seconds=cfg.trainer.deadline_s)
     connect_when_used()

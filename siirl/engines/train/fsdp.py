@@ -190,11 +190,7 @@ class FSDPEngine(SteppingEngine):
                 (loss + router_loss).backward()
         if self._lone:
             self._lone.hand_over()
-        with phase("read_metrics"):
-            metrics = found.read()
-        with phase("optimizer_step"):
-            self._step(metrics)
-        return metrics
+        return self._step(found.read)
 
     def _run(
         self, batch: PackedBatch, temperature: float, outputs: tuple[str, ...]

@@ -13,6 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from siirl.engines.train.fsdp_model import fsdp_modules
 
+if torch.cuda.is_available():
+    from siirl.engines.train import lone_gradients_triton
+else:
+    lone_gradients_triton = None
+
 
 class LoneGradients:
     """The gradients of a mini-batch, summed over its backward passes in the type that FSDP reduces in.
@@ -42,10 +47,15 @@ class LoneGradients:
     @torch.no_grad()
     def _add(self, owner: nn.Parameter, gathered: nn.Parameter) -> None:
         grad, gathered.grad = gathered.grad, None
-        if owner in self._sums:
-            self._sums[owner] += grad
-        else:
-            self._sums[owner] = grad.to(self._dtype)
+        self._sums[owner] = _added(self._sums.get(owner), grad, self._dtype)
+
+
+def _added(total: Tensor | None, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + grad, in total where there is one."""
+    lies_whole = grad.is_contiguous() and (total is None or total.is_contiguous())
+    if lone_gradients_triton is not None and grad.is_cuda and lies_whole:
+        return lone_gradients_triton.added(total, grad, dtype)
+    return grad.to(dtype) if total is None else total.add_(grad)
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,10 +1,12 @@
 """AdamW over sharded parameters, and the gradient norm over shards."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from siirl.compiler.checks.fsdp_options import ADAMW
 from siirl.config.common import OptimConfig
@@ -13,7 +15,20 @@ from siirl.errors import ConfigError
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_adamw(params: Sequence[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
+class ShardAdamW(torch.optim.AdamW):
+    """AdamW on this rank's shards as plain tensors: DTensor looks at each first, milliseconds of the host's.
+
+    Parameters and state are those of AdamW.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(_local, tensors)
+        return has_complex
+
+
+def make_adamw(params: Sequence[nn.Parameter], optim: OptimConfig) -> ShardAdamW:
     """AdamW with its state allocated: memory is known, and a checkpoint can be read, before the first step.
 
     Weight decay applies to every parameter. Fused kernels unless override_optimizer_config says otherwise.
@@ -27,7 +42,7 @@ def make_adamw(params: Sequence[nn.Parameter], optim: OptimConfig) -> torch.opti
         )
     if "foreach" not in overrides:
         overrides.setdefault("fused", True)
-    adamw = torch.optim.AdamW(
+    adamw = ShardAdamW(
         params, lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay, **overrides
     )
     fused = bool(overrides.get("fused"))
@@ -37,16 +52,22 @@ def make_adamw(params: Sequence[nn.Parameter], optim: OptimConfig) -> torch.opti
     return adamw
 
 
+@torch.no_grad()
 def scaled_to_norm(grads: Sequence[Tensor | None], max_norm: float, shard_group: dist.ProcessGroup) -> float:
     """Scale sharded gradients in place to a 2-norm of at most max_norm (0: any); returns the norm before.
 
     One all-reduce over the ranks that share one copy of the weights. A norm that is not finite scales
     nothing.
     """
-    local = [grad.to_local() for grad in grads if grad is not None]
+    local = [_local(grad) for grad in grads if grad is not None]
     square = torch.nn.utils.get_total_norm(local).float().square()
     dist.all_reduce(square, group=shard_group)
     norm = square.sqrt().item()
     if 0 < max_norm < norm < float("inf"):
         torch._foreach_mul_(local, max_norm / norm)
     return norm
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The shard of a DTensor, without a graph."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

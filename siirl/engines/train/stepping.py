@@ -3,7 +3,7 @@
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +144,20 @@ class SteppingEngine(TrainEngine):
         metrics.merge(found)
         return loss + nothing
 
-    def _step(self, metrics: Metrics) -> None:
-        """Clip, step, count: or skip, when the gradient is not finite."""
-        norm = self._clip()
+    def _step(self, read: Callable[[], Metrics]) -> Metrics:
+        """Clip, step, count: or skip, when the gradient is not finite. read: gives the mini-batch's metrics.
+
+        They are read when the norm has come, on which the device works until then: it is idle once.
+        """
+        with phase("clip_gradients"):
+            norm = self._clip()
+        with phase("read_metrics"):
+            metrics = read()
+        with phase("optimizer_step"):
+            self._finish_step(metrics, norm)
+        return metrics
+
+    def _finish_step(self, metrics: Metrics, norm: float) -> None:
         lr = learning_rate(self._settings.optim, self.version, self._total_steps)
         finite = math.isfinite(norm)
         if finite:

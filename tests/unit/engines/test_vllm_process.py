@@ -357,6 +357,7 @@ def test_an_engine_sees_the_gpus_of_its_shard_alone(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     assert physical_gpu(torch.device("cuda", 1)) == "5"
     env = engine_environment(2, torch.device("cuda", 1), ["5", "6"])
+    assert env["OMP_NUM_THREADS"] == "1"
     assert env["CUDA_VISIBLE_DEVICES"] == "5,6" and "VLLM_ENABLE_V1_MULTIPROCESSING" not in env
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert physical_gpu(torch.device("cuda", 1)) == "1"

@@ -85,7 +85,7 @@ def engine_environment(
         # Cores are shared by the engines of all ranks: none may bind to some.
         wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     else:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(visible), "OMP_NUM_THREADS": "1"}
     if guesses:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if tensor_parallel == 1:

@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 
 from siirl.config.common import OptimConfig
 from siirl.engines.train.optimizer import MOMENTS
+from siirl.parallel.host_threads import all_host_threads
 
 HOST_OPTIONS = ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
 DTYPE_OPTIONS = tuple(f"{name}_dtype" for name in MOMENTS)
@@ -103,14 +104,15 @@ class PlacedAdamW(torch.optim.Optimizer):
         for group, param in here:
             if param not in self._copies:
                 _update(param, param.grad, self.state[param], group)
-        for group, param in away:
-            if param not in sent:
-                self._copy_down(param, blocking=True)
-            elif sent[param] is not None:
-                sent[param].synchronize()
-            weight, grad = self._copies[param]
-            _update(weight, grad, self.state[param], group)
-            self._take_up(param, weight)
+        with all_host_threads():
+            for group, param in away:
+                if param not in sent:
+                    self._copy_down(param, blocking=True)
+                elif sent[param] is not None:
+                    sent[param].synchronize()
+                weight, grad = self._copies[param]
+                _update(weight, grad, self.state[param], group)
+                self._take_up(param, weight)
 
     def _send(self, params: list[Tensor]) -> dict[Tensor, Any]:
         """Start the copies of all weights and gradients to the host; an event for each, None off CUDA."""

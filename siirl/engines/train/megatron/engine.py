@@ -202,11 +202,7 @@ class MegatronEngine(SteppingEngine):
             module.zero_grad_buffer()
         with self._scope:
             self._run(rows, self._settings.train_limit, share, temperature, outputs, False, {})
-            with phase("read_metrics"):
-                found = self._of_last_stage(metrics.read())
-            with phase("optimizer_step"):
-                self._step(found)
-        return found
+            return self._step(lambda: self._of_last_stage(metrics.read()))
 
     def _scale_router_losses(self, rows: TensorDict) -> float:
         """Let Megatron scale losses so that those of the router are means over the mini-batch's tokens.
