@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from siirl.algorithms.groups import Groups
 from siirl.algorithms.registry import Registry, option_names, pick_options
 from siirl.config.algorithm_table import ESTIMATORS
-from siirl.errors import RewardError
+from siirl.errors import ConfigError, RewardError
 
 
 class Advantages(NamedTuple):
@@ -98,10 +98,11 @@ def compute_advantage(
     fields: at least what the estimator needs, and response_mask. options: scalars offered; each estimator
     takes what it declares. all_sum: adds a float64 vector over the ranks that hold rows; called once by
     estimators with an AcrossRanks step, also by ranks without rows, and by no others. ConfigError for an
-    unknown name.
+    unknown name, and for what a user's estimator gives that are no advantages.
     """
     spec = ADVANTAGES.get(name)
     result = spec.fn(*(fields[field] for field in spec.needs), **pick_options(name, spec.fn, options))
+    _check_kind(name, result, fields["response_mask"])
     step = spec.across_ranks
     if step is not None and not isinstance(step, AcrossRanks):
         step = step(options)
@@ -110,6 +111,22 @@ def compute_advantage(
     mask_BT = fields["response_mask"]
     totals = all_sum(step.sums(result.advantage_BT, mask_BT))
     return Advantages(step.apply(result.advantage_BT, mask_BT, totals), result.return_BT)
+
+
+def _check_kind(name: str, result: object, mask_BT: Tensor) -> None:
+    """ConfigError unless these are advantages of the rows."""
+    if isinstance(result, Advantages) and isinstance(result.advantage_BT, Tensor):
+        shape = tuple(result.advantage_BT.shape)
+        if shape == tuple(mask_BT.shape):
+            return
+        gave = f"advantages of shape {shape}"
+    else:
+        gave = f"a {type(result).__name__}"
+    raise ConfigError(
+        f"algorithm.adv_estimator={name} gave {gave}, not Advantages of shape {tuple(mask_BT.shape)}, a "
+        "number for each token of each row. Return siirl.algorithms.advantages.Advantages(advantage_BT, "
+        "return_BT); return_BT is for a critic only."
+    )
 
 
 def _moments(advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -450,3 +450,21 @@ def test_a_user_can_register_an_estimator():
             register_advantage("test_raw_score", needs=("reward",))(lambda reward_BT: Advantages(reward_BT))
     finally:
         del ADVANTAGES._specs["test_raw_score"]
+
+
+@pytest.mark.parametrize(
+    ("result_of", "gave"),
+    [
+        (lambda reward_BT: reward_BT, "gave a Tensor, not Advantages"),
+        (lambda reward_BT: (reward_BT, reward_BT), "gave a tuple, not Advantages"),
+        (lambda reward_BT: None, "gave a NoneType, not Advantages"),
+        (lambda reward_BT: Advantages(reward_BT[0]), r"gave advantages of shape \(9,\), not .*\(12, 9\)"),
+    ],
+)
+def test_what_is_no_advantages_is_refused_with_what_to_return(result_of, gave):
+    register_advantage("test_none", needs=("reward",))(result_of)
+    try:
+        with pytest.raises(ConfigError, match=f"algorithm.adv_estimator=test_none {gave}.*Return siirl"):
+            compute_advantage("test_none", batch(), OPTIONS)
+    finally:
+        del ADVANTAGES._specs["test_none"]
