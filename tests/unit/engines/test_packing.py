@@ -196,7 +196,7 @@ def parents(batch, num: int) -> list[int | None]:
     ends, found = batch.bounds.cu_seqlens.tolist(), []
     for start in ends[:-1]:
         place = start - shared.responses.start
-        inside = 0 <= place < sum(shared.response_lengths)
+        inside = 0 <= place < sum(shared.totals)
         of = torch.searchsorted(shared.response_ends[1:], place, right=True).item() if inside else None
         found.append(of)
     return found
