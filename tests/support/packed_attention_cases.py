@@ -38,8 +38,7 @@ def forest_bounds(prompts: list[int], responses: list[list[int]], singles: list[
     lengths = [*prompts, *(n for of_prompt in responses for n in of_prompt if n), *singles]
     plain, totals = bounds_of(lengths), [sum(of_prompt) for of_prompt in responses]
     ends = [torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in (prompts, totals)]
-    longest = max(num + max(of_prompt) for num, of_prompt in zip(prompts, responses, strict=True))
-    shared = SharedPrompts(*ends, tuple(prompts), tuple(totals), longest)
+    shared = SharedPrompts(*ends, tuple(prompts), tuple(tuple(n for n in x if n) for x in responses))
     return SequenceBounds(plain.cu_seqlens, plain.padded_index, plain.max_length, shared)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from siirl.engines.train.sequence_bounds import SequenceBounds
-from siirl.engines.train.shared_attention import FlashKernels, PaddedKernels, SharedAttention, band
+from siirl.engines.train.shared_attention import FlashKernels, PaddedKernels, band
 from siirl.engines.train.sink_attention import SinkAttention, with_a_sink_key
 from siirl.engines.train.ulysses import own_shares, whole_sequences
 from siirl.errors import NotSupportedError
@@ -84,7 +84,7 @@ def packed_attention(
         kernels = flash if by_flash else PaddedKernels()
         if not (by_flash and flash.takes_strides):
             q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
-        out_NHD = SharedAttention.apply(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, kernels)
+        out_NHD = kernels.shared(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling)
     elif by_flash:
         if not flash.takes_strides or window is not None:
             q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))

@@ -5,16 +5,12 @@ they take the normaliser of a softmax that was joined from parts. Their signatur
 """
 
 from functools import partial
-from typing import Any
 
-import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-from torch import Tensor
 from transformers import AttentionInterface
 
 from siirl.engines.train.attention import packed_attention
-from siirl.engines.train.sequence_bounds import SequenceBounds
-from siirl.engines.train.shared_attention import Attended, FlashKernels, Grads
+from siirl.engines.train.shared_attention import Attended, FlashKernels, Grads, RowAttention
 
 PACKED_BY_FLASH_4 = "siirl_packed_4"
 """Name under which transformers finds packed attention by these kernels. One with "flash" in it
@@ -29,7 +25,7 @@ class FlashFourKernels(FlashKernels):
     def alone(self, q, k, v, bounds, scale, window):
         if window is not None:
             return super().alone(q, k, v, bounds, scale, window)
-        return _Alone.apply(q, k, v, bounds, scale, self)
+        return RowAttention.apply(q, k, v, bounds, scale, self)
 
     @staticmethod
     def _forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window=None) -> Attended:
@@ -59,32 +55,6 @@ class FlashFourKernels(FlashKernels):
             max_seqlen_k=max_k,
         )
         return dq, dk, dv
-
-
-class _Alone(torch.autograd.Function):
-    """Attention of rows that share nothing."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bounds: SequenceBounds,
-        scale: float | None,
-        kernels: FlashFourKernels,
-    ) -> Tensor:
-        out, lse, _ = kernels.own(q, k, v, bounds, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.extra = bounds, scale, kernels
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        bounds, scale, kernels = ctx.extra
-        found = kernels.own_backward(grads[0].contiguous(), q, k, v, Attended(out, lse), bounds, scale)
-        return *found, None, None, None
 
 
 AttentionInterface.register(PACKED_BY_FLASH_4, partial(packed_attention, flash=FlashFourKernels()))

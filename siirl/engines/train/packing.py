@@ -174,8 +174,8 @@ class _Segments:
     segments: list[Segment]
     predictors: list[tuple[int, int]]
     """Of each row: the packed tokens before its first response token, and of that token."""
-    shared: tuple[list[int], list[int], int] | None
-    """Tokens of each shared prompt, and of its responses; of the longest row among them."""
+    shared: tuple[list[int], list[list[int]]] | None
+    """Tokens of each shared prompt, and of its responses that have any here."""
 
 
 def _segments(rows: TensorDict, share_prompts: bool) -> _Segments:
@@ -202,9 +202,8 @@ def _segments(rows: TensorDict, share_prompts: bool) -> _Segments:
             found.segments.append((row, num_prompt, response[row] - 1))
             at += response[row] - 1
     if together:
-        after = [sum(response[row] - 1 for row in group) for group in together]
-        longest = max(prompt[row] + response[row] - 1 for group in together for row in group)
-        found.shared = ([prompt[group[0]] for group in together], after, longest) if any(after) else None
+        after = [[response[row] - 1 for row in group if response[row] > 1] for group in together]
+        found.shared = ([prompt[group[0]] for group in together], after) if any(after) else None
     for row in alone:
         length = prompt[row] + response[row] - 1
         found.segments.append((row, num_prompt - prompt[row], length))
@@ -217,7 +216,7 @@ def _bounds(
     length_S: Tensor,
     segment_N: Tensor,
     inside_N: Tensor,
-    shared: tuple[list[int], list[int], int] | None,
+    shared: tuple[list[int], list[list[int]]] | None,
     device: torch.device,
 ) -> SequenceBounds:
     """Bounds of segments of the given lengths, each token's segment and its place inside."""
@@ -225,9 +224,10 @@ def _bounds(
     index_N = sent(segment_N * longest + inside_N, device)
     if shared is None:
         return SequenceBounds(sent(_ends(length_S), device), index_N, longest)
-    prompts, after, longest_row = shared
-    ends = (sent(_ends(torch.tensor(lengths)), device) for lengths in (prompts, after))
-    common = SharedPrompts(*ends, tuple(prompts), tuple(after), longest_row)
+    prompts, after = shared
+    totals = [sum(lengths) for lengths in after]
+    ends = (sent(_ends(torch.tensor(lengths)), device) for lengths in (prompts, totals))
+    common = SharedPrompts(*ends, tuple(prompts), tuple(map(tuple, after)))
     return SequenceBounds(sent(_ends(length_S), device), index_N, longest, common)
 
 

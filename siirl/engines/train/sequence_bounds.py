@@ -1,14 +1,28 @@
 """Where rows begin and end among packed tokens, and which of them share a prompt.
 
-Legend: N packed tokens, P those of shared prompts, R those of their responses, G such prompts, S segments.
+Legend: N packed tokens, P those of shared prompts, R those of their responses, G such prompts, S segments,
+M keys that all segments read.
 """
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, chain, pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from siirl.engines.train.transfers import sent
+
+MOST_GATHERED = 2.0
+"""Keys for each token up to which rows that share prompts read them in one call of attention (RowKeys).
+
+For that call a response's keys and values are copied with those of its prompt. Token budgets count a shared
+prompt once, so where prompts are long beside responses, the copies would have no bound. Up to here they and
+their gradients take less than the values that an MLP of the layer has, which are not there yet in a forward
+pass, and are gone in a backward pass: the peak that the memory estimate counts stays the peak. Beyond, they
+also take longer than a second call of attention does.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,21 +42,69 @@ class SharedPrompts:
     prompt_lengths: tuple[int, ...]
     """Tokens of each prompt."""
 
-    response_lengths: tuple[int, ...]
-    """Tokens of all its responses together; 0 where each is of one token, which nothing follows."""
+    response_lengths: tuple[tuple[int, ...], ...]
+    """Tokens of each of its responses that has a segment: none of one token has, as nothing follows it."""
 
-    longest_row: int
-    """Tokens of the longest prompt with one of its responses."""
+    @cached_property
+    def totals(self) -> tuple[int, ...]:
+        """Tokens of all responses to each prompt together."""
+        return tuple(map(sum, self.response_lengths))
 
-    @property
+    @cached_property
+    def longest_row(self) -> int:
+        """Tokens of the longest prompt with one of its responses."""
+        rows = zip(self.prompt_lengths, self.response_lengths, strict=True)
+        return max(prompt + max(own, default=0) for prompt, own in rows)
+
+    @cached_property
     def prompts(self) -> slice:
         """Their tokens in the batch."""
         return slice(0, sum(self.prompt_lengths))
 
-    @property
+    @cached_property
     def responses(self) -> slice:
         """The tokens of their responses."""
-        return slice(sum(self.prompt_lengths), sum(self.prompt_lengths) + sum(self.response_lengths))
+        return slice(self.prompts.stop, self.prompts.stop + sum(self.totals))
+
+    @cached_property
+    def before(self) -> list[range]:
+        """Of each segment of a prompt or a response, the tokens before its own in its row."""
+        prompts = pairwise(accumulate(self.prompt_lengths, initial=0))
+        runs = zip(prompts, self.response_lengths, strict=True)
+        return [range(0)] * len(self.prompt_lengths) + [range(*prompt) for prompt, own in runs for _ in own]
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """The tokens whose keys and values each segment reads, one segment after the other: M in all.
+
+    Those of a prompt, or of a row that shares nothing, are its own; those of a response are its prompt's and
+    then its own. So a causal mask that ends with the last query and the last key together is that of whole
+    rows, by one call of a kernel for all segments.
+    """
+
+    index: Tensor
+    """int64 [M], the token of each."""
+
+    ends: Tensor
+    """int32 [S + 1], first of each segment among the M, then M."""
+
+    longest: int
+    """Most that a segment reads."""
+
+    num_tokens: int
+    """N."""
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Where each token stands among the M: its first place in what follows, int32 [N + 1]; int64 [M].
+
+        The places of a token ascend. Made by the device when a backward pass first asks; the host waits for
+        nothing.
+        """
+        token_M, place_M = self.index.sort(stable=True)
+        token_N = torch.arange(self.num_tokens + 1, device=token_M.device)
+        return torch.searchsorted(token_M, token_N, out_int32=True), place_M
 
 
 @dataclass(frozen=True)
@@ -80,6 +142,29 @@ class SequenceBounds:
     @property
     def num_sequences(self) -> int:
         return self.cu_seqlens.numel() - 1
+
+    @cached_property
+    def keys(self) -> RowKeys | None:
+        """What rows of which some share a prompt read, made on the host; None where none do, or where it
+        would be more than MOST_GATHERED for each token."""
+        if self.shared is None:
+            return None
+        shared, num_tokens, device = self.shared, len(self.padded_index), self.cu_seqlens.device
+        again = sum(map(len, shared.before))
+        if num_tokens + again > MOST_GATHERED * num_tokens:
+            return None
+        own = pairwise(accumulate(chain(shared.prompt_lengths, *shared.response_lengths), initial=0))
+        runs = [
+            run for before, ends in zip(shared.before, own, strict=True) for run in (before, range(*ends))
+        ]
+        runs.append(range(shared.responses.stop, num_tokens))
+        first, length = torch.tensor([(run.start, len(run)) for run in runs]).unbind(1)
+        end = length.cumsum(0)
+        index_M = torch.arange(num_tokens + again) + (first - end + length).repeat_interleave(length)
+        behind = self.cu_seqlens[len(shared.before) + 1 :] + again
+        ends = torch.nn.functional.pad(end[1:-1:2], (1, 0)).to(torch.int32)
+        longest = max(self.max_length, shared.longest_row)
+        return RowKeys(sent(index_M, device), torch.cat([sent(ends, device), behind]), longest, num_tokens)
 
     @cached_property
     def parts(self) -> tuple[tuple[slice, "SequenceBounds"], ...]:

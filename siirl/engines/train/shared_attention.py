@@ -1,9 +1,11 @@
-"""Attention over packed rows of which several share one prompt, as one function with a backward of its own.
+"""Attention over packed rows of which several share one prompt, as functions with a backward of their own.
 
 A token of a response attends to its own segment, causally, and to all of its prompt, which stands in the
-batch once. The two are joined by the logarithms of their normalisers: the softmax over both is that over each
-times its share of the sum. The gradients of both follow from the joined output and normaliser.
-Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
+batch once. GPUs do it in one call, for which the keys and values of each row are laid side by side
+(RowAttention, gathered_keys.py). CPUs do it in two, and GPUs where prompts are too long for that
+(SharedAttention): to its own, and to its prompt, joined by the logarithms of their normalisers. The softmax
+over both is that over each times its share of the sum, and the gradients of both follow from the joined
+output and normaliser. Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
 
 Legend: N packed tokens, P those of shared prompts, R those of their responses, H query heads, K key-value
 heads, D head size, S segments, L the longest.
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from siirl.engines.train.gathered_keys import added_up, gathered
 from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
 
 if torch.cuda.is_available():
@@ -52,7 +55,10 @@ class Kernels(Protocol):
         scale: float | None,
         window: int | None = None,
     ) -> Attended:
-        """Causal attention within each segment. window: tokens that a query sees, itself included."""
+        """Causal attention within each segment. window: tokens that a query sees, itself included.
+
+        Of FlashKernels within each row, where bounds.keys says what these read.
+        """
 
     def own_backward(
         self,
@@ -96,13 +102,19 @@ class FlashKernels:
         cu, longest = bounds.cu_seqlens, bounds.max_length
         return attend(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **options)
 
+    def shared(self, q, k, v, bounds, scale):
+        """Causal attention of rows of which some share a prompt, [N, H, D], with gradients."""
+        attention = SharedAttention if bounds.keys is None else RowAttention
+        return attention.apply(q, k, v, bounds, scale, self)
+
     def own(self, q, k, v, bounds, scale, window=None):
-        cu, longest = bounds.cu_seqlens, bounds.max_length
-        return self._forward(q, k, v, cu, cu, longest, longest, True, scale, window)
+        row_k, row_v = gathered(k, v, bounds.keys)
+        return self._forward(q, row_k, row_v, *self._within(bounds), True, scale, window)
 
     def own_backward(self, grad, q, k, v, at, bounds, scale, window=None):
-        cu, longest = bounds.cu_seqlens, bounds.max_length
-        return self._backward(grad, q, k, v, at, cu, cu, longest, longest, True, scale, window)
+        row_k, row_v = gathered(k, v, bounds.keys)
+        dq, dk, dv = self._backward(grad, q, row_k, row_v, at, *self._within(bounds), True, scale, window)
+        return dq, *added_up(dk, dv, k, v, bounds.keys)
 
     def prompt(self, q, k, v, shared, scale):
         return self._forward(q, k, v, *self._between(shared), False, scale)
@@ -113,8 +125,13 @@ class FlashKernels:
             to += x
 
     @staticmethod
+    def _within(bounds: SequenceBounds) -> tuple[Tensor, Tensor, int, int]:
+        cu, longest, keys = bounds.cu_seqlens, bounds.max_length, bounds.keys
+        return (cu, cu, longest, longest) if keys is None else (cu, keys.ends, longest, keys.longest)
+
+    @staticmethod
     def _between(shared: SharedPrompts) -> tuple[Tensor, Tensor, int, int]:
-        longest = max(shared.response_lengths), max(shared.prompt_lengths)
+        longest = max(shared.totals), max(shared.prompt_lengths)
         return shared.response_ends, shared.prompt_ends, *longest
 
     @staticmethod
@@ -154,6 +171,10 @@ class PaddedKernels:
 
     It knows no shared key-value heads: these are repeated.
     """
+
+    def shared(self, q, k, v, bounds, scale):
+        """As FlashKernels'; in two parts."""
+        return SharedAttention.apply(q, k, v, bounds, scale, self)
 
     def own(self, q, k, v, bounds, scale, window=None):
         k, v = _repeated(q, k, v)
@@ -215,9 +236,7 @@ class PaddedKernels:
 
 def _by_prompt(shared: SharedPrompts, responses: tuple[Tensor, ...], prompts: tuple[Tensor, ...]):
     """For each prompt that has tokens after it: its responses of some columns, itself of others."""
-    cuts = [x.split(shared.response_lengths) for x in responses] + [
-        x.split(shared.prompt_lengths) for x in prompts
-    ]
+    cuts = [x.split(shared.totals) for x in responses] + [x.split(shared.prompt_lengths) for x in prompts]
     return [part for part in zip(*cuts, strict=True) if len(part[0])]
 
 
@@ -278,8 +297,36 @@ def join_(out_RHD: Tensor, lse_HR: Tensor, more_RHD: Tensor, more_lse_HR: Tensor
     lse_HR.copy_(joined)
 
 
+class RowAttention(torch.autograd.Function):
+    """Attention of rows by one call: (query [N, H, D], key and value [N, K, D], bounds, scale, kernels) ->
+    [N, H, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: SequenceBounds,
+        scale: float | None,
+        kernels: FlashKernels,
+    ) -> Tensor:
+        out, lse, more = kernels.own(q, k, v, bounds, scale)
+        ctx.save_for_backward(q, k, v, out, lse, *more)
+        ctx.extra = bounds, scale, kernels
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *more = ctx.saved_tensors
+        bounds, scale, kernels = ctx.extra
+        at = Attended(out, lse, tuple(more))
+        found = kernels.own_backward(grads[0].contiguous(), q, k, v, at, bounds, scale)
+        return *found, None, None, None
+
+
 class SharedAttention(torch.autograd.Function):
-    """(query [N, H, D], key and value [N, K, D], bounds with shared prompts, scale, kernels) -> [N, H, D]."""
+    """The same of bounds with shared prompts, by two calls; their keys are None, or the kernels know none."""
 
     @staticmethod
     def forward(

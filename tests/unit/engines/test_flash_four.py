@@ -3,12 +3,12 @@
 The package itself runs on GPUs only: tests/gpu/test_shared_attention_gpu.py.
 """
 
-import math
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from flash_stand_ins import flash_four_backward, flash_four_forward
 from packed_attention_cases import (
     HEADS,
     KV_HEADS,
@@ -23,56 +23,11 @@ from packed_attention_cases import alone as attention_of_row
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
+from siirl.engines.train import sequence_bounds
 from siirl.engines.train.attention import packed_attention
 from siirl.engines.train.attention_kernels import attention_by, flash_kernels
 from siirl.engines.train.megatron import layers
-from siirl.engines.train.shared_attention import SharedAttention
 from siirl.errors import ConfigError
-
-
-def parts(q, k, v, cu_q, cu_k):
-    for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
-        yield slice(int(a), int(b)), slice(int(c), int(d))
-
-
-def scores_of(q, k, scale, causal):
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(HEADS // KV_HEADS, 1)) * scale
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(hidden, -math.inf) if causal else scores
-
-
-def forward(
-    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse
-):
-    assert (
-        return_lse and max_seqlen_q == max(cu_seqlens_q.diff()) and max_seqlen_k == max(cu_seqlens_k.diff())
-    )
-    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], len(q))
-    for mine, theirs in parts(q, k, v, cu_seqlens_q, cu_seqlens_k):
-        scores = scores_of(q[mine], k[theirs], softmax_scale, causal)
-        value = v[theirs].repeat_interleave(HEADS // KV_HEADS, 1)
-        out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
-        lse[:, mine] = scores.logsumexp(-1)
-    return out, lse, None, None, None
-
-
-def backward(
-    q, k, v, out, dout, lse, *, softmax_scale, causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-):
-    """From the out and lse that it is given, which may be those of more keys than these."""
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    for mine, theirs in parts(q, k, v, cu_seqlens_q, cu_seqlens_k):
-        keys, values = (x[theirs].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-        p = (scores_of(q[mine], k[theirs], softmax_scale, causal) - lse[:, mine, None]).exp()
-        dp = torch.einsum("qhd,khd->hqk", dout[mine], values)
-        ds = p * (dp - (dout[mine] * out[mine]).sum(-1).t()[:, :, None]) * softmax_scale
-        dq[mine] = torch.einsum("hqk,khd->qhd", ds, keys)
-        for to, found in (
-            (dk, torch.einsum("hqk,qhd->khd", ds, q[mine])),
-            (dv, torch.einsum("hqk,qhd->khd", p, dout[mine])),
-        ):
-            to[theirs] = found.unflatten(1, (KV_HEADS, -1)).sum(2)
-    return dq, dk, dv
 
 
 @pytest.fixture
@@ -81,8 +36,8 @@ def kernels(monkeypatch):
     package = {
         name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
     }
-    package["flash_attn.cute.interface"]._flash_attn_fwd = forward
-    package["flash_attn.cute.interface"]._flash_attn_bwd = backward
+    package["flash_attn.cute.interface"]._flash_attn_fwd = flash_four_forward
+    package["flash_attn.cute.interface"]._flash_attn_bwd = flash_four_backward
     for name, module in package.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "siirl.engines.train.flash_four", raising=False)
@@ -105,13 +60,15 @@ def compare(out, inputs, expected, exact):
         torch.testing.assert_close(mine, reference[0].transpose(0, 1), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("most", [0.0, 100.0], ids=["two calls", "one call"])
 @pytest.mark.parametrize("seed", range(6))
-def test_shared_prompts_are_the_definition(kernels, seed):
+def test_shared_prompts_are_the_definition(kernels, seed, most, monkeypatch):
+    monkeypatch.setattr(sequence_bounds, "MOST_GATHERED", most)
     forest = drawn_forest(seed)
     bounds = forest_bounds(*forest)
     exact = [x.requires_grad_() for x in sample(len(bounds.padded_index), seed)]
     inputs = packed(exact)
-    out = SharedAttention.apply(*inputs, bounds, 0.3, kernels)
+    out = kernels.shared(*inputs, bounds, 0.3)
     compare(out, inputs, rows_alone(*exact, *forest, 0.3), exact)
 
 
@@ -159,6 +116,19 @@ def test_memory_of_queries_keys_and_values_may_lie_anyhow(kernels):
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     for mine, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("most", [0.0, 100.0], ids=["two calls", "one call"])
+def test_queries_keys_and_values_of_shared_prompts_may_lie_in_one_product(kernels, most, monkeypatch):
+    monkeypatch.setattr(sequence_bounds, "MOST_GATHERED", most)
+    forest = drawn_forest(3)
+    bounds = forest_bounds(*forest)
+    exact = torch.cat(sample(len(bounds.padded_index), 3), 1).requires_grad_()
+    product = exact[0].transpose(0, 1).contiguous().detach().requires_grad_()
+    heads = [HEADS, KV_HEADS, KV_HEADS]
+    out = kernels.shared(*product.split(heads, 1), bounds, 0.3)
+    expected = rows_alone(*exact.split(heads, 1), *forest, 0.3)
+    compare(out, [product], expected, [exact])
 
 
 def test_megatrons_attention_runs_by_the_kernels_that_a_micro_batch_names(kernels, monkeypatch):

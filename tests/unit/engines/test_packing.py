@@ -171,6 +171,11 @@ def test_a_prompt_of_several_rows_is_packed_once_and_each_token_follows_what_it_
     assert len(ids) == packed_tokens(rows, share_prompts=True)
     pieces = [ids[a:b] for a, b in itertools.pairwise(ends)]
     parent = parents(batch, len(pieces))
+    if batch.bounds.keys is not None:  # where prompts are not too long for one call of attention
+        read, ends_of_read = batch.input_ids[0, batch.bounds.keys.index].tolist(), batch.bounds.keys.ends
+        seen = [read[a:b] for a, b in itertools.pairwise(ends_of_read.tolist())]
+        before = [[] if of is None else pieces[of] for of in parent]
+        assert seen == [first + piece for first, piece in zip(before, pieces, strict=True)]
     at = 0
     for row in answered:
         length = int(rows["response_length"][row])
@@ -196,7 +201,7 @@ def parents(batch, num: int) -> list[int | None]:
     ends, found = batch.bounds.cu_seqlens.tolist(), []
     for start in ends[:-1]:
         place = start - shared.responses.start
-        inside = 0 <= place < sum(shared.response_lengths)
+        inside = 0 <= place < sum(shared.totals)
         of = torch.searchsorted(shared.response_ends[1:], place, right=True).item() if inside else None
         found.append(of)
     return found

@@ -7,9 +7,8 @@ of one sequence among the n.
 """
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -81,17 +80,8 @@ def context_shard(bounds: SequenceBounds, group: dist.ProcessGroup, device: torc
 
 def _prompts(bounds: SequenceBounds) -> list[range]:
     """Of each segment the tokens before its own in its row: those of a prompt that it shares, or none."""
-    shared, firsts = bounds.shared, bounds.cu_seqlens.tolist()[:-1]
-    if shared is None:
-        return [range(0)] * len(firsts)
-    prompt_ends = [0, *accumulate(shared.prompt_lengths)]
-    response_ends = list(accumulate(shared.response_lengths, initial=prompt_ends[-1]))
-    found = []
-    for first in firsts:
-        prompt = bisect_right(response_ends, first) - 1
-        is_response = 0 <= prompt < len(shared.prompt_lengths)
-        found.append(range(*prompt_ends[prompt : prompt + 2]) if is_response else range(0))
-    return found
+    before = [] if bounds.shared is None else bounds.shared.before
+    return before + [range(0)] * (bounds.num_sequences - len(before))
 
 
 def context_attention(
