@@ -22,6 +22,6 @@ def test_sums_are_those_of_torch(shape, given, dtype, turned):
     for _ in range(4):
         grad = torch.randn(shape, device="cuda").to(given)
         grad = grad.transpose(0, -1) if turned else grad
+        expected = grad.to(dtype, copy=True) if expected is None else expected + grad
         total = _added(total, grad, dtype)
-        expected = grad.to(dtype) if expected is None else expected + grad
         assert total.dtype == dtype and torch.equal(total, expected)

@@ -51,7 +51,9 @@ class LoneGradients:
 
 
 def _added(total: Tensor | None, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + grad, in total where there is one."""
+    """total + grad, in total where there is one; else grad in this type, itself if it is of it."""
+    if total is None and grad.dtype == dtype:
+        return grad
     lies_whole = grad.is_contiguous() and (total is None or total.is_contiguous())
     if lone_gradients_triton is not None and grad.is_cuda and lies_whole:
         return lone_gradients_triton.added(total, grad, dtype)
