@@ -33,9 +33,13 @@ RESULTS = HERE / "results"
 FITTED = (
     *("grpo_gpu_A_1", "grpo_gpu_B_1", "grpo_gpu_A_4", "grpo_gpu_A_4_tp2"),
     *("backends_gpu_speed_1.7B_1_tp1", "backends_gpu_speed_1.7B_4_tp4", "backends_gpu_vllm_1.7B_1_tp1"),
+    "backends_gpu_speed_1.7B_1_shared",
 )
 """The files that the constants are fitted to; all others are held out."""
-KINDS = ("grpo_gpu_*", "shared_prompts_gpu_A_1", "one_pass_draws_gpu_*", "flash_four_gpu_A_1")
+KINDS = (
+    *("grpo_gpu_*", "shared_prompts_gpu_A_1", "one_pass_draws_gpu_*", "flash_four_gpu_A_1"),
+    "one_call_gpu_A_1",
+)
 """Of files of grpo_gpu.py, the newest last; those of the first kind are of a siirl that computed more."""
 CARD = "H200"
 """The constants are of this card: what was measured on another one is no test of them."""
@@ -58,8 +62,7 @@ class Measured:
     """File, and strategy where it has several."""
     fitted: bool
     today: bool
-    """Whether it computed as siirl does today; else the old log-probs of all rows, and a prompt as often as
-    it has samples."""
+    """Whether it computed as siirl does today; else old log-probs of all rows, and what step_time says."""
     plan: Plan
     configs: dict[str, Config]
     seconds: dict[str, float]
@@ -127,7 +130,7 @@ def _with_whole_pass(plan: Plan) -> Plan:
 
 def predicted(run: Measured, device: DeviceKind) -> StepTime:
     """The prediction for a run."""
-    found = step_time(run.plan, run.configs, device, share_prompts=run.today)
+    found = step_time(run.plan, run.configs, device, today=run.today)
     assert isinstance(found, StepTime), found
     return found
 

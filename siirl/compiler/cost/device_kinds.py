@@ -42,17 +42,19 @@ class DeviceKind:
     """The device that the constants were measured on; empty: this one."""
 
 
-_PASSES = "grpo_gpu_A_1, B_1, A_4, A_4_tp2, backends_gpu_speed_1.7B_1_tp1, 1.7B_4_tp4"
+_PASSES = "grpo_gpu_A_1, B_1, A_4, A_4_tp2, backends_gpu_speed_1.7B_1_tp1, 1.7B_4_tp4, 1.7B_1_shared"
 _ROLLOUTS = "grpo_gpu_A_1, B_1, A_4, A_4_tp2, backends_gpu_vllm_1.7B_1_tp1"
+_SHARED = "backends_gpu_speed_1.7B_1_shared"
 _NONE = "not measured: 400 Gbit/s for each device"
 _H200 = {
-    "matmul": Constant(730e12, "FLOP/s", "matrix products", _PASSES),
-    "attention": Constant(172e12, "FLOP/s", "attention", _PASSES),
-    "activations": Constant(1.74e12, "bytes/s", "activations", _PASSES),
-    "link": Constant(231e9, "bytes/s", "messages", "backends_gpu_speed_1.7B_4_tp4, grpo_gpu_A_4, A_4_tp2"),
+    "matmul": Constant(708e12, "FLOP/s", "matrix products", _PASSES),
+    "attention": Constant(162e12, "FLOP/s", "attention", _PASSES),
+    "activations": Constant(2.01e12, "bytes/s", "activations", _PASSES),
+    "activations_compiled": Constant(6.66e12, "bytes/s", "activations of compiled layers", _SHARED),
+    "link": Constant(229e9, "bytes/s", "messages", "backends_gpu_speed_1.7B_4_tp4, grpo_gpu_A_4, A_4_tp2"),
     "network": Constant(50e9, "bytes/s", "messages between machines", _NONE),
     "memory": Constant(3.23e12, "bytes/s", "weights and KV cache", _ROLLOUTS),
-    "decode_layer": Constant(23.1e-6, "s of a layer and token", "kernels of each token", _ROLLOUTS),
+    "decode_layer": Constant(23.2e-6, "s of a layer and token", "kernels of each token", _ROLLOUTS),
     "decode_exchange": Constant(44.8e-6, "s of an all-reduce", "all-reduces", "grpo_gpu_A_4_tp2"),
     "sync_tensor": Constant(430e-6, "s of a tensor", "loading tensors", _ROLLOUTS),
     "sync_ranks": Constant(0.0926, "s of a sync", "agreeing", "grpo_gpu_A_4, A_4_tp2"),
@@ -64,7 +66,7 @@ _H200 = {
 """Measured on H200s with torch 2.11 and vLLM 0.24."""
 
 _ARITHMETIC = ("matmul", "attention")
-_MEMORY = ("activations", "memory")
+_MEMORY = ("activations", "activations_compiled", "memory")
 
 _SHEETS = {
     # dense bf16 FLOP/s, bytes/s and GiB of memory, by NVIDIA's data sheets

@@ -76,7 +76,7 @@ class _Walk:
     device: DeviceKind
     tokens: RowTokens | None
     machine: int
-    share_prompts: bool
+    today: bool
     found: StepTime = field(default_factory=StepTime)
 
     def row_tokens(self, cfg: Config) -> RowTokens:
@@ -85,7 +85,7 @@ class _Walk:
 
     def packed(self, model: ModelPlan, cfg: Config) -> PackedRows:
         tokens = self.row_tokens(cfg)
-        return packed_rows(model, cfg, tokens) if self.share_prompts else PackedRows(tokens, 1)
+        return packed_rows(model, cfg, tokens) if self.today else PackedRows(tokens, 1)
 
     def parts(self, work: Work) -> dict[str, float]:
         """Kind of work -> seconds."""
@@ -101,12 +101,13 @@ def step_time(
     configs: Configs,
     device: DeviceKind,
     tokens: RowTokens | None = None,
-    share_prompts: bool = True,
+    today: bool = True,
 ) -> StepTime | str:
     """The prediction for a step, or why there is none: a config.json that is not known.
 
-    tokens: of a row; the longest that the keys allow if None. share_prompts: False for steps of a siirl that
-    computed a prompt with each of its samples.
+    tokens: of a row; the longest that the keys allow if None. today: False for steps of a siirl that computed
+    a prompt with each of its samples, logits of large micro-batches twice, and Megatron's layers by its own
+    functions.
     """
     shapes: dict[str, ModelShape] = {}
     for model in plan.models.values():
@@ -117,7 +118,7 @@ def step_time(
             return shape
         shapes[model.name] = shape
     machine = next(iter(configs.values())).trainer.n_gpus_per_node
-    walk = _Walk(plan, configs, shapes, device, tokens, machine, share_prompts)
+    walk = _Walk(plan, configs, shapes, device, tokens, machine, today)
     _walk(walk)
     walk.found.assumed[:0] = _assumptions(walk)
     return walk.found
@@ -181,7 +182,8 @@ def _pass_parts(walk: _Walk, model: ModelPlan, cfg: Config, node: NodePlan) -> d
     batch = batch_of(cfg)
     later = node.op == LATER_OLD_LOG_PROB.name
     share = (batch.mini_batches - 1) / batch.mini_batches if later else 1.0
-    found = model_pass(model, cfg, walk.shapes[model.name], walk.packed(model, cfg), share, walk.machine)
+    packed = walk.packed(model, cfg)
+    found = model_pass(model, cfg, walk.shapes[model.name], packed, share, walk.machine, walk.today)
     parts = max((walk.parts(stage) for stage in found.stages), key=lambda stage: sum(stage.values()))
     if found.bubble:
         parts[WAITING] = found.bubble * sum(parts.values())

@@ -117,11 +117,18 @@ class Pass:
 
 
 def model_pass(
-    model: ModelPlan, cfg: Config, shape: ModelShape, packed: PackedRows, share: float, machine: int
+    model: ModelPlan,
+    cfg: Config,
+    shape: ModelShape,
+    packed: PackedRows,
+    share: float,
+    machine: int,
+    today: bool = True,
 ) -> Pass:
     """One pass over a share of a step's rows, with backward and optimizer steps if the model trains them.
 
     share: of the rows; the epochs of a trained model are counted here. machine: devices of one machine.
+    today: see step_time.
     """
     batch, dims = batch_of(cfg, model.role if model.trains else "actor"), model.dims
     epochs = batch.epochs if model.trains else 1
@@ -133,9 +140,9 @@ def model_pass(
     stages = []
     for stage, layers in enumerate(counts):
         last = stage == len(counts) - 1
-        work = _layers_work(model, cfg, shape, layers, rows, packed)
+        work = _layers_work(model, cfg, shape, layers, rows, packed, today)
         if last and model.head == "lm":
-            _add(work, _head_work(model, cfg, shape, rows, packed.tokens, micro_rows))
+            _add(work, _head_work(model, cfg, shape, rows, packed.tokens, micro_rows, today))
         _add(work, _weights_work(model, cfg, shape, layers / shape.layers, micro_batches, steps))
         _add(work, _messages(model, cfg, shape, layers, rows * packed.row, micro_batches, steps, machine))
         stages.append(work)
@@ -176,12 +183,20 @@ def _recomputes(model: ModelPlan, cfg: Config) -> bool:
 
 
 def _layers_work(
-    model: ModelPlan, cfg: Config, shape: ModelShape, layers: int, rows: float, packed: PackedRows
+    model: ModelPlan,
+    cfg: Config,
+    shape: ModelShape,
+    layers: int,
+    rows: float,
+    packed: PackedRows,
+    today: bool,
 ) -> Work:
     """Matrix products, attention and activations of a stage's layers on a rank."""
-    dims, has_adapter = model.dims, role_model(cfg, model.role).lora_rank > 0
-    split = dims.tp * dims.cp
-    fused = model.backend == "fsdp" and role_model(cfg, model.role).fuses_layers
+    dims, keys = model.dims, role_model(cfg, model.role)
+    split, has_adapter = dims.tp * dims.cp, keys.lora_rank > 0
+    by_fsdp = model.backend == "fsdp"
+    fused = by_fsdp and keys.fuses_layers
+    compiled = keys.compile_layers if by_fsdp else today
     products, attention, moved = 1.0, 1.0, 1.0
     if model.trains:
         again = 1.0 if _recomputes(model, cfg) else 0.0
@@ -194,7 +209,7 @@ def _layers_work(
     return {
         "matmul": products * layers * per_layer / split,
         "attention": attention * layers * causal / split,
-        "activations": moved * layers * kept / split,
+        "activations_compiled" if compiled else "activations": moved * layers * kept / split,
     }
 
 
@@ -203,13 +218,19 @@ def _compute_bytes(model: ModelPlan, cfg: Config) -> int:
 
 
 def _head_work(
-    model: ModelPlan, cfg: Config, shape: ModelShape, rows: float, tokens: RowTokens, micro_rows: int
+    model: ModelPlan,
+    cfg: Config,
+    shape: ModelShape,
+    rows: float,
+    tokens: RowTokens,
+    micro_rows: int,
+    today: bool,
 ) -> Work:
-    """Logits of response tokens; a micro-batch with many computes them twice."""
+    """Logits of response tokens, kept for the backward pass; before today, not where they are many."""
     products = 1.0
     if model.trains:
         logits = micro_rows * tokens.response * shape.vocabulary // model.dims.tp
-        again = logits * _compute_bytes(model, cfg) > KEPT_LOGITS_BYTES
+        again = not today and logits * _compute_bytes(model, cfg) > KEPT_LOGITS_BYTES
         products += 2 + again
     split = model.dims.tp * model.dims.cp
     return {"matmul": products * 2 * shape.vocabulary * shape.hidden * rows * tokens.response / split}

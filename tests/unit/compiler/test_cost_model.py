@@ -133,16 +133,39 @@ def test_the_arithmetic_of_a_pass_is_that_of_its_matrices(model):
     body, head = 2 * 28 * layer * 256 * 1280, 2 * 151936 * 2048 * 256 * 1024
     attention = 28 * 256 * 4 * 1280**2 / 2 * 2048
     work = {}
-    for name in ("ref", "actor"):
+    for name, of, today in (("ref", "ref", True), ("actor", "actor", True), ("before", "actor", False)):
         alone = PackedRows(RowTokens(256, 1024), 1)
-        found = model_pass(plan.models[f"agent_0.{name}"], cfg, shape, alone, 1.0, 1)
+        found = model_pass(plan.models[f"agent_0.{of}"], cfg, shape, alone, 1.0, 1, today)
         (work[name],) = found.stages
         assert found.bubble == 0
     assert work["ref"]["matmul"] == pytest.approx(body + head, rel=1e-3)
     assert work["ref"]["attention"] == pytest.approx(attention)
-    assert work["actor"]["matmul"] == pytest.approx(3 * body + 4 * head, rel=1e-3)  # logits are made twice
+    assert work["actor"]["matmul"] == pytest.approx(3 * (body + head), rel=1e-3)
+    assert work["before"]["matmul"] == pytest.approx(3 * body + 4 * head, rel=1e-3)  # logits were made twice
     assert work["ref"].keys() == {"matmul", "attention", "activations", "memory", "link"}
     assert work["ref"]["link"] == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "today", "compiled"),
+    [
+        ((), True, False),
+        (
+            ("actor_rollout_ref.model.compile_layers=True", "actor_rollout_ref.model.use_liger=False"),
+            True,
+            True,
+        ),
+        (("actor_rollout_ref.actor.strategy=megatron",), True, True),
+        (("actor_rollout_ref.actor.strategy=megatron",), False, False),
+    ],
+)
+def test_compiled_layers_have_a_rate_of_their_own(model, keys, today, compiled):
+    cfg = load_config([*BASE, *keys, f"{MODEL}={model}"])
+    plan, _ = compile_plan(load_dag(cfg), cfg, 4)
+    packed = PackedRows(RowTokens(256, 1024), 1)
+    found = model_pass(plan.models["agent_0.actor"], cfg, read_shape(cfg, "actor"), packed, 1.0, 4, today)
+    (work,) = found.stages
+    assert ("activations_compiled" in work, "activations" in work) == (compiled, not compiled)
 
 
 def test_a_prompt_is_computed_once_for_the_samples_that_a_micro_batch_has_room_for(model):
