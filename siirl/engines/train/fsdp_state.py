@@ -127,21 +127,21 @@ def live(hf: PreTrainedModel, parts: FileParts) -> LiveWeights | None:
 def held_tensors(hf: PreTrainedModel) -> list[Tensor]:
     """What this rank has of parameters and buffers, in an order that stays. Asked in every weight sync.
 
-    Without to_local, which makes a tensor of each, and without names: they take most of the time.
+    Without to_local, which makes a tensor of each, and without names: they take most of the time. What
+    several modules share comes several times.
     """
-    found: list[Tensor] = []
-    waiting, seen = [hf], {id(hf)}
-    while waiting:
-        module = waiting.pop()
-        for held in (module._parameters, module._buffers):
-            for tensor in held.values() if held else ():
-                if tensor is not None:
-                    found.append(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-    return found
+    modules: list[Any] = [hf]
+    for module in modules:  # which grows
+        if module is not None and module._modules:
+            modules += module._modules.values()
+    held = [
+        tensor
+        for module in modules
+        if module is not None
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    ]
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in held]
 
 
 def exported_adapter(

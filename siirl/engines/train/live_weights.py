@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from siirl.engines.held_memory import HeldMemory
+
 
 class LiveWeights:
     """Whole tensors under the names of the model's files: views of live memory, the same in every step.
@@ -13,9 +15,9 @@ class LiveWeights:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], memory: Sequence[Tensor] = ()) -> None:
-        """memory: where all of the model lies. Its storages stay there as long as these views do."""
+        """memory: where all of the model lies."""
         self._tensors = dict(tensors)
-        self._memory = [(tensor.detach(), tensor.data_ptr()) for tensor in memory]
+        self._memory = HeldMemory(memory)
         self._sizes: dict[torch.dtype | None, int] = {}
         self._readers: list[Callable[[], None]] = []
 
@@ -23,12 +25,8 @@ class LiveWeights:
         return iter(self._tensors.items())
 
     def lies_in(self, memory: Sequence[Tensor]) -> bool:
-        """Whether the model still lies in the memory that these are views of: the same storages, in which it
-        has the same first bytes, shapes and strides."""
-        return len(memory) == len(self._memory) and all(
-            tensor.is_set_to(view) and tensor.data_ptr() == address
-            for tensor, (view, address) in zip(memory, self._memory, strict=True)
-        )
+        """Whether the model still lies in the memory that these are views of, see HeldMemory."""
+        return self._memory.is_of(memory)
 
     def num_bytes(self, dtype: torch.dtype | None) -> int:
         """Of all tensors, once floating ones are of `dtype`; None: of their own."""
