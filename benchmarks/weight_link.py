@@ -129,7 +129,7 @@ class Target:
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self._specs
 
-    def wake(self) -> None:
+    def expect_weights(self) -> None:
         pass
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:

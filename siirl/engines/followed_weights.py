@@ -21,7 +21,7 @@ class WeightTarget(Protocol):
 
     def weight_specs(self) -> WeightSpecs: ...
 
-    def wake(self) -> None: ...
+    def expect_weights(self) -> None: ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
 
@@ -40,7 +40,7 @@ class FollowedWeights:
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self._engine.weight_specs()
 
-    def wake(self) -> None:
+    def expect_weights(self) -> None:
         """Its weights are on the device already."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

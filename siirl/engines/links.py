@@ -10,7 +10,8 @@ a folder that the targets read. No rank goes on before all agree that the sync s
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -147,15 +148,10 @@ class WeightLink:
             return metrics
         self._broken, self._num_bytes = False, 0
         with phase("transfer", version=version):
-            with phase("find"):
-                if (live := self._live(meeting.part)) is not None:
-                    self._num_bytes = live.num_bytes(meeting.dtype)
-            if live is not None:
-                self._transfer(live, version)
-            elif meeting.receivers and self._folder is None:
+            if meeting.receivers and self._folder is None:
                 self._send_over(meeting)
             else:
-                self._transfer(self._stream(meeting), version)
+                self._transfer(partial(self._found, meeting), version)
             if torch.cuda.is_available():
                 with phase("wait_for_device"):  # but not for copies that go on beside what comes next
                     torch.cuda.current_stream().synchronize()
@@ -219,7 +215,7 @@ class WeightLink:
                 buckets = self._rows.buckets(BUCKET_BYTES // len(meeting.sources))
                 plan = BucketPlan(buckets, self._rows.device, _made_for(meeting))
         planned = None if plan is None else self._planned(plan, meeting)
-        self._transfer(self._stream(meeting, planned), meeting.version)
+        self._transfer(partial(self._stream, meeting, planned), meeting.version)
         if not meeting.plan_holds:
             self._plan_specs = self._source_specs()
         if plan is None:
@@ -248,6 +244,15 @@ class WeightLink:
             senders.append(Sender(rank, ranks, self._groups.get(ranks) if self._rank in ranks else None))
         return PlannedSync(plan, senders, self._rank, IN_FLIGHT)
 
+    def _found(self, meeting: Meeting) -> Iterator[Named] | LiveWeights:
+        """What the target of this rank takes of the trainer: where it is trained, or as it is exported."""
+        with phase("find"):
+            live = self._live(meeting.part)
+        if live is None:
+            return self._stream(meeting)
+        self._num_bytes = live.num_bytes(meeting.dtype)
+        return live
+
     def _live(self, part: WeightPart) -> LiveWeights | None:
         """The weights where they are trained, if the target of each rank is there and takes them so."""
         if self._kind != "local" or part != "merged" or self._source is None or self._target is None:
@@ -264,9 +269,12 @@ class WeightLink:
             return None
         return self._source.live_weights()
 
-    def _transfer(self, stream: Iterator[Named] | LiveWeights, version: int) -> None:
+    def _transfer(self, find: Callable[[], Iterator[Named] | LiveWeights], version: int) -> None:
+        """find: gives what the target loads. Meanwhile the target gets ready."""
         try:
-            failure = self._load(stream, version)
+            failure = self._target_failure(lambda target: target.expect_weights())
+            stream = find()
+            failure = failure or self._target_failure(lambda target: target.load_weights(stream, version))
             if not isinstance(stream, LiveWeights):
                 for _ in stream:
                     pass  # export and broadcast are collective: take part to the end
@@ -281,13 +289,12 @@ class WeightLink:
         if failures:
             raise WeightSyncError(f"{self}, version {version}, failed. {' '.join(failures)}")
 
-    def _load(self, stream: Iterable[Named], version: int) -> str:
-        """Hand the stream to the target; why the target failed, or an empty text."""
+    def _target_failure(self, act: Callable[[WeightTarget], None]) -> str:
+        """Have the target do something; why it failed, or an empty text."""
         if self._target is None:
             return ""
         try:
-            self._target.wake()
-            self._target.load_weights(stream, version)
+            act(self._target)
         except TARGET_FAILURES as error:
             if self._broken:
                 raise
@@ -431,6 +438,8 @@ class WeightLink:
         return [text for text in texts if text]
 
     def _all_gather(self, mine: Tensor) -> Tensor:
+        if len(self._ranks) == 1:  # gloo would take a tenth of a sync within one device
+            return mine[None]
         rows = [torch.empty_like(mine) for _ in self._ranks]
         with waiting():
             dist.all_gather(rows, mine, group=self._group)
@@ -446,7 +455,8 @@ def _export(source: TrainEngine, dtype: torch.dtype | None, part: WeightPart) ->
 
 def _dtype_code(target: WeightTarget) -> int:
     """Index into DTYPES of the one floating type that the target wants, or -1 if it wants several."""
-    wanted = {dtype for _, dtype in target.weight_specs().values() if dtype.is_floating_point}
+    wanted = {dtype for _, dtype in target.weight_specs().values()}
+    wanted = {dtype for dtype in wanted if dtype.is_floating_point}
     return list(DTYPES.values()).index(wanted.pop()) if len(wanted) == 1 else -1
 
 

@@ -33,7 +33,7 @@ class Keeps:
     def weight_specs(self):
         return {"all": ((1,), torch.bfloat16)}
 
-    def wake(self):
+    def expect_weights(self):
         pass
 
     def load_weights(self, weights, version):

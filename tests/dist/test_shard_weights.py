@@ -27,16 +27,15 @@ class Workers:
 
     def call(self, method, **arguments):
         self.settle()
-        if method == "finish_writing":
-            self.read(arguments["filling"])
         return "" if method == "finish_update" else None
 
     def post(self, message):
         """It reads as late as it may."""
         self.owed.append(message)
 
-    def settle(self):
-        owed, self.owed = self.owed, []
+    def settle(self, but_last=0):
+        until = len(self.owed) - but_last
+        owed, self.owed = self.owed[:until], self.owed[until:]
         for message in owed:
             if message.method != "begin_writing":
                 self.read(message.arguments["filling"])

@@ -312,6 +312,10 @@ class RolloutEngine(ABC):
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> (full shape, dtype) of all that it takes next, under HF names; tied tensors once."""
 
+    def expect_weights(self) -> None:
+        """`load_weights` comes next. Wakes the engine, which may get ready beside what is done until then."""
+        self.wake()
+
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights, cast to the engine's dtypes; `weight_version` becomes `version`.

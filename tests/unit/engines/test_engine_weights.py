@@ -37,22 +37,25 @@ class ModelProcess:
     def __init__(self, rng, mean):
         self.rng, self.left = rng, rng.expovariate(1 / mean) if mean else float("inf")
         self.weights, self.updating, self.asked, self.knows = {}, "", False, False
-        self.learns, self.doubtful, self.owed = True, False, []
+        self.learns, self.doubtful, self.dead, self.owed = True, False, False, []
 
     def post(self, message):
         """It works on it whenever it comes to that."""
         self.owed.append(message)
         if self.rng.random() < 0.3:
-            self.owed.append(self.result_of(self.owed.pop()))
+            self.owed = [self.result_of(one) for one in self.owed]
 
-    def settle(self):
-        owed, self.owed = self.owed, []
-        for one in owed:
-            one = one if isinstance(one, Done | Exception) else self.result_of(one)
+    def settle(self, but_last=0):
+        until = len(self.owed) - but_last
+        owed, self.owed = self.owed[:until], self.owed[until:]
+        answers = [self.result_of(one) for one in owed]
+        for one in answers:
             if isinstance(one, Exception):
                 raise one
 
     def result_of(self, message):
+        if isinstance(message, Done | Exception):
+            return message
         try:
             return self.answer(message)
         except (EngineLost, RolloutError) as error:
@@ -66,7 +69,8 @@ class ModelProcess:
         late = self.rng.random() < 0.5
         self.left -= 1
         lost = self.left < 0
-        if lost and not late:
+        if self.dead or (lost and not late):
+            self.dead = True
             raise EngineLost("it died.", "")
         result = None
         if isinstance(message, Call):
@@ -75,6 +79,7 @@ class ModelProcess:
             assert isinstance(message, Start | Doubt)
             self.doubtful = self.doubtful or isinstance(message, Doubt)
         if lost:
+            self.dead = True
             raise EngineLost("it died.", "")
         return Done(result)
 
@@ -123,6 +128,8 @@ class ModelProcess:
         self.updating, self.weights = "in place", {}
 
     def write(self, filling):
+        if self.updating == "failed":
+            raise RolloutError("the begin of this update has failed")
         assert self.updating == "in place"
         data = open_buffer(filling["place"], filling["place"]["size"], CPU)
         part = data[filling["begin"] : filling["end"]]
@@ -360,6 +367,7 @@ def test_a_begin_that_fails_is_an_error_of_its_update_and_the_next_one_is_whole(
     begin = process.begin_writing
 
     def fails():
+        process.updating = "failed"
         raise RolloutError("a parameter has another layout")
 
     for later in (lambda weights: iter(weights.items()), failing):

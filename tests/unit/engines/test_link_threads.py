@@ -126,7 +126,7 @@ class Target:
     def weight_specs(self):
         return self.specs
 
-    def wake(self):
+    def expect_weights(self):
         pass
 
     def load_weights(self, weights, version):

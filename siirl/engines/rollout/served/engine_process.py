@@ -136,9 +136,10 @@ class EngineProcess:
         self.send(message)
         self._owed.append(message)
 
-    def settle(self) -> None:
-        """Wait for the answers to what was posted. Errors as of ask, the first of them."""
-        owed, self._owed = self._owed, []
+    def settle(self, but_last: int = 0) -> None:
+        """Wait for the answers to what was posted, but to so many at the end. Errors as of ask, the first."""
+        until = len(self._owed) - but_last
+        owed, self._owed = self._owed[:until], self._owed[until:]
         failures: list[RolloutError | ConfigError] = []
         for message in owed:
             try:

@@ -32,6 +32,9 @@ class EngineWeights:
         """Whether weights are taken where they are trained (LiveWeights), if they are there."""
         return False
 
+    def expect(self, process: RecoveringEngine | None) -> None:
+        """`replace` comes next: the process may begin beside what is done until then. Errors as of that."""
+
     def replace(
         self,
         process: RecoveringEngine | None,

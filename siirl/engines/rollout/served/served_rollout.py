@@ -278,8 +278,17 @@ class ServedRollout(RolloutEngine):
 
     def weight_specs(self) -> WeightSpecs:
         """See RolloutEngine."""
-        wanted = self.takes
-        return {name: spec for name, spec in self._specs.items() if wanted != "adapter" or adapter_name(name)}
+        if self.takes != "adapter":
+            return self._specs
+        return {name: spec for name, spec in self._specs.items() if adapter_name(name)}
+
+    def expect_weights(self) -> None:
+        """See RolloutEngine; no request of a stream runs until the weights are there. Collective as that."""
+        self._check_all_idle("take weights")
+        self._hold_streams()
+        self.wake()
+        if self.takes != "adapter":
+            self._weights.expect(self._process)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; wakes the weights. Collective over the ranks of the shard."""
@@ -431,11 +440,14 @@ class ServedRollout(RolloutEngine):
         for user in self._engine.users:
             user.check_idle(what, even_giving_way)
 
+    def _hold_streams(self) -> None:
+        for user in self._engine.users:
+            user.hold_stream()
+
     @contextmanager
     def _streams_held(self) -> Iterator[None]:
         """Have no request of a stream run meanwhile, whoever's it is."""
-        for user in self._engine.users:
-            user.hold_stream()
+        self._hold_streams()
         yield
         for user in self._engine.users:
             user.stream_goes_on()

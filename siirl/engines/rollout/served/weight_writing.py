@@ -65,8 +65,8 @@ class Filling:
 class WeightWriter:
     """Packs rows of tensors into a buffer that the engine's process maps once and for all.
 
-    Weights that are on their way take turns with the halves of it: one is filled while the process reads the
-    other. A buffer that has room for all of them is filled once, and read once.
+    They take turns with the halves of it: one is filled while the process reads the other. A buffer that has
+    room for all of them is filled once, and read once.
 
     With `kept`, a copy for another process: on a CPU that is the buffer itself. A GPU's is made after the
     update, of weights that stay where they are (LiveWeights, or the buffer), or else of each half at once.
@@ -88,6 +88,7 @@ class WeightWriter:
         self._device, self._kept, self._whole = device, kept, whole
         self._numbers = {name: number for number, name in enumerate(self._specs)}
         self._total = sum(_room(math.prod(shape) * dtype.itemsize) for shape, dtype in self._specs.values())
+        self._num_with_rows = sum(0 not in shape[:1] for shape, _ in self._specs.values())
         self._buffer_bytes = buffer_bytes
         self._buffer: SharedBuffer | None = None
         self._live: tuple[LiveWeights, list[Filling]] | None = None
@@ -142,7 +143,7 @@ class WeightWriter:
             live.read_until(self._kept.wait)
         with phase("wait_for_device"):
             self._settle_device(all_streams=True)  # whoever wrote the weights
-        num_left = sum(0 not in shape[:1] for shape, _ in self._specs.values())
+        num_left = self._num_with_rows
         while True:
             with phase("put"):
                 filling = next(found, None)
@@ -232,12 +233,11 @@ class WeightWriter:
 
         put_at_once: what comes does not stay; see the class for how its fillings lie.
         """
-        limit = min(buffer.size, max(BUCKET_BYTES, 2 * self._rows_to_cut()))
         stays = self._kept is not None and buffer is self._kept.buffer
-        half = 0
-        if put_at_once and not stays:
-            half = 0 if self._holds_all(buffer) else buffer.size // 2 // ALIGN_BYTES * ALIGN_BYTES
-            limit = half or buffer.size
+        half = 0 if stays or self._holds_all(buffer) else buffer.size // 2 // ALIGN_BYTES * ALIGN_BYTES
+        limit = half or buffer.size
+        if stays:
+            limit = min(buffer.size, max(BUCKET_BYTES, 2 * self._rows_to_cut()))
         filling = Filling(0)
         used = waits = 0
 

@@ -47,12 +47,21 @@ class WeightsInPlace(EngineWeights):
         self._writer = WeightWriter(specs, device, self._transfer.kept, whole, buffer_bytes)
         self._knows: EngineProcess | None = None  # the process that knows the places
         self._in_place = False  # whether that of the shard's first rank does
+        self._has_begun = False  # an update, which has not come
         self._told_why = ""
 
     @property
     def reads_live(self) -> bool:
         """See EngineWeights."""
         return True
+
+    def expect(self, process: RecoveringEngine | None) -> None:
+        """See EngineWeights. Idempotent."""
+        if self._in_place and not self._has_begun:
+            self._in_place = False
+            with phase("begin"):
+                self._in_place = self.together(process, self._begin_writing)
+            self._has_begun = True
 
     def replace(
         self,
@@ -62,14 +71,12 @@ class WeightsInPlace(EngineWeights):
         live: LiveWeights | None = None,
     ) -> None:
         """See EngineWeights."""
-        begun, self._in_place = self._in_place, False
-        if begun:
-            with phase("begin"):
-                self._in_place = self.together(process, self._begin_writing)
+        self.expect(process)
+        has_begun, self._has_begun = self._has_begun, False
         if self._in_place:
             why_not = self._write_all(process, weights, live, keeps_kv)
         else:
-            why_not = self._load_all(process, weights, keeps_kv, has_begun=begun)
+            why_not = self._load_all(process, weights, keeps_kv, has_begun)
         self._in_place = not why_not
         if why_not and why_not != self._told_why:
             log.warning("rollout engine %r takes weights one by one, in every sync: %s", self._name, why_not)
@@ -142,7 +149,7 @@ class WeightsInPlace(EngineWeights):
         meanwhile, load it.
 
         It writes while the next one is put elsewhere, and is done with it before the one after that is: that
-        one may lie in the same place. Live weights are put at once, in one place.
+        one may lie in the same place.
         """
         keeping = self._writer.begin_keeping(filling, live)
 
@@ -156,14 +163,10 @@ class WeightsInPlace(EngineWeights):
             if process is not self._knows:
                 load(process)
                 return
+            last = {"keeps_kv": keeps_kv} if filling.is_last else {}
+            process.post(Call("finish_writing" if last else "write", {"filling": told, **last}))
             with phase("wait_for_engine"):
-                process.settle()
-            if filling.is_last:
-                process.call("finish_writing", filling=told, keeps_kv=keeps_kv)
-            elif live is not None:
-                process.ask(Call("write", {"filling": told}))
-            else:
-                process.post(Call("write", {"filling": told}))
+                process.settle(0 if last else 1)
 
         self.together(process, lambda engine: engine.act("update", write, load))
 

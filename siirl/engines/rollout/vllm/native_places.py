@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.reload import layerwise
 
+from siirl.engines.held_memory import HeldMemory
 from siirl.engines.rollout.served.samples import INT_OF_BYTES, fingerprint, sampled_sum
 from siirl.engines.rollout.served.shared_buffer import open_buffer
 from siirl.engines.rollout.vllm.placed_pieces import (
@@ -132,8 +133,10 @@ class Places:
         self._scratch: dict[tuple[nn.Module, str], Tensor] = {}
         self._copies: dict[tuple, _Copy] = {}
         self._memory: dict[tuple[nn.Module, str], Memory] = {}  # at the end of the last sync
+        self._held = HeldMemory(())  # the same, for a comparison at once
         self._made: list[tuple[nn.Module, str]] = []  # parameters that may be made for each sync
         self._rows_left: list[int] = []
+        self._has_begun = False  # an update, which is not over
         self._moves = False  # whether the memory of parameters is another in each sync
         self._buffer: tuple[str, Tensor] | None = None
         self.why_not = ""
@@ -203,6 +206,7 @@ class Places:
             self.why_not = f"what was loaded cannot be compared: {type(error).__name__}: {error}"
         self._seen.clear()
         self._memory = self._where()
+        self._held = HeldMemory(self._params())
 
     def _find_packed(self) -> None:
         """Layers whose kernels read something else than their parameters: on a CPU they are packed again."""
@@ -298,6 +302,7 @@ class Places:
 
     def begin(self) -> None:
         """Before the first write of a sync. RuntimeError if a parameter is not what it was."""
+        self._has_begun = False
         self._check_memory()
         self._rows_left = [shape[0] if shape else 1 for shape in self._shapes]
         for key in self._made:
@@ -309,20 +314,31 @@ class Places:
         for layer, name, boxes, values in self._kept:
             for box, value in zip(boxes, values, strict=True):
                 self._target(layer, name)[box].copy_(value)
+        self._has_begun = True
 
     def _check_memory(self) -> None:
         """Views of parameters that lie elsewhere now are made anew; other layouts are an error."""
-        now = [Memory.of(layer._parameters[name]) for layer, name in self._memory]
-        if now == [*self._memory.values()]:
+        params = self._params()
+        if self._held.is_of(params):
             return
+        now = [*map(Memory.of, params)]
         for ((layer, name), before), found in zip(self._memory.items(), now, strict=True):
             if found.layout != before.layout:
                 raise RuntimeError(f"{called(layer, name)} has another layout than when weights were loaded")
         self._copies.clear()
         self._memory = dict(zip(self._memory, now, strict=True))
+        self._held = HeldMemory(params)
+
+    def _params(self) -> list[Tensor]:
+        """What lies in _memory, as it is now."""
+        return [layer._parameters[name] for layer, name in self._memory]
 
     def write(self, info: dict[str, Any]) -> None:
-        """Write the rows that lie in a buffer, see WeightWriter.fillings. RuntimeError if they differ."""
+        """Write the rows that lie in a buffer, see WeightWriter.fillings. RuntimeError if they differ, and if
+        the begin has failed: who sends them has not heard of it yet.
+        """
+        if not self._has_begun:
+            raise RuntimeError("nothing is written, as the begin of this update has failed")
         buffer = self._mapped(info["place"])
         number, whole = info["number"], info["whole"]
         begin, end, total = info["begin"], info["end"], info["sum"]
@@ -356,6 +372,7 @@ class Places:
 
     def finish(self) -> None:
         """After the last write of a sync. RuntimeError if a row has not come once."""
+        self._has_begun = False
         wrong = [name for name, left in zip(self._names, self._rows_left, strict=True) if left]
         if wrong:
             raise RuntimeError(f"{len(wrong)} weights were not written once, as {', '.join(wrong[:3])}")
