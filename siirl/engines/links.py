@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from siirl.compiler.plan import LinkPlan, sender_groups
 from siirl.engines.followed_weights import WeightTarget
@@ -127,6 +126,7 @@ class WeightLink:
         self._device = "cpu"  # on which what was announced lies
         self._broken = False
         self._num_bytes = 0
+        self._dtype_codes: dict[WeightPart, int] = {}
 
     def __str__(self) -> str:
         return f"weight link {self.name!r}"
@@ -167,11 +167,11 @@ class WeightLink:
             source.version if source is not None else 0,
             int(target is not None),
             target.weight_version if target is not None else 0,
-            _dtype_code(target) if target is not None else 0,
+            self._dtype_code(target) if target is not None else 0,
             PARTS.index(target.takes) if target is not None else 0,
             self._plan_digest(),
         ]
-        table = self._all_gather(torch.tensor(mine)).tolist()
+        table = self._all_gather(mine, torch.int64)
         sources = {rank: row[1] for rank, row in zip(self._ranks, table, strict=True) if row[0]}
         targets = {rank: row[3:6] for rank, row in zip(self._ranks, table, strict=True) if row[2]}
         if not sources or not targets:
@@ -192,6 +192,15 @@ class WeightLink:
         found = Meeting(version, current, dtype, PARTS[parts.pop()], *ranks, plan_holds=False)
         same = self._plan is not None and len({row[6] for row in table}) == 1 and table[0][6] != 0
         return found._replace(plan_holds=same and self._plan.made_for == _made_for(found))
+
+    def _dtype_code(self, target: WeightTarget) -> int:
+        """Index into DTYPES of the one floating type that the target wants, or -1 if it wants several."""
+        if target.takes not in self._dtype_codes:  # the specs of a part stay what they are
+            wanted = {dtype for _, dtype in target.weight_specs().values() if dtype.is_floating_point}
+            self._dtype_codes[target.takes] = (
+                [*DTYPES.values()].index(wanted.pop()) if len(wanted) == 1 else -1
+            )
+        return self._dtype_codes[target.takes]
 
     def _plan_digest(self) -> int:
         """Of the plan that this rank knows; 0: it knows none, or what the source exports has changed."""
@@ -431,19 +440,20 @@ class WeightLink:
 
     def _agree(self, failure: str) -> list[str]:
         """The failures of all ranks; each gives its own, or an empty text."""
-        text = failure.encode()[:MESSAGE_BYTES]
-        mine = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-        mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in self._all_gather(mine).tolist()]
+        text = failure.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
+        rows = self._all_gather([*text], torch.uint8)
+        texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
         return [text for text in texts if text]
 
-    def _all_gather(self, mine: Tensor) -> Tensor:
+    def _all_gather(self, mine: list[int], dtype: torch.dtype) -> list[list[int]]:
+        """The numbers of each rank, of this type."""
         if len(self._ranks) == 1:  # gloo would take a tenth of a sync within one device
-            return mine[None]
-        rows = [torch.empty_like(mine) for _ in self._ranks]
+            return [mine]
+        sent = torch.tensor(mine, dtype=dtype)
+        rows = [torch.empty_like(sent) for _ in self._ranks]
         with waiting():
-            dist.all_gather(rows, mine, group=self._group)
-        return torch.stack(rows)
+            dist.all_gather(rows, sent, group=self._group)
+        return torch.stack(rows).tolist()
 
 
 def _export(source: TrainEngine, dtype: torch.dtype | None, part: WeightPart) -> Iterator[Named]:
@@ -451,13 +461,6 @@ def _export(source: TrainEngine, dtype: torch.dtype | None, part: WeightPart) ->
     if part == "merged":
         return source.export_weights(dtype)
     return source.export_adapter(dtype, with_base=part == "base_and_adapter")
-
-
-def _dtype_code(target: WeightTarget) -> int:
-    """Index into DTYPES of the one floating type that the target wants, or -1 if it wants several."""
-    wanted = {dtype for _, dtype in target.weight_specs().values()}
-    wanted = {dtype for dtype in wanted if dtype.is_floating_point}
-    return list(DTYPES.values()).index(wanted.pop()) if len(wanted) == 1 else -1
 
 
 def _made_for(meeting: Meeting) -> tuple:

@@ -61,6 +61,7 @@ MEMORY = torch.zeros(4, 4)
         pytest.param(MEMORY[1:3], id="first byte"),
         pytest.param(MEMORY[:3], id="shape"),
         pytest.param(MEMORY.t()[:2], id="strides"),
+        pytest.param(MEMORY.view(torch.int32)[:2], id="type"),
     ],
 )
 def test_a_weight_that_lies_elsewhere_differs_in_its_place(other):

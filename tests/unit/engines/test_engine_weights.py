@@ -384,6 +384,23 @@ def test_a_begin_that_fails_is_an_error_of_its_update_and_the_next_one_is_whole(
     sent.close()
 
 
+def test_what_is_expected_has_begun_once_when_it_comes(tmp_path):
+    """In place the process begins beside whatever else there is to do before."""
+    rng, log = random.Random(0), []
+    process = ModelProcess(rng, 0)
+    ways_of(process, log)
+    engine, sent = RecoveringEngine(lambda: process, Start("", {}), tmp_path / "log", 0), in_place(False)
+    for begun in ([], ["begin_writing"]):
+        log.clear()
+        for _ in range(2):
+            sent.expect(engine)
+        assert log == begun
+        now = a_set(rng)
+        sent.replace(engine, iter(now.items()), False)
+        assert holds(process, now) and log.count("begin_writing") == len(begun)
+    sent.close()
+
+
 def test_a_fingerprint_tells_values_and_their_order():
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     other, swapped = values.clone(), values.clone()

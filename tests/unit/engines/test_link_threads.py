@@ -209,3 +209,41 @@ def check(target, version):
     for name, tensor in Trainer().weights.items():
         exact = tensor * 0.5**version if tensor.is_floating_point() else tensor
         assert torch.equal(target.held[name].to(exact.dtype), exact)
+
+
+@pytest.mark.parametrize("fails", ["", "gets ready", "loads"])
+def test_within_one_rank_the_target_gets_ready_before_the_trainer_looks_and_nobody_meets(fails, monkeypatch):
+    """Where a target fails the trainer exports to the end, as its other ranks would."""
+    monkeypatch.setattr(links, "dist", None)
+    trainer, log = Trainer(), []
+    target, export, looks = Target(trainer.weight_specs()), trainer.export_weights, trainer.live_weights
+    target.reads_live = trainer.lives = not fails
+
+    def does(what):
+        log.append(what)
+        if what == fails:
+            raise RuntimeError("no room")
+
+    def exports(*args):
+        yield from export(*args)
+        log.append("is exported")
+
+    load = target.load_weights
+    target.expect_weights = lambda: does("gets ready")
+    target.load_weights = lambda *args: (does("loads"), load(*args))
+    trainer.live_weights = lambda: (log.append("looks"), looks())[1]
+    if fails:
+        trainer.export_weights = exports
+    plan = LinkPlan("link", "trainer", "rollout", (0,), "local")
+    link = make_link(plan, trainer, target, Place(0, None), Path("never"))
+    trainer.version = 1
+    if not fails:
+        link.push()
+        assert log == ["gets ready", "looks", "loads"] and target.weight_version == 1
+        link.push()
+        assert len(log) == 3
+        return
+    with pytest.raises(WeightSyncError, match="rank 0: no room"):
+        link.push()
+    told = ["gets ready"] if fails == "gets ready" else ["gets ready", "loads"]
+    assert log == [*told, "is exported"]

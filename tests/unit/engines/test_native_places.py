@@ -226,6 +226,8 @@ def test_views_follow_a_parameter_that_lies_elsewhere_and_another_layout_is_an_e
     model.joined.weight.data = torch.zeros(4, 8).t()
     with pytest.raises(RuntimeError, match="weight of a Joined has another layout"):
         places.begin()
+    with pytest.raises(RuntimeError, match="the begin of this update has failed"):
+        places.write({})  # it was on its way
 
 
 def doubled(param, loaded):

@@ -97,6 +97,15 @@ def test_what_was_posted_fails_for_who_asks_next_and_each_answer_is_that_of_its_
     process.post(Call("greet", {}))
     with pytest.raises(RolloutError, match="greet: AttributeError"):
         process.listen(0.0)
+    for method in ("write", "renew", "greet"):
+        process.post(Call(method, {}))
+    with pytest.raises(RolloutError, match="write: AttributeError"):
+        process.settle(but_last=2)
+    with pytest.raises(RolloutError, match="renew: AttributeError"):
+        process.settle(but_last=1)
+    process.settle(but_last=1)
+    with pytest.raises(RolloutError, match="greet: AttributeError"):
+        process.settle()
 
 
 def test_what_streams_finish_while_another_answer_is_awaited_is_kept_until_it_is_given_up(
