@@ -52,12 +52,12 @@ def on_disk(name: str, kind: str) -> str:
 
 
 def reference(path: str, targets: list[str], start: dict[str, Tensor]) -> Outcome:
-    """Plain transformers, peft and AdamW in one process. start: the adapters' first values."""
+    """Plain transformers, peft and AdamW in one process, in float64. start: the adapters' first values."""
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     kind = model.config.model_type
     for layer in model.model.layers:
         layer.mlp.experts = LinearExperts(layer.mlp.experts, EXPERT_MATRICES[kind])

@@ -29,12 +29,12 @@ class Trained:
 
 
 def train(kind: str, model: str, rows: list[dict[str, Any]], batch: int, lr: float, **more: Any) -> Trained:
-    """Train on the rows in their order, once; kind: SFT, DPO or Reward. Run it in a process of its own."""
+    """Train on the rows in their order, once, in float64; kind: SFT, DPO or Reward. In a process of its own."""
     import torch
     import trl
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     class InOrder(getattr(trl, f"{kind}Trainer")):
         def _get_train_sampler(self, *args, **kwargs):
@@ -45,14 +45,16 @@ def train(kind: str, model: str, rows: list[dict[str, Any]], batch: int, lr: flo
         output_dir=str(Path(model) / "trl"), **SETTINGS, **sizes, max_grad_norm=1.0, **more
     )
     torch.manual_seed(0)
-    start = model
+    kind_of_model, head = AutoModelForCausalLM, {}
     if kind == "Reward":
-        start = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+        kind_of_model, head = AutoModelForSequenceClassification, {"num_labels": 1}
+    start, reference = (kind_of_model.from_pretrained(model, dtype=torch.float64, **head) for _ in range(2))
     trainer = InOrder(
         model=start,
         args=args,
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(model),
+        **({"ref_model": reference} if kind == "DPO" else {}),
     )
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
