@@ -29,7 +29,10 @@ class Trained:
 
 
 def train(kind: str, model: str, rows: list[dict[str, Any]], batch: int, lr: float, **more: Any) -> Trained:
-    """Train on the rows in their order, once, in float64; kind: SFT, DPO or Reward. In a process of its own."""
+    """Train on the rows in their order, once, in float64. kind: SFT, DPO or Reward.
+
+    For a process of its own.
+    """
     import torch
     import trl
     from datasets import Dataset

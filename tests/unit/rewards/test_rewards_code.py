@@ -189,7 +189,7 @@ def test_waiting_for_a_processor_is_not_the_time_of_a_run():
         children.append(pid)
     proc = os.open("/proc", os.O_RDONLY)
     clock = RunClock(children[1], proc, 60.0)
-    # The kernel counts a wait when it is over, so on a busy machine one of more than half a second shows late.
+    # The kernel counts a wait when it is over, so that one of half a second may show late.
     while clock.wall_s < 1.5 or (clock.own_s >= 0.7 and clock.wall_s < 6):
         time.sleep(0.1)
         clock.tick(0.0, False, False)
