@@ -20,7 +20,7 @@ KEPT_WEIGHTS = "weights for a restart"
 """Of a vLLM engine, in host memory."""
 WRITING_BYTES = 512 << 20
 """Of the memory through which weights are written in place, on the trainer's device, where no key says more.
-Each piece of this size takes a message to the engine's process and back, and both wait for the device."""
+Each half of it takes a message to the engine's process and back, and both wait for the device."""
 
 
 def hf_rollout_lines(

@@ -106,7 +106,7 @@ class WeightsInPlace(EngineWeights):
     def _begin_writing(self, engine: RecoveringEngine) -> bool:
         """Begin an update in place; False: by loaders, of a process that was started since.
 
-        The buffer is filled while the process begins: its answer is that of the first write.
+        The process begins beside what the worker does next; how that went is heard after the first write.
         """
 
         def load(process: EngineProcess) -> bool:
