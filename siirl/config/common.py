@@ -37,6 +37,12 @@ class FSDPConfig:
     expert_parallel_size: int = key(
         1, "ranks that have some of the experts each, all that share one copy of the weights; 1: none", low=1
     )
+    reshard_after_forward: bool = key(
+        True,
+        "free the weights of each layer when it has run; false: they stay gathered on every rank for a whole "
+        "mini-batch, or pass without gradient, and gradients are added up whole and reduced once for an "
+        "optimizer step, as those of models up to 2 GiB in fp32 are anyway",
+    )
     model_dtype: str = key("float32", "type of the master weights", choices=("float32", "bfloat16"))
     float8: bool = key(
         False,

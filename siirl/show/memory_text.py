@@ -132,6 +132,8 @@ def _of_model(model: ModelPlan, cfg: Config) -> Iterator[tuple[str, Any]]:
     backend = backend_of(model)
     for name in backend.offloads + (backend.offloads_trained if model.trains else ()):
         yield f"{group}.{name}", True
+    if backend.gathers_weights:
+        yield f"{group}.fsdp_config.reshard_after_forward", True
     if model.trains:
         yield f"{ROLES[model.role].model}.enable_gradient_checkpointing", True
         yield from _halved(

@@ -20,6 +20,7 @@ from siirl.engines.train.micro_batches import row_lengths
 
 ACTOR = "actor_rollout_ref.actor"
 ONE_ROW = (f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",)
+WHOLE = (f"{ACTOR}.fsdp_config.reshard_after_forward=False",)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LORA = (
     f"actor_rollout_ref.model.target_modules=[{','.join(ATTENTION)}]",
@@ -82,6 +83,7 @@ SCENARIOS = [
     Scenario("two ranks, one without rows, experts dealt", 2, "six", split="first_rank", sizes=DEALT),
     Scenario("two ranks, one row a micro-batch, experts dealt", 2, "six", overrides=ONE_ROW, sizes=DEALT),
     Scenario("two ranks, lora, experts dealt", 2, "six", overrides=LORA, sizes=DEALT),
+    Scenario("two ranks, experts dealt, whole", 2, "six", overrides=ONE_ROW + WHOLE, sizes=DEALT, large=True),
     Scenario("four ranks, experts dealt", 4, "mixtral", split="uneven", sizes=(("ep", 4),)),
     Scenario("two copies of dealt experts", 4, "six", split="uneven", fsdp_size=2, sizes=DEALT),
     Scenario("two pairs share rows, experts dealt", 4, "mixtral", sizes=(("cp", 2), ("ep", 4))),

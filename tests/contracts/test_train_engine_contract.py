@@ -18,6 +18,7 @@ from train_engine_cases import Outcome, Scenario
 
 ACTOR = "actor_rollout_ref.actor"
 TOKEN_BUDGET = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=24")
+ROW = (f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",)
 LORA = (
     f"actor_rollout_ref.model.lora_rank={cases.LORA_RANK}",
     f"actor_rollout_ref.model.lora_alpha={cases.LORA_ALPHA}",
@@ -29,11 +30,17 @@ def shared(name: str, world: int, ranks: int, *model: str, **options: Any) -> Sc
     return Scenario(name, world, *model, sizes=(("cp", ranks),), **options)
 
 
+def whole(name: str, world: int, *model: str, overrides: tuple[str, ...] = (), **options: Any) -> Scenario:
+    """A model that is no small one, and stays whole on every rank through a mini-batch."""
+    keys = (*overrides, f"{ACTOR}.fsdp_config.reshard_after_forward=False")
+    return Scenario(f"{name}, a large model whole", world, *model, overrides=keys, large=True, **options)
+
+
 SCENARIOS = [
     Scenario("one rank", 1),
     Scenario("one rank, untied", 1, "qwen3_untied"),
     Scenario("one rank, llama", 1, "llama"),
-    Scenario("one row a micro-batch", 1, overrides=(f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",)),
+    Scenario("one row a micro-batch", 1, overrides=ROW),
     Scenario("token budget", 1, overrides=TOKEN_BUDGET),
     Scenario(
         "no recomputation", 1, overrides=("actor_rollout_ref.model.enable_gradient_checkpointing=False",)
@@ -53,6 +60,14 @@ SCENARIOS = [
     shared("two pairs share rows", 4, 2, "qwen3_untied", split="uneven", overrides=TOKEN_BUDGET),
     shared("two pairs share rows, one without", 4, 2, split="first_rank"),
     shared("two pairs share rows, each a copy", 4, 2, split="uneven", fsdp_size=2),
+    Scenario("two ranks, as a large model", 2, "qwen3_untied", overrides=ROW, large=True),
+    whole("two ranks", 2, "qwen3_untied", overrides=ROW),
+    whole("two ranks, one without rows", 2, "llama", split="first_rank"),
+    whole("two ranks, lora", 2, overrides=LORA),
+    whole("two ranks, five experts", 2, "qwen3_moe", split="uneven", overrides=TOKEN_BUDGET),
+    whole("two ranks share rows", 2, overrides=TOKEN_BUDGET, sizes=(("cp", 2),)),
+    whole("four ranks", 4, split="uneven", overrides=ROW),
+    whole("two shards, two copies", 4, "qwen3_untied", fsdp_size=2, overrides=ROW),
 ]
 RANDOM_WORLD = 4
 
@@ -64,7 +79,7 @@ def random_scenarios(seed: int, num: int) -> list[Scenario]:
         cp = draw.choice((2, 4))
         keys = [
             f"actor_rollout_ref.model.enable_gradient_checkpointing={draw.random() < 0.5}",
-            *draw.choice(((), TOKEN_BUDGET, (f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",))),
+            *draw.choice(((), TOKEN_BUDGET, ROW)),
         ]
         model = draw.choice(("qwen3_tied", "qwen3_untied", "llama", "qwen3_moe", "one_kv", "six_heads"))
         cp = 2 if model == "six_heads" else cp

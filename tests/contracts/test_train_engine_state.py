@@ -14,6 +14,14 @@ from train_engine_cases import Scenario
 
 from siirl.data.rows import take_rows
 
+WHOLE = Scenario(
+    "a large model whole",
+    2,
+    overrides=tuple(
+        f"actor_rollout_ref.{role}.fsdp_config.reshard_after_forward=false" for role in ("actor", "ref")
+    ),
+    large=True,
+)
 PRECISION = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
 
 
@@ -147,8 +155,7 @@ def test_a_mini_batch_without_trained_tokens_changes_nothing(model_dir):
     run_workers(train_nothing, 2, model_dir)
 
 
-def go_back_after_a_forward(rank: int, world: int, path: str) -> None:
-    scenario = Scenario("", world)
+def go_back_after_a_forward(rank: int, world: int, path: str, scenario: Scenario) -> None:
     engine, _ = cases.build_engine(scenario, path)
     rows = take_rows(cases.sample_rows(0), cases.rows_of_rank(rank, world, "even"))
 
@@ -165,12 +172,15 @@ def go_back_after_a_forward(rank: int, world: int, path: str) -> None:
     assert torch.equal(scores(), first)
 
 
-def test_weights_that_are_loaded_right_after_a_forward_take_effect(model_dir):
-    run_workers(go_back_after_a_forward, 2, model_dir)
+@pytest.mark.parametrize("scenario", [Scenario("", 2), WHOLE])
+def test_weights_that_are_loaded_right_after_a_forward_take_effect(model_dir, scenario):
+    run_workers(go_back_after_a_forward, 2, model_dir, scenario)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_a_frozen_model_takes_a_share_of_other_weights(tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "scenario"), [("qwen3", Scenario("", 2)), ("qwen3_moe", Scenario("", 2)), ("qwen3", WHOLE)]
+)
+def test_a_frozen_model_takes_a_share_of_other_weights(tmp_path, family, scenario):
     sizes = {"hidden": 64, "init_std": 0.15, "tie": False, "experts": 5}
     paths = [str(make_tiny_model_dir(tmp_path / str(seed), family, seed=seed, **sizes)) for seed in (1, 2)]
-    run_workers(cases.follow, 2, Scenario("", 2), *paths)
+    run_workers(cases.follow, 2, scenario, *paths)

@@ -16,12 +16,12 @@ from torch import Tensor
 from train_engine_cases import Scenario
 
 from siirl.data.rows import take_rows
-from siirl.engines.train import fsdp_model
 
 VLM = ("data.dataset_type=vlm",)
 ROWS_1 = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",)
 KEPT = ("actor_rollout_ref.model.enable_gradient_checkpointing=false",)
 FROZEN = ("actor_rollout_ref.actor.freeze_vision_tower=true",)
+WHOLE = ("actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false",)
 ONE = (
     Scenario("packed", 1, overrides=VLM),
     Scenario("a row at a time, activations kept", 1, overrides=(*VLM, *ROWS_1, *KEPT)),
@@ -32,8 +32,9 @@ TWO = (
     Scenario("all rows on the first rank", 2, split="first_rank", overrides=VLM),
     Scenario("two replicas", 2, fsdp_size=1, overrides=VLM),
     Scenario("frozen tower, two shards", 2, overrides=(*VLM, *FROZEN)),
-    Scenario("as a large model, each layer gathered when it runs", 2, overrides=VLM),
-    Scenario("frozen tower, as a large model", 2, overrides=(*VLM, *FROZEN)),
+    Scenario("as a large model, each layer gathered when it runs", 2, overrides=VLM, large=True),
+    Scenario("frozen tower, as a large model", 2, overrides=(*VLM, *FROZEN), large=True),
+    Scenario("frozen tower, a large model whole", 2, overrides=(*VLM, *ROWS_1, *FROZEN, *WHOLE), large=True),
 )
 
 
@@ -52,7 +53,6 @@ def run(rank: int, world: int, scenarios: list[Scenario], folder: str, with_imag
     rows = vision.vision_rows(Path(folder), with_images=with_images)
     found = {}
     for scenario in scenarios:
-        fsdp_model.SMALL_MODEL_BYTES = 0 if "as a large model" in scenario.name else 2 << 30
         engine, _ = cases.build_engine(scenario, folder)
         before = {name: x.clone() for name, x in engine.export_weights(torch.float32)}
         mine = take_rows(rows, cases.rows_of_rank(engine.dp_rank, engine.dp_size, scenario.split))

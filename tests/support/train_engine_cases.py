@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
+from siirl.compiler.memory import estimate
 from siirl.compiler.model_types import OWN_TYPE
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config, load_config, with_overrides
@@ -43,7 +44,8 @@ class Scenario:
     """One way of running the same training: all must give what the reference gives.
 
     split: "even", "first_rank" (every other rank has zero rows) or "uneven". fsdp_size: 0 for all ranks.
-    sizes: (axis of ParallelDims, size), under fsdp of cp and ep alone; other ranks are data parallel.
+    sizes: (axis of ParallelDims, size), under fsdp of cp and ep alone; other ranks are data parallel. large:
+    fsdp takes the model for one that is too large to stay whole on every rank unless it is told to.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Scenario:
     strategy: str = "fsdp"
     sizes: tuple[tuple[str, int], ...] = ()
     device: str = "cpu"
+    large: bool = False
 
 
 def sample_rows(step: int) -> TensorDict:
@@ -256,6 +259,7 @@ def make_engine(
     import importlib
 
     dims, _ = dims_of(scenario, ranks)
+    estimate.SMALL_MODEL_BYTES = 0 if scenario.large else 2 << 30
     plan = ModelPlan(
         name=f"agent_0.{role}",
         agent=0,

@@ -14,10 +14,10 @@ from siirl.compiler.memory.estimate import (
     ENGINE_CONTEXT_BYTES,
     GIB,
     KEPT_LOGITS_BYTES,
-    SMALL_MODEL_BYTES,
     ModelShape,
     kept_values,
     query_width,
+    stays_whole,
     with_repeated_heads,
 )
 from siirl.compiler.plan import LinkPlan, ModelPlan
@@ -268,8 +268,9 @@ def _messages(
     if backend_of(model).gathers_weights:
         shards = dims.weight_shards
         received = (shards - 1) / shards
-        gathers = steps if 4 * shape.params <= SMALL_MODEL_BYTES else micro_batches
-        each = (2 * width + 4) if model.trains else width
+        whole = stays_whole(shape.params, shards, role_group(cfg, model.role).fsdp_config)
+        gathers = steps if whole else micro_batches
+        each = width + ((0 if whole else width) + 4) * model.trains  # again in backward, and gradients
         dealt = shape.moe_layers * shape.expert_params * layers / shape.layers if dims.ep > 1 else 0.0
         _add(work, {_way(shards, machine): gathers * (params - dealt) * each * received})
         if dims.ep > 1:

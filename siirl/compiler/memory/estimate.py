@@ -20,15 +20,14 @@ from siirl.compiler.plan import ModelPlan
 from siirl.compiler.router_choices import RouterChoices
 from siirl.config import Config
 from siirl.config.batch import batch_of
-from siirl.config.common import ModelConfig
+from siirl.config.common import FSDPConfig, ModelConfig
 from siirl.config.resolve import get
 from siirl.config.roles import ROLES, role_group, role_model, token_budget
 from siirl.config.teacher import SAMPLED, WHOLE
 from siirl.dag.fields_read import uses_full_kl
 
 SMALL_MODEL_BYTES = 2 << 30
-"""Up to so many bytes of fp32 weights a model stays gathered under FSDP2, with whole gradients, in a
-mini-batch."""
+"""Up to so many bytes of fp32 weights a model stays whole under FSDP2 (stays_whole)."""
 
 FAMILIES = (
     *("llama", "mistral", "ministral", "cwm", "phi3", "seed_oss", "glm4", "qwen2", "qwen3", "gemma3_text"),
@@ -197,18 +196,30 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
     )
 
 
+def stays_whole(params: int, shards: int, fsdp: FSDPConfig) -> bool:
+    """Whether FSDP2 keeps a model of so many parameters whole on each of the ranks that share its weights.
+
+    In a mini-batch weights are then gathered once, and gradients added up whole, in reduce_dtype, and reduced
+    once, in the last backward pass; in a pass without gradient weights are gathered once, too.
+    """
+    return shards == 1 or not fsdp.reshard_after_forward or 4 * params <= SMALL_MODEL_BYTES
+
+
 def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
     """What one rank holds of a model under FSDP2.
 
-    One shard, and a model that stays gathered (SMALL_MODEL_BYTES), gather all layers; others
-    two at a time. Embedding and head stay gathered in a mini-batch. The gradient of a layer, which is large
-    where there are experts, is whole before ranks reduce it. Experts that are dealt over ranks are not
-    gathered: a rank has its own in the compute type, those of one layer, or of all that backward needs.
+    A model that stays whole gathers all layers; others two at a time. Embedding and head stay gathered in a
+    mini-batch. Whole gradients go as the ranks' shards of them come: counted is what they are more. The
+    gradient of a layer, which is large where there are experts, is whole before ranks reduce it. Experts that
+    are dealt over ranks are not gathered: a rank has its own in the compute type, those of one layer, or of
+    all that backward needs.
     """
     fsdp, name = role_group(cfg, model.role).fsdp_config, model.name
     master, compute = BYTES[fsdp.model_dtype], BYTES[fsdp.mixed_precision.param_dtype]
     shards = model.dims.weight_shards
     dealt = shape.expert_params if model.dims.ep > 1 else 0
+    gathered = shape.params - dealt * shape.moe_layers
+    whole = stays_whole(shape.params, shards, fsdp)
     adapter = adapter_params(role_model(cfg, model.role), shape) if model.trains else 0
     own = (shape.params if model.base in (None, name) else 0) + adapter
     lines = [offloadable(name, "parameters", -(-own // shards) * master, fsdp.param_offload, COMPUTING)]
@@ -216,11 +227,12 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
         trained = -(-(adapter or shape.params) // shards)
         moments = offloadable(name, "optimizer", 2 * trained * master, fsdp.optimizer_offload, ("update",))
         lines += [MemoryLine(name, "gradients", trained * master, ("update",)), moments]
+        reduced, summed = BYTES[fsdp.mixed_precision.reduce_dtype], adapter or gathered
+        if whole and (more := summed * reduced - -(-summed // shards) * master) > 0:
+            lines.append(MemoryLine(name, "whole gradients", more, ("update",)))
         if shape.experts and not adapter:
-            whole_layer = (shape.layer_params - dealt) * (compute + BYTES[fsdp.mixed_precision.reduce_dtype])
+            whole_layer = (shape.layer_params - dealt) * (compute + reduced)
             lines.append(MemoryLine(name, "gradients of a layer", whole_layer, ("update",)))
-    whole = shards == 1 or 4 * shape.params <= SMALL_MODEL_BYTES
-    gathered = shape.params - dealt * shape.moe_layers
     if not whole:
         gathered = 2 * (shape.layer_params - dealt) + shape.embedding_params
     lines.append(MemoryLine(name, "gathered layers", gathered * compute, COMPUTING))

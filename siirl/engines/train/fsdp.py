@@ -23,7 +23,7 @@ from siirl.engines.train.fsdp_model import (
     compute_dtype,
     fsdp_modules,
     group_of,
-    is_small,
+    lies_whole,
     mesh_of,
     reduce_dtype,
 )
@@ -107,7 +107,7 @@ class FSDPEngine(SteppingEngine):
         self._parts = parts_of(self._model.hf)
         self._base = base._base if base else FrozenBase(self._model)
         self._base.onload(self.name)
-        self._accumulates_locally = plan.dims.weight_shards == 1 or is_small(self._model)
+        self._accumulates_locally = lies_whole(self._model, settings, self._mesh)
         self._lone: LoneGradients | None = None
         if plan.trains and self._mesh.size() == 1:
             self._lone = LoneGradients(self._model, reduce_dtype(settings))

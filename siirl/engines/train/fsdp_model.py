@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedModel
 
-from siirl.compiler.memory.estimate import SMALL_MODEL_BYTES
+from siirl.compiler.memory.estimate import stays_whole
 from siirl.compiler.plan import ModelPlan
 from siirl.engines.train.expert_parallel import deal_experts
 from siirl.engines.train.float8 import use_float8
@@ -134,7 +134,7 @@ def _shard(
         reduce_dtype=reduce_dtype(settings),
         cast_forward_inputs=False,
     )
-    reshard = mesh.size(-1) > 1 and not is_small(hf)
+    reshard = not lies_whole(hf, settings, mesh)
     layers = decoder_layers(hf)
     dealt = deal_experts(hf, mesh) if deals_experts else set()
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=dealt)
@@ -153,10 +153,9 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def is_small(model: nn.Module) -> bool:
-    """Whether the whole model, in fp32, may lie on every rank: its weights then stay gathered, and its
-    gradients whole, during a mini-batch."""
-    return 4 * sum(param.numel() for param in model.parameters()) <= SMALL_MODEL_BYTES
+def lies_whole(model: nn.Module, settings: EngineSettings, mesh: DeviceMesh) -> bool:
+    """Whether the model stays whole on every rank during a mini-batch or a pass (stays_whole)."""
+    return stays_whole(sum(param.numel() for param in model.parameters()), mesh.size(-1), settings.fsdp)
 
 
 def _agreed_parts(

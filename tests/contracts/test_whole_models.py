@@ -1,0 +1,62 @@
+"""A large model that stays whole on every rank moves once what others move for each micro-batch."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import train_engine_cases as cases
+from dist_harness import run_workers
+from fixtures_tiny import make_tiny_model_dir
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from train_engine_cases import Scenario
+
+from siirl.data.rows import take_rows
+
+KEY = "actor_rollout_ref.actor.fsdp_config.reshard_after_forward"
+ROW = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+FORWARD_ROW = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1"
+UNITS, MICRO_BATCHES = 3, 5
+"""Two layers and the rest; the rows of each of two ranks."""
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are called in it, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def messages(rank: int, world: int, scenario: Scenario, path: str) -> list[tuple[int, int]]:
+    """(gathers, reductions) of a pass, a mini-batch, and both again; after each no weights are gathered."""
+    engine: Any = cases.build_engine(scenario, path)[0]
+    rows = take_rows(cases.sample_rows(0), cases.rows_of_rank(rank, world, "even"))
+    of_step = (lambda: engine.compute(rows, ("log_prob",), cases.TEMPERATURE),
+               lambda: cases.train_steps(engine, scenario, range(1)))  # fmt: skip
+    found = []
+    for run in of_step * 2:
+        with Operators() as seen:
+            run()
+        found.append((seen.counts["c10d::_allgather_base_"], seen.counts["c10d::_reduce_scatter_base_"]))
+        assert all(isinstance(param, DTensor) for param in engine._model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(tmp_path, lora):
+    make_tiny_model_dir(tmp_path, hidden=64)
+    keys = (ROW, FORWARD_ROW, *["actor_rollout_ref.model.lora_rank=4"] * lora)
+    scenario = Scenario("", 2, overrides=(*keys, f"{KEY}=False"), large=True)
+    each, whole = replace(scenario, overrides=(*keys, f"{KEY}=True")), replace(scenario, large=False)
+    layers, trained = UNITS - 1, UNITS - lora
+    once = [(UNITS, 0), (UNITS, trained)] * 2
+    assert run_workers(messages, 2, scenario, str(tmp_path)) == [once] * 2
+    assert run_workers(messages, 2, whole, str(tmp_path)) == [once] * 2
+    for_each = [(layers * MICRO_BATCHES + 1, 0), ((2 * layers + 1) * MICRO_BATCHES, trained * MICRO_BATCHES)]
+    assert run_workers(messages, 2, each, str(tmp_path)) == [for_each * 2] * 2
