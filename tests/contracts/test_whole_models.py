@@ -33,18 +33,24 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def messages(rank: int, world: int, scenario: Scenario, path: str) -> list[tuple[int, int]]:
+def messages(
+    rank: int, world: int, scenarios: dict[str, Scenario], path: str
+) -> dict[str, list[tuple[int, int]]]:
     """(gathers, reductions) of a pass, a mini-batch, and both again; after each no weights are gathered."""
-    engine: Any = cases.build_engine(scenario, path)[0]
     rows = take_rows(cases.sample_rows(0), cases.rows_of_rank(rank, world, "even"))
-    of_step = (lambda: engine.compute(rows, ("log_prob",), cases.TEMPERATURE),
-               lambda: cases.train_steps(engine, scenario, range(1)))  # fmt: skip
-    found = []
-    for run in of_step * 2:
-        with Operators() as seen:
-            run()
-        found.append((seen.counts["c10d::_allgather_base_"], seen.counts["c10d::_reduce_scatter_base_"]))
-        assert all(isinstance(param, DTensor) for param in engine._model.parameters())
+    found: dict[str, list[tuple[int, int]]] = {name: [] for name in scenarios}
+    for name, scenario in scenarios.items():
+        engine: Any = cases.build_engine(scenario, path)[0]
+        for number in range(4):
+            with Operators() as seen:
+                if number % 2:
+                    cases.train_steps(engine, scenario, range(1))
+                else:
+                    engine.compute(rows, ("log_prob",), cases.TEMPERATURE)
+            found[name].append(
+                (seen.counts["c10d::_allgather_base_"], seen.counts["c10d::_reduce_scatter_base_"])
+            )
+            assert all(isinstance(param, DTensor) for param in engine._model.parameters()), (name, number)
     return found
 
 
@@ -52,11 +58,14 @@ def messages(rank: int, world: int, scenario: Scenario, path: str) -> list[tuple
 def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(tmp_path, lora):
     make_tiny_model_dir(tmp_path, hidden=64)
     keys = (ROW, FORWARD_ROW, *["actor_rollout_ref.model.lora_rank=4"] * lora)
-    scenario = Scenario("", 2, overrides=(*keys, f"{KEY}=False"), large=True)
-    each, whole = replace(scenario, overrides=(*keys, f"{KEY}=True")), replace(scenario, large=False)
-    layers, trained = UNITS - 1, UNITS - lora
-    once = [(UNITS, 0), (UNITS, trained)] * 2
-    assert run_workers(messages, 2, scenario, str(tmp_path)) == [once] * 2
-    assert run_workers(messages, 2, whole, str(tmp_path)) == [once] * 2
-    for_each = [(layers * MICRO_BATCHES + 1, 0), ((2 * layers + 1) * MICRO_BATCHES, trained * MICRO_BATCHES)]
-    assert run_workers(messages, 2, each, str(tmp_path)) == [for_each * 2] * 2
+    large = Scenario("", 2, overrides=keys, large=True)
+    scenarios = {
+        "small": replace(large, large=False),
+        "large": large,
+        "large, whole": replace(large, overrides=(*keys, f"{KEY}=False")),
+    }
+    layers, reduced = UNITS - 1, UNITS - lora  # adapters are in layers only
+    once = [(UNITS, 0), (UNITS, reduced)] * 2
+    each = [(layers * MICRO_BATCHES + 1, 0), ((2 * layers + 1) * MICRO_BATCHES, reduced * MICRO_BATCHES)] * 2
+    expected = {"small": once, "large": each, "large, whole": once}
+    assert run_workers(messages, 2, scenarios, str(tmp_path)) == [expected] * 2

@@ -28,6 +28,7 @@ fit_costs = importlib.import_module("fit_costs")
 
 PAGE = ROOT / "docs" / "tuning.md"
 MODEL = "actor_rollout_ref.model.path"
+WHOLE = "actor_rollout_ref.actor.fsdp_config.reshard_after_forward"
 BASE = [
     "algorithm.adv_estimator=grpo",
     "data.train_files=train.parquet",
@@ -188,6 +189,20 @@ def test_a_prompt_is_computed_once_for_the_samples_that_a_micro_batch_has_room_f
     apart = [f"actor_rollout_ref.{x}.strategy=megatron" for x in ("actor", "ref")]
     assert packed(*apart) == whole and packed(*apart, name="actor") == packed(name="actor")
     assert LEAST_SAVING == micro_batches.LEAST_SAVING
+
+
+def test_a_model_that_stays_whole_is_gathered_once_for_a_mini_batch(model):
+    """1.7B on four devices: of bf16 weights and fp32 gradients three quarters come from other ranks."""
+    received = {}
+    for reshards in (True, False):
+        cfg = config(*BASE, f"{MODEL}={model}", f"{WHOLE}={reshards}")
+        plan, _ = compile_plan(load_dag(cfg), cfg, 4)
+        shape, packed = read_shape(cfg, "actor"), PackedRows(RowTokens(256, 1024), 1)
+        work = model_pass(plan.models["agent_0.actor"], cfg, shape, packed, 1.0, 8)
+        received[reshards] = work.stages[0]["link"] / (shape.params * 3 / 4)
+    steps, micro_batches = 2, 2 * 4  # of 32 rows of 1,280 tokens
+    assert received[True] == pytest.approx(micro_batches * (2 + 2 + 4))
+    assert received[False] == pytest.approx(steps * (2 + 4))
 
 
 def test_recomputation_adds_a_forward_pass_of_the_layers(model):

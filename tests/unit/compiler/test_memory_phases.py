@@ -15,7 +15,7 @@ from plan_cases import add_agent, compiled, config
 from siirl.cli import main
 from siirl.compiler.backends import TRAIN_BACKENDS
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.memory.estimate import ENGINE_PARTS, head_lines, read_shape
+from siirl.compiler.memory.estimate import ENGINE_PARTS, adapter_params, head_lines, read_shape
 from siirl.compiler.memory.phases import engine_rows, estimate_record, memory_lines, phase_peaks
 from siirl.config import load_config
 from siirl.config.root import all_keys
@@ -33,6 +33,7 @@ GRPO = ("A_1", "A_1_memory", "A_2", "A_2_tp2", "A_4", "A_4_tp2", "B_1")
 COMPILED = ("beside_verl_gpu_A_1", "beside_verl_gpu_B_1")
 SPARE_LOGITS_GIB = 32 * 1024 * 151936 * 2 / 2**30
 """What a micro-batch of these keeps of its logits as there is room for it: nothing that it needs."""
+WHOLE = "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false"
 BACKENDS = [
     (file.stem, run)
     for file in sorted(RESULTS.glob("backends_gpu_[sv]*.json"))
@@ -141,6 +142,43 @@ def test_experts_that_are_dealt_over_ranks_are_not_gathered(tmp_path):
     assert held[4]["experts in compute"] == 2 * of_experts // 4 * 2
 
 
+@pytest.mark.parametrize("adapts", [False, True])
+def test_a_model_that_stays_whole_has_all_weights_and_gradients_on_each_rank(adapts, tmp_path):
+    """1.7B on four ranks: fp32 master weights, bf16 in compute, gradients added up in fp32."""
+    write_config(tmp_path, grpo_gpu.SHAPES["A"])
+    held = {}
+    for reshards in (True, False):
+        keys = [
+            f"actor_rollout_ref.model.path={tmp_path}/model",
+            *["actor_rollout_ref.model.lora_rank=8"] * adapts,
+        ]
+        keys += [
+            f"actor_rollout_ref.{role}.fsdp_config.reshard_after_forward={reshards}"
+            for role in ("actor", "ref")
+        ]
+        cfg = config(*keys)
+        plan, configs = compile_plan(load_dag(cfg), cfg, 4)
+        lines = memory_lines(plan, configs)["agent_0.actor"]
+        held[reshards] = {line.what: line.num_bytes for line in lines if "update" in line.during}
+    shape, whole = read_shape(cfg, "actor"), held[False]
+    assert whole.pop("gathered layers") == 2 * shape.params
+    assert held[True].pop("gathered layers") == 2 * (2 * shape.layer_params + shape.embedding_params)
+    trained = adapter_params(cfg.actor_rollout_ref.model, shape) or shape.params
+    assert whole.pop("whole gradients") + whole["gradients"] == 4 * trained
+    assert whole == held[True]
+
+
+@pytest.mark.parametrize(("world", "more"), [(1, False), (4, True)])
+def test_a_small_model_has_whole_gradients_where_ranks_share_them(world, more, tmp_path):
+    write_config(tmp_path, grpo_gpu.SHAPES["B"] | {"num_hidden_layers": 2})
+    cfg = config(f"actor_rollout_ref.model.path={tmp_path}/model")
+    assert 4 * read_shape(cfg, "actor").params < 2**31
+    plan, configs = compile_plan(load_dag(cfg), cfg, world)
+    held = {line.what: line.num_bytes for line in memory_lines(plan, configs)["agent_0.actor"]}
+    assert held["gradients"] + held.get("whole gradients", 0) == 4 * read_shape(cfg, "actor").params
+    assert ("whole gradients" in held) == more
+
+
 def test_phases_that_do_not_coexist_are_not_added_up(tmp_path):
     write_config(tmp_path, grpo_gpu.SHAPES["A"])
     keys = [
@@ -177,6 +215,7 @@ def test_phases_that_do_not_coexist_are_not_added_up(tmp_path):
     [
         ["actor_rollout_ref.model.enable_gradient_checkpointing=false"],
         ["actor_rollout_ref.rollout.gpu_memory_utilization=0.9"],
+        [WHOLE],
         [
             "actor_rollout_ref.actor.use_dynamic_bsz=true",
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=400000",
@@ -206,6 +245,7 @@ def test_what_the_plan_advises_fits_and_is_accepted(extra, tmp_path, capsys):
     line = verdict(command)
     assert "does not fit 60 GiB" in line
     keys = re.search(r"With (.+?): \d+ in", line).group(1).split()
+    assert (WHOLE.replace("=false", "=True") in keys) == (WHOLE in extra)
     assert "fits 60 GiB: yes" in verdict([*command, *keys])
     assert main(["check", "--elsewhere", *command]) == 0
     assert "memory: does not fit 60 GiB" in capsys.readouterr().err
