@@ -330,7 +330,7 @@ actor_rollout_ref:
     ppo_micro_batch_size: null
     ppo_micro_batch_size_per_gpu: null
     optim: {total_training_steps: -1, lr_decay_steps: null}
-    fsdp_config: {wrap_policy: {min_num_params: 0}, offload_policy: false, reshard_after_forward: true}
+    fsdp_config: {wrap_policy: {min_num_params: 0}, offload_policy: false, reshard_after_forward: false}
   ref: {log_prob_use_dynamic_bsz: '${actor_rollout_ref.actor.use_dynamic_bsz}'}
   rollout:
     {name: vllm, mode: sync, engine_kwargs: {vllm: {swap_space: null}, sglang: {attention_backend: null}},
@@ -351,6 +351,7 @@ def test_a_yaml_file_is_migrated_as_a_script_is(tmp_path, capsys):
     for text in (
         "algorithm.lam=0.9  ",
         "critic.optim.lr=1e-05",
+        "actor.fsdp_config.reshard_after_forward=false",
         "rollout.response_length=512",
         "resume_mode=off",
         "accepts the command",
