@@ -5,7 +5,7 @@ Imported in an engine process and in vLLM's workers, never in a training worker.
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from siirl.engines.rollout.served.messages import UNKNOWN, Response, RowScores
 from siirl.engines.rollout.vllm.arguments import ATTENTION_BACKEND, SHARED_PROMPTS
 from siirl.engines.rollout.vllm.native_draws import draw_by_seeds
 from siirl.engines.rollout.vllm.native_places import Places, read_parameter
+from siirl.engines.rollout.vllm.native_tokens import KeptTokens, own_name
 from siirl.engines.rollout.vllm.native_transfer import TRANSFER_BACKEND
 from siirl.engines.rollout.vllm.routed_experts import experts_of, replayed_layers
 from siirl.errors import ConfigError, NotSupportedError
@@ -73,6 +74,7 @@ class NativeEngine:
             fixed |= {name: value for name, value in OF_IMAGES.items() if name in known}
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | fixed))
         self._engine.collective_rpc("draw_by_seeds")
+        self._kept = KeptTokens(self._engine) if KeptTokens.can_keep(self._engine) else None
         self._adapters: dict[str | None, LoRARequest] = {}
         self._learns = False
         self._keeps_kv: bool | None = None  # of an update in place, until `rest` forgets what it outdates
@@ -128,48 +130,56 @@ class NativeEngine:
 
     def step_scored(self, starts: list[int]) -> dict[int, RowScores]:
         """The same for rows, by their numbers. starts: from where on what is said of each counts."""
-        numbered = [(int(_name(output)), output) for output in self._finished()]
-        return {number: _row_scores(output, starts[number]) for number, output in numbered}
+        numbered = {int(own_name(output.request_id)): output for output in self._finished()}
+        self._forget_tokens(map(str, numbered))
+        return {number: _row_scores(output, starts[number]) for number, output in numbered.items()}
 
     def _finished(self) -> list[RequestOutput]:
         return [output for output in self._engine.step() if output.finished]
 
     def stop(self, request_ids: list[str]) -> list[Response]:
         """End requests that were added under these names; what there is of each, maybe nothing."""
-        processor = self._engine.output_processor
+        processor, outputs = self._engine.output_processor, []
         running = [known for name in request_ids for known in processor.external_req_ids.get(name, ())]
-        outputs = [
-            processor.request_states[known].make_request_output([], None, FinishReason.ABORT, None)
-            for known in running
-        ]
+        for known in running:
+            state = processor.request_states[known]
+            if self._kept is not None:
+                state.detokenizer.update(self._kept.take_token_ids(own_name(known)), False)
+            outputs.append(state.make_request_output([], None, FinishReason.ABORT, None))
         self._engine.abort_request(running, internal=True)
         return [self._response(output, PAUSED) for output in outputs]
 
     def _response(self, output: RequestOutput, reason: str) -> Response:
-        sampled, experts = output.outputs[0], None
-        flat = sampled.logprobs
+        name, sampled, experts = own_name(output.request_id), output.outputs[0], None
+        if self._kept is None:
+            log_probs = [sampled.logprobs.logprobs[start] for start in sampled.logprobs.start_indices]
+        else:
+            log_probs = self._kept.take_log_probs(name)
         if self._expert_layers is not None and sampled.token_ids:
             num_tokens = len(output.prompt_token_ids or ()) + len(sampled.token_ids)
             experts = experts_of(sampled.routed_experts, self._expert_layers, num_tokens)
         completion = Completion(
             token_ids=list(sampled.token_ids),
-            log_probs=[flat.logprobs[start] for start in flat.start_indices],
+            log_probs=log_probs,
             finish_reason=reason,
             weight_version=UNKNOWN,
             experts=experts,
         )
-        return Response(_name(output), completion, output.num_cached_tokens or 0)
+        return Response(name, completion, output.num_cached_tokens or 0)
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests that were added under these names."""
         self._engine.abort_request(request_ids)
+        self._forget_tokens(request_ids)
 
     def renew(self) -> None:
         """Forget all that a worker has asked and left in caches: another one comes. Also while it sleeps.
 
         Adapters stay loaded under names that nobody can ask for, until begin_update.
         """
-        self._engine.abort_request([*self._engine.output_processor.request_states], internal=True)
+        running = [*self._engine.output_processor.request_states]
+        self._engine.abort_request(running, internal=True)
+        self._forget_tokens(map(own_name, running))
         self._adapters.clear()
         if self._images is not None:
             self._engine.reset_encoder_cache()
@@ -241,6 +251,10 @@ class NativeEngine:
             self._forget(self._keeps_kv)
             self._keeps_kv = None
 
+    def _forget_tokens(self, names: Iterable[str]) -> None:
+        if self._kept is not None:
+            self._kept.forget(names)
+
     def _forget(self, keeps_kv: bool) -> None:
         """Drop what was computed with other weights."""
         if self._images is not None:
@@ -294,11 +308,6 @@ def _row_scores(output: RequestOutput, start: int) -> RowScores:
     begin = flat.start_indices[start]
     token_ids, log_probs = (np.array(x[begin:]) for x in (flat.token_ids, flat.logprobs))
     return RowScores(token_ids.astype(np.int32).tobytes(), log_probs.astype(np.float32).tobytes())
-
-
-def _name(output: RequestOutput) -> str:
-    """Under which a request was added."""
-    return output.request_id.split("-")[0]
 
 
 class WorkerExtension:
