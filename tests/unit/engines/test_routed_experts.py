@@ -81,7 +81,7 @@ def test_an_engine_adds_them_to_what_it_gives_also_of_a_response_that_was_paused
     from siirl.engines.rollout.vllm.native import NativeEngine
 
     engine, found = NativeEngine.__new__(NativeEngine), said(6)
-    engine._expert_layers = LAYERS
+    engine._expert_layers, engine._kept = LAYERS, None
 
     def response(token_ids, experts):
         flat = SimpleNamespace(logprobs=[-1.0] * len(token_ids), start_indices=range(len(token_ids)))
