@@ -1,7 +1,7 @@
 """Tokens of responses that are in work, kept here until they end: what vLLM does for each of them costs more.
 
 vLLM cuts the log-prob of each request out of those of a step, and hands each token through its output
-processor, which is there to stream them. Of hundreds of requests that is a quarter of what the host does for
+processor, which is there to stream them. Of hundreds of requests that is much of what the host does for
 a step of decoding, with one thread, and the device waits where the host is slow.
 """
 
