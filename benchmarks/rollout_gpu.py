@@ -5,8 +5,8 @@
 Two engines with equal arguments stay on one GPU and take turns: vLLM's own, asked for tokens alone, and then
 for the log-prob of each sampled token; and siirl's rollout engine, which gives tokens by seeds and their
 log-probs. --kinds says which of these, in the order of their turns, and siirl_shared: siirl's with
-share_prompts_in_decode, in an engine of its own. With it, engines sleep while others have their turn; that,
-and waking, is not timed.
+share_prompts_in_decode, in an engine of its own. With it, and in B, whose keys and values fill half of a
+device, engines sleep while others have their turn; that, and waking, is not timed.
 
 Workloads as in grpo_gpu.py: A 32 prompts x 8 samples of Qwen3-1.7B's shape, B 64 x 8 of Qwen3-0.6B's; 256 +
 1,024 tokens, each round other prompts. Writes all seconds to benchmarks/results/rollout_gpu_<workload>.json
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("keys", nargs="*")
     args = parser.parse_args()
-    args.sleeps = SHARED in args.kinds
+    args.sleeps = SHARED in args.kinds or args.workload == "B"
     args.gpu_memory = args.gpu_memory or (0.6 if args.sleeps else 0.42)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with tempfile.TemporaryDirectory() as temporary:

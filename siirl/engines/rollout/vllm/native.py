@@ -34,6 +34,7 @@ from siirl.engines.rollout.served.messages import UNKNOWN, Response, RowScores
 from siirl.engines.rollout.vllm.arguments import ATTENTION_BACKEND, SHARED_PROMPTS
 from siirl.engines.rollout.vllm.native_draws import draw_by_seeds
 from siirl.engines.rollout.vllm.native_places import Places, read_parameter
+from siirl.engines.rollout.vllm.native_slots import ask_for_slots_once_a_block
 from siirl.engines.rollout.vllm.native_tokens import KeptTokens, own_name
 from siirl.engines.rollout.vllm.native_transfer import TRANSFER_BACKEND
 from siirl.engines.rollout.vllm.routed_experts import experts_of, replayed_layers
@@ -74,6 +75,7 @@ class NativeEngine:
             fixed |= {name: value for name, value in OF_IMAGES.items() if name in known}
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | fixed))
         self._engine.collective_rpc("draw_by_seeds")
+        ask_for_slots_once_a_block(self._engine)
         self._kept = KeptTokens(self._engine) if KeptTokens.can_keep(self._engine) else None
         self._adapters: dict[str | None, LoRARequest] = {}
         self._learns = False
