@@ -29,6 +29,7 @@ from siirl.compiler.plan import (
 )
 from siirl.config import Config, with_overrides
 from siirl.config.roles import ROLES, role_model
+from siirl.dag_worker.cached_memory import cached_after
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
 from siirl.data.rows import take_rows
@@ -108,6 +109,10 @@ class DAGWorker:
                 log.info("building %s (%s): %s", name, model.backend, folder)
                 engines[name] = make(model, cfg_of_model, self.groups, device, base)
                 self._offload(name)
+        sections = (plan.of_rank(rank), plan.of_rank(rank, "validation"))
+        self._cached_after = set().union(
+            *(cached_after(section, plan.nodes, self.train_engines) for section in sections)
+        )
         self.streams = {
             entry: Streams(found, rank, self.rollout_engines, self.groups.world, cfg.trainer.deadline_s)
             for entry, found in plan.interactions.items()
@@ -212,7 +217,8 @@ class DAGWorker:
         node = self.nodes[ins.node]
         context = self._context(ins, record)
         context.others = others
-        with self._on_device(node.plan.model, optimizer=node.plan.spec.trains):
+        caches = id(ins) in self._cached_after
+        with self._on_device(node.plan.model, optimizer=node.plan.spec.trains, caches=caches):
             result = self.ops[ins.node](context, rows, **node.services)
         note(rows=len(rows), **_token_count(rows if isinstance(result, Future) else result, rows))
         self.observer.sample_memory()  # before the engine sleeps: its memory is not in our own peak
@@ -394,20 +400,25 @@ class DAGWorker:
         )
 
     @contextmanager
-    def _on_device(self, name: str | None, optimizer: bool = True) -> Iterator[None]:
-        """Have a training engine on the device; afterwards move back what its config keeps on the host."""
+    def _on_device(self, name: str | None, optimizer: bool = True, caches: bool = False) -> Iterator[None]:
+        """Have a training engine on the device; afterwards move back what its config keeps on the host.
+
+        caches: torch keeps what memory is free then: nobody but training engines computes next.
+        """
         engine = self.train_engines.get(name)
         if engine is not None:
             trains = optimizer and self.plan.models[name].trains
             engine.onload(params=True, grads=trains, optimizer=trains)
         yield
-        self._offload(name)
+        self._offload(name, caches)
 
-    def _offload(self, name: str | None) -> None:
+    def _offload(self, name: str | None, caches: bool = False) -> None:
         if name in self.train_engines:
             engine = self.train_engines[name]
             idle = not self.plan.models[name].nodes  # it serves a rollout only
             engine.offload(**engine.host_parts | {"params": engine.host_parts["params"] or idle})
+            if self.device.type == "cuda" and not caches:
+                torch.cuda.empty_cache()
 
 
 def _token_count(*tables: TensorDict) -> dict[str, int]:

@@ -193,8 +193,6 @@ class SteppingEngine(TrainEngine):
             if wanted and self.device.type != "cpu" and not self._host[part]:
                 with phase("offload", part=part):
                     self._host[part].take(self._local_tensors(part))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def onload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
         for part, wanted in zip(PARTS, (params, grads, optimizer), strict=True):

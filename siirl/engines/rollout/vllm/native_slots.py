@@ -13,7 +13,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine.llm_engine import LLMEngine
 
 ROOM = "siirl_room"
-"""What a request of vLLM's gets: for how many tokens it has slots, and its full blocks when that was asked."""
+"""What a request of vLLM's gets: for how many tokens it has slots, and its full blocks when it got them."""
 
 
 def ask_for_slots_once_a_block(engine: LLMEngine) -> None:
