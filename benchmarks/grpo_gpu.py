@@ -172,7 +172,7 @@ def overrides(args: argparse.Namespace, folder: Path, prompts: int) -> list[str]
         f"{rollout}log_prob_use_dynamic_bsz=True",
         f"{rollout}log_prob_max_token_len_per_gpu={args.forward_tokens}",
         f"{rollout}tensor_model_parallel_size={args.tensor_parallel}",
-        f"{rollout}gpu_memory_utilization={args.gpu_memory}",
+        *([f"{rollout}gpu_memory_utilization={args.gpu_memory}"] if args.gpu_memory else []),
         f"{rollout}enforce_eager=False",
         f"{rollout}max_num_seqs=512",
         f"{rollout}max_num_batched_tokens=16384",
@@ -245,7 +245,9 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, help="of a step, on each GPU")
     parser.add_argument("--train-tokens", type=int, default=40960)
     parser.add_argument("--forward-tokens", type=int, default=81920)
-    parser.add_argument("--gpu-memory", type=float, default=0.6)
+    parser.add_argument(
+        "--gpu-memory", type=float, default=0.6, help="engine's share of the device; 0: as the plan has it"
+    )
     parser.add_argument("--best-flags", action="store_true", help="coarser numbers, fewer passes: BEST_FLAGS")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path)

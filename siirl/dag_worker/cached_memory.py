@@ -1,12 +1,18 @@
 """When a process gives back the device memory that torch keeps: before somebody else may need it.
 
 The engine of a rollout, which is another process, needs it in turn. Given back after each node that computes,
-it costs the driver a few hundred pieces each time, and as many when the next node takes them again.
+it costs the driver's time each time, once more when the next node takes it again, and one process of a host
+after another: of 100 GiB 0.06 s on an H200, and 0.35 s where four do it.
 """
 
 from collections.abc import Container, Mapping, Sequence
 
+import torch
+
 from siirl.compiler.plan import Collect, Free, Instruction, NodePlan, Reshard, Run
+
+LEAST_FREE = 0.04
+"""Of a device: what others find free of it at least, though they do not take memory in turn."""
 
 
 def cached_after(
@@ -30,6 +36,17 @@ def cached_after(
             case _:
                 keeps = False
     return found
+
+
+def give_back(device: torch.device, in_turn: bool) -> None:
+    """Give back what torch keeps of a GPU, if others take memory in turn, or hardly any of it is free."""
+    if device.type != "cuda":
+        return
+    if not in_turn:
+        free_bytes, all_bytes = torch.cuda.mem_get_info(device)
+        if free_bytes > LEAST_FREE * all_bytes:
+            return
+    torch.cuda.empty_cache()
 
 
 def _computes_on_rows_alone(node: NodePlan) -> bool:

@@ -29,7 +29,7 @@ from siirl.compiler.plan import (
 )
 from siirl.config import Config, with_overrides
 from siirl.config.roles import ROLES, role_model
-from siirl.dag_worker.cached_memory import cached_after
+from siirl.dag_worker.cached_memory import cached_after, give_back
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
 from siirl.data.rows import take_rows
@@ -97,6 +97,7 @@ class DAGWorker:
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self.train_engines: dict[str, TrainEngine] = {}
         self.rollout_engines: dict[str, RolloutEngine] = {}
+        self._in_turn = True  # others take memory of the device in turn: engines that start, now
         for name, model in plan.models.items():
             if rank in model.ranks:
                 make = make_rollout_engine if model.generates else make_train_engine
@@ -109,6 +110,7 @@ class DAGWorker:
                 log.info("building %s (%s): %s", name, model.backend, folder)
                 engines[name] = make(model, cfg_of_model, self.groups, device, base)
                 self._offload(name)
+        self._in_turn = any(self._wakes(name) for name in self.rollout_engines)
         sections = (plan.of_rank(rank), plan.of_rank(rank, "validation"))
         self._cached_after = set().union(
             *(cached_after(section, plan.nodes, self.train_engines) for section in sections)
@@ -249,6 +251,14 @@ class DAGWorker:
                 cfg = self.node_cfg(self.plan.models[name].node)
                 if cfg.actor_rollout_ref.rollout.free_cache_engine:
                     self.rollout_engines[name].sleep()
+
+    def _wakes(self, name: str) -> bool:
+        """Whether a rollout engine takes memory again while the run goes on: after it slept, or when it is
+        started again, for which only the first of its ranks gives back what it keeps.
+        """
+        model = self.plan.models[name]
+        rollout = self.node_cfg(model.node).actor_rollout_ref.rollout
+        return rollout.free_cache_engine or model.dims.model_parallel > 1
 
     def _shares_device(self) -> bool:
         """Whether others need the device between the rollouts of a step; a teacher alone on it needs not."""
@@ -417,8 +427,8 @@ class DAGWorker:
             engine = self.train_engines[name]
             idle = not self.plan.models[name].nodes  # it serves a rollout only
             engine.offload(**engine.host_parts | {"params": engine.host_parts["params"] or idle})
-            if self.device.type == "cuda" and not caches:
-                torch.cuda.empty_cache()
+            if not caches:
+                give_back(self.device, self._in_turn)
 
 
 def _token_count(*tables: TensorDict) -> dict[str, int]:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plan_cases import template_plan
+from plan_cases import config, template_plan
 
 from siirl.compiler.plan import Collect, Free, Load, Repeat, Reshard, Run, Serve, SyncWeights, Until
 from siirl.dag.ops import OPS
@@ -14,6 +14,7 @@ from siirl.dag_worker.worker import DAGWorker
 
 PASSES = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
 """Old log-probs and those of a reference, too."""
+TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 
 @pytest.mark.parametrize(
@@ -68,18 +69,22 @@ def test_whoever_may_need_it_finds_it_given_back(seed):
     assert kept == wanted
 
 
-def test_a_worker_gives_it_back_unless_a_training_engine_is_next(monkeypatch):
+def make_worker(in_turn):
     happened = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("given back"))
-
     engine = SimpleNamespace(
         host_parts={"params": False, "grads": False, "optimizer": True},
         onload=lambda **parts: happened.append("onload"),
         offload=lambda **parts: happened.append("offload"),
     )
     worker = object.__new__(DAGWorker)
-    worker.device, worker.train_engines = torch.device("cuda"), {"actor": engine}
+    worker.device, worker.train_engines, worker._in_turn = torch.device("cuda"), {"actor": engine}, in_turn
     worker.plan = SimpleNamespace(models={"actor": SimpleNamespace(nodes=("train",), trains=True)})
+    return worker, happened
+
+
+def test_a_worker_gives_it_back_unless_a_training_engine_is_next(monkeypatch):
+    worker, happened = make_worker(in_turn=True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("given back"))
     for caches in (True, False):
         with worker._on_device("actor", caches=caches):
             happened.append("computes")
@@ -87,3 +92,29 @@ def test_a_worker_gives_it_back_unless_a_training_engine_is_next(monkeypatch):
     with worker._on_device("rollout"):
         pass
     assert happened.count("given back") == 1
+
+
+def test_where_nobody_takes_memory_in_turn_it_stays_until_little_is_free(monkeypatch):
+    worker, happened = make_worker(in_turn=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("given back"))
+    for free, given_back in ((50, 0), (5, 0), (3, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free << 30, 100 << 30))
+        with worker._on_device("actor"):
+            pass
+        assert happened.count("given back") == given_back
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wakes"),
+    [
+        ((), True),
+        (("actor_rollout_ref.rollout.free_cache_engine=false",), False),
+        (("actor_rollout_ref.rollout.free_cache_engine=false", f"{TP}=2"), True),
+    ],
+)
+def test_an_engine_takes_memory_in_turn_if_it_sleeps_or_is_on_several_ranks(overrides, wakes):
+    overrides = ("actor_rollout_ref.rollout.name=vllm", *overrides)
+    worker = object.__new__(DAGWorker)
+    worker.cfg, worker.plan = config(*overrides), template_plan(2, *overrides)
+    (name,) = (name for name, model in worker.plan.models.items() if model.generates)
+    assert worker._wakes(name) == wakes
