@@ -1,12 +1,11 @@
 """Seeds on both model runners of vLLM: Qwen2 has the first one on GPUs, Qwen3 the second."""
 
-import math
-
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
 from one_pass_draws import check_draws
 from sampling_reference import next_token_log_probs, truncated
+from tf32_noise import tf32_noise
 from transformers import AutoModelForCausalLM
 
 from siirl.compiler.plan import ModelPlan
@@ -21,9 +20,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(400),
 ]
-
-NOISE = 5e-3
-"""vLLM's kernels for float32 are that far from transformers' on a GPU, in probability and log-prob."""
 
 
 @pytest.mark.parametrize("vocab", [1, 4097, 151936])
@@ -69,14 +65,20 @@ def test_draws_are_those_of_the_seeds_also_when_prompts_are_read_in_parts(
     engine, model = engine_and_model
     prompts = [[(7 * row + place) % 20 + 2 for place in range(17 + row % 5)] for row in range(24)]
     params = SamplingParams(max_tokens=6, temperature=temperature, top_k=top_k)
-    for row, (sample,) in enumerate(engine.generate(prompts, params, range(24))):
+    samples = [sample for (sample,) in engine.generate(prompts, params, range(24))]
+    rows = [prompt + sample.token_ids for prompt, sample in zip(prompts, samples, strict=True)]
+    noise = tf32_noise(model, rows) / temperature
+    wrong, missed = [], []
+    for row, sample in enumerate(samples):
         for place, (uniform,) in enumerate(uniforms([derive_seed(row, 0)], 6)):
             exact = next_token_log_probs(model, prompts[row] + sample.token_ids[:place], temperature)
             token = sample.token_ids[place]
-            assert math.isclose(sample.log_probs[place], exact[token], abs_tol=NOISE), (row, place)
+            wrong.append(abs(sample.log_probs[place] - float(exact[token])))
             probs = truncated(exact, top_k, 1.0)
             below = sum(prob for other, prob in probs.items() if other < token)
-            assert below - NOISE <= uniform <= below + probs[token] + NOISE, (row, place)
+            missed.append(max(below - uniform, uniform - below - probs[token]))
+    print(f"log-probs are {max(wrong):.4f} off, draws {max(missed):.4f}; TF32 may be {noise:.4f}")
+    assert max(wrong) <= noise and max(missed) <= noise
 
 
 def test_what_is_cut_goes_on_with_the_draws_that_follow(engine_and_model):
