@@ -2,7 +2,7 @@
 
 The engine of a rollout, which is another process, needs it in turn. Given back after each node that computes,
 it costs the driver's time each time, once more when the next node takes it again, and one process of a host
-after another: of 100 GiB 0.06 s on an H200, and 0.35 s where four do it.
+after another: of 100 GiB 0.06 s on an H200, and 0.34 s where four do it.
 """
 
 from collections.abc import Container, Mapping, Sequence

@@ -14,6 +14,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 ROOM = "siirl_room"
 """What a request of vLLM's gets: for how many tokens it has slots, and its full blocks when it got them."""
+NO_ROOM = (0, 0)
+"""Of a request that begins, that was taken off, or that got none: the cache manager is asked."""
 
 
 def ask_for_slots_once_a_block(engine: LLMEngine) -> None:
@@ -47,13 +49,12 @@ def _allocate(
     """
     end = request.num_computed_tokens + num_new_tokens
     num_full = min(end, request.num_tokens) // width
-    if not begins and getattr(request, ROOM, None) is not None:
-        num_slots, was_full = getattr(request, ROOM)
-        if num_full == was_full and end + num_lookahead_tokens <= num_slots:
-            return nothing
+    num_slots, was_full = NO_ROOM if begins else getattr(request, ROOM, NO_ROOM)
+    if num_full == was_full and end + num_lookahead_tokens <= num_slots:
+        return nothing
     given = allocate(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens, **begins)
-    known = None if begins or given is None else (_up(end + num_lookahead_tokens, width), num_full)
-    setattr(request, ROOM, known)
+    grown = given is not None and not begins
+    setattr(request, ROOM, (_up(end + num_lookahead_tokens, width), num_full) if grown else NO_ROOM)
     return given
 
 
