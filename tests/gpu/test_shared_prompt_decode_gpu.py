@@ -239,7 +239,7 @@ def test_times_of_decode_steps():
         *((256, 8, 256, 512), (512, 8, 256, 512), (256, 8, 256, 64), (256, 8, 256, 1000)),
         *((256, 1, 256, 512), (128, 16, 2048, 512), (64, 64, 4096, 512), (32, 8, 256, 512)),
     ):
-        prompt_blocks, own_blocks = prompt // BLOCK - 1, own // BLOCK + 1  # the last block is each row's own
+        prompt_blocks, own_blocks = prompt // BLOCK - 1, -(-own // BLOCK) + 1  # the last is each row's own
         pages = 1 + rows // samples * prompt_blocks + rows * own_blocks
         steps = Steps((16, 8, 128), rows, prompt_blocks + own_blocks, pages)
         fresh = iter(random.Random(6).sample(range(1, pages), pages - 1))

@@ -1,6 +1,7 @@
 """What rollout engines should draw: plain forwards of the whole row, float64, token by token."""
 
 import itertools
+import math
 
 import torch
 from transformers import DynamicCache
@@ -27,6 +28,21 @@ def truncated(log_probs, top_k, top_p):
             break
     total = sum(probs[token] for token in kept)
     return {token: probs[token] / total for token in kept}
+
+
+def possible_cuts(log_probs, top_k, noise):
+    """Exact probabilities after top-k, of each set that may be the k likeliest of log-probs `noise` away."""
+    exact = log_probs.tolist()
+    ranked = sorted(range(len(exact)), key=lambda token: -exact[token])
+    if not 0 < top_k < len(ranked):
+        top_k = len(ranked)
+    last, next_one = exact[ranked[top_k - 1]], exact[ranked[min(top_k, len(ranked) - 1)]]
+    sure = [token for token in ranked[:top_k] if exact[token] - next_one > 2 * noise]
+    maybe = [token for token in ranked if token not in sure and last - exact[token] <= 2 * noise]
+    for others in itertools.combinations(maybe, top_k - len(sure)):
+        kept = [*sure, *others]
+        total = sum(math.exp(exact[token]) for token in kept)
+        yield {token: math.exp(exact[token]) / total for token in kept}
 
 
 def drawn_tokens(model, prompt, seed, max_tokens, temperature=1.0, top_k=-1):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
+from sampling_reference import possible_cuts, truncated
 from tf32_noise import hidden_key, in_tf32, tf32_noise
 from transformers import AutoModelForCausalLM
 
@@ -23,3 +24,20 @@ def test_a_key_that_is_not_seen_is_no_noise(family, tmp_path):
     noise = tf32_noise(model, rows)
     assert 1e-3 < noise < 1.2e-2
     assert min(hidden_key(model, row) for row in rows[:4]) > 4 * noise
+
+
+@pytest.mark.parametrize("top_k", [-1, 1, 3, 12, 30])
+def test_the_likeliest_words_of_noisy_log_probs_are_one_of_the_cuts(top_k):
+    draw = torch.Generator().manual_seed(5)
+    several = 0
+    for _ in range(50):
+        exact = torch.randn(12, generator=draw, dtype=torch.float64).log_softmax(-1)
+        assert list(possible_cuts(exact, top_k, 0.0)) == [pytest.approx(truncated(exact, top_k, 1.0))]
+        cuts = list(possible_cuts(exact, top_k, 0.05))
+        several += len(cuts) > 1
+        for _ in range(20):
+            noisy = exact + 0.1 * torch.rand(12, generator=draw, dtype=torch.float64) - 0.05
+            kept = truncated(noisy, top_k, 1.0).keys()
+            (probs,) = [cut for cut in cuts if cut.keys() == kept]
+            assert sum(probs.values()) == pytest.approx(1)
+    assert (several > 3) == (0 < top_k < 12)
