@@ -111,6 +111,8 @@ def bundles_of(
 ) -> list[Bundle]:
     """The rows, with share_prompts those of one prompt together, in runs that a micro-batch has room for.
 
+    A prompt's rows are cut where that takes fewer micro-batches: its tokens are then computed again, where
+    much of the room would stay empty, as of micro-batches that hold one and a half prompts.
     Rows with an equal `pair_id`, if they have the column, are one bundle.
     Where micro-batches hold a number of rows, and runs would need more of them than single rows do, it is
     single rows: those of one prompt that come together share it even so.
@@ -125,11 +127,14 @@ def bundles_of(
     for row, number in enumerate(prompt_numbers(rows)):
         groups.setdefault(number, []).append(row)
     prompt = rows["prompt_length"].tolist()
-    found = [
-        _bundle(run, lengths, prompt[run[0]], hidden_size)
-        for group in groups.values()
-        for run in _runs(group, lengths, prompt[group[0]], limit)
-    ]
+    whole, cut = (
+        [
+            _bundle(run, lengths, prompt[run[0]], hidden_size)
+            for run in _runs(list(groups.values()), lengths, prompt, limit, may_cut)
+        ]
+        for may_cut in (False, True)
+    )
+    found = min(whole, cut, key=lambda bundles: count_bundles(bundles, limit))
     more = limit.max_rows is not None and count_bundles(found, limit) > -(-len(alone) // limit.max_rows)
     return alone if more else found
 
@@ -143,17 +148,34 @@ def _pairs(rows: TensorDict, lengths: list[int], hidden_size: int, share_prompts
     return [_bundle(pair, lengths, prompt[pair[0]], hidden_size) for pair in pairs.values()]
 
 
-def _runs(group: list[int], lengths: Sequence[int], prompt: int, limit: MicroBatchLimit) -> list[list[int]]:
-    """The rows of a prompt in runs within the limit, in their order."""
+def _runs(
+    groups: Sequence[list[int]],
+    lengths: Sequence[int],
+    prompt: Sequence[int],
+    limit: MicroBatchLimit,
+    may_cut: bool,
+) -> list[list[int]]:
+    """The rows of each prompt in runs within the limit, in their order.
+
+    may_cut: one prompt after another fills a micro-batch, and a run ends where that is full; else only where
+    a prompt alone has filled one.
+    """
     runs: list[list[int]] = []
-    room = 0
-    for row in group:
-        size, first = (1, 1) if limit.max_rows is not None else (lengths[row] - prompt, lengths[row])
-        if not runs or size > room:
-            runs.append([])
-            room, size = limit.most, first
-        runs[-1].append(row)
-        room -= size
+    room = limit.most
+    for group in groups:
+        run: list[int] = []
+        room = room if may_cut else limit.most
+        for row in group:
+            first, next_one = lengths[row], lengths[row] - prompt[row]
+            if limit.max_rows is not None:
+                first = next_one = 1
+            size = next_one if run else first
+            if size > room:
+                runs += [run] if run else []
+                run, room, size = [], limit.most, first
+            run.append(row)
+            room -= size
+        runs.append(run)
     return runs
 
 

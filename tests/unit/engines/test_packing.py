@@ -272,6 +272,36 @@ def test_rows_of_a_prompt_come_together_and_count_it_once(rows, limit):
         assert num == -(-len(rows) // limit.max_rows)
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "num", "cuts"),
+    [
+        (33_792, 4, 0),  # four prompts each
+        (25_344, 6, 0),  # three, as many as there are to be
+        (24_576, 6, 5),  # two and a part, not eight of two
+        (12_000, 12, 8),  # one and a part, not sixteen of one
+    ],
+)
+def test_prompts_are_cut_where_that_takes_fewer_micro_batches(max_tokens, num, cuts):
+    """16 prompts of 256 tokens, 8 responses of 1,024 to each."""
+    prompts_GP = torch.arange(16).unsqueeze(1).expand(16, 256)
+    rows = make_rows(
+        {
+            "prompt_ids": prompts_GP.repeat_interleave(8, 0),
+            "prompt_length": torch.full((128,), 256),
+            "response_ids": torch.zeros(128, 1024, dtype=torch.int64),
+            "response_length": torch.full((128,), 1024),
+        }
+    )
+    limit = MicroBatchLimit(max_tokens=max_tokens)
+    bundles = bundles_of(rows, limit, 2048, share_prompts=True)
+    assert (count_bundles(bundles, limit), len(bundles)) == (num, 16 + cuts)
+    assert sum(bundle.tokens for bundle in bundles) == 16 * (256 + 8 * 1024) + cuts * 256
+    micro_batches = split_bundles(bundles, limit, num)
+    assert sorted(row for held in micro_batches for row in held) == list(range(128))
+    most, mean = max(map(len, micro_batches)), 128 / num
+    assert most < 1.2 * mean
+
+
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
 @pytest.mark.parametrize("shares", [False, True])
 def test_the_rows_of_a_pair_are_in_one_micro_batch_whatever_it_may_hold(limit, shares):
