@@ -276,7 +276,7 @@ def test_rows_of_a_prompt_come_together_and_count_it_once(rows, limit):
     ("max_tokens", "num", "cuts"),
     [
         (33_792, 4, 0),  # four prompts each
-        (25_344, 6, 0),  # three, as many as there are to be
+        (27_000, 6, 0),  # three: cut ones would not be fewer
         (24_576, 6, 5),  # two and a part, not eight of two
         (12_000, 12, 8),  # one and a part, not sixteen of one
     ],
