@@ -37,7 +37,7 @@ from siirl.engines.rollout.served.messages import (
     Submit,
 )
 from siirl.engines.rollout.served.shared_buffer import SharedBuffer, open_buffer
-from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment
+from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment, tokens_of_a_step
 from siirl.errors import RolloutError
 from siirl.model_files.hf_config import load_hf_config
 
@@ -360,6 +360,33 @@ def test_on_the_cpu_there_is_neither_sleep_nor_a_share_of_device_memory(tmp_path
 def test_without_chunked_prefill_a_step_holds_the_longest_row(tmp_path):
     overrides = (f"{ROLLOUT}.max_num_batched_tokens=64", f"{ROLLOUT}.enable_chunked_prefill=False")
     assert arguments(tmp_path, "cuda", *overrides)["max_num_batched_tokens"] == 128
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokens"),
+    [
+        ((f"{ROLLOUT}.max_num_seqs=16",), 16 * 128),
+        ((f"+{ROLLOUT}.engine_kwargs.vllm.max_num_seqs=3",), 3 * 128),
+        ((f"+{ROLLOUT}.engine_kwargs.vllm={{max_num_seqs: 3, max_num_batched_tokens: 500}}",), 500),
+        ((f"{ROLLOUT}.max_num_seqs=500",), 16 * 500),  # vLLM's warm-up would give the last row 16 + 192
+        ((f"{ROLLOUT}.max_num_seqs=128",), 8192),
+    ],
+    ids=str,
+)
+def test_a_step_has_no_more_tokens_than_its_rows(tmp_path, keys, tokens):
+    assert arguments(tmp_path, "cuda", *keys)["max_num_batched_tokens"] == tokens
+
+
+def test_no_row_of_the_warm_up_is_longer_than_rows_can_be():
+    draw = random.Random(5)
+    for _ in range(2000):
+        longest, rows = draw.randint(1, 300), draw.randint(1, 80)
+        most = draw.randint(max(rows, longest), 9000)
+        tokens = tokens_of_a_step(most, rows, longest)
+        last = tokens // rows + tokens % rows  # as vLLM deals them
+        assert last <= longest, (most, rows, longest)
+        assert longest <= tokens <= most and rows <= tokens
+        assert tokens > most - rows or tokens == rows * longest, "fewer than need be"
 
 
 def test_an_engine_sees_the_gpus_of_its_shard_alone(monkeypatch):

@@ -69,7 +69,24 @@ def engine_arguments(
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         arguments["enable_sleep_mode"] = rollout.free_cache_engine
-    return arguments | rollout.engine_kwargs.vllm
+    arguments |= rollout.engine_kwargs.vllm
+    if "max_num_batched_tokens" not in rollout.engine_kwargs.vllm:
+        given = (arguments[name] for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"))
+        arguments["max_num_batched_tokens"] = tokens_of_a_step(*given)
+    return arguments
+
+
+def tokens_of_a_step(most: int, rows: int, longest: int) -> int:
+    """Tokens of an engine's largest step: `most`, but no more than its rows can have.
+
+    vLLM warms up with a step of that many tokens, dealt evenly to the rows it may run at once, and what is
+    left over to the last one. On a GPU its second model runner attends to them, and would read beyond a
+    row's line of the block table where one has more than `longest` tokens.
+    """
+    if most >= rows * longest:
+        return rows * longest
+    each, left = divmod(most, rows)
+    return most - left if each and each + left > longest else most
 
 
 def engine_environment(
