@@ -80,7 +80,8 @@ def test_updates_in_place_are_those_of_the_loaders_also_after_a_restart(
             assert samples(engine) == expected[version], (version, methods, caplog.text)
         print(f"\n{kind}: {sorted(set(methods))}\n{caplog.text}")
         if kind in MUST_BE_IN_PLACE:
-            assert set(methods) - BESIDE == set(IN_PLACE), caplog.text
+            once = {"write"} if room else set()  # a buffer with room for all is filled and read once
+            assert set(methods) - BESIDE == set(IN_PLACE) - once, caplog.text
         live.settle()
         for tensor in dict(live).values():
             tensor.zero_()  # what is kept has been copied by now
