@@ -368,6 +368,7 @@ def test_without_chunked_prefill_a_step_holds_the_longest_row(tmp_path):
         ((f"{ROLLOUT}.max_num_seqs=16",), 16 * 128),
         ((f"+{ROLLOUT}.engine_kwargs.vllm.max_num_seqs=3",), 3 * 128),
         ((f"+{ROLLOUT}.engine_kwargs.vllm={{max_num_seqs: 3, max_num_batched_tokens: 500}}",), 500),
+        ((f"+{ROLLOUT}.engine_kwargs.vllm.max_num_seqs=null",), 8192),
         ((f"{ROLLOUT}.max_num_seqs=500",), 16 * 500),  # vLLM's warm-up would give the last row 16 + 192
         ((f"{ROLLOUT}.max_num_seqs=128",), 8192),
     ],

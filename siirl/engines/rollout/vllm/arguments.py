@@ -70,9 +70,10 @@ def engine_arguments(
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         arguments["enable_sleep_mode"] = rollout.free_cache_engine
     arguments |= rollout.engine_kwargs.vllm
-    if "max_num_batched_tokens" not in rollout.engine_kwargs.vllm:
-        given = (arguments[name] for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"))
-        arguments["max_num_batched_tokens"] = tokens_of_a_step(*given)
+    rows = arguments["max_num_seqs"]  # null: vLLM chooses
+    if rows and "max_num_batched_tokens" not in rollout.engine_kwargs.vllm:
+        most = tokens_of_a_step(arguments["max_num_batched_tokens"], rows, max_len)
+        arguments["max_num_batched_tokens"] = most
     return arguments
 
 
