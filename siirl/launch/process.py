@@ -4,6 +4,7 @@ No torch.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -52,10 +53,13 @@ class Worker:
             os.killpg(self.process.pid, number)
 
     def dump_stacks(self) -> None:
-        """Have it write its Python stacks to its log, if it still runs."""
+        """Have it write its Python stacks to its log, if it still runs.
+
+        Its main thread has to: of a stopped process any thread takes a signal as it goes on, and would read
+        the stack of the main one while that runs, which can end the process.
+        """
         if not self.ended():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGUSR1)
+            _signal_main_thread(self.process.pid, signal.SIGUSR1)
 
     def go_on_for_stacks(self) -> None:
         """A stopped process goes on until it has written its stacks: on a busy machine that takes a while."""
@@ -69,9 +73,21 @@ class Worker:
         """Whether dump_stacks() was called and its signal has not been taken yet."""
         with contextlib.suppress(OSError, IndexError, ValueError):
             status = Path(f"/proc/{self.process.pid}/status").read_text()
-            pending = int(status.partition("\nShdPnd:")[2].split()[0], 16)
-            return bool(pending >> (signal.SIGUSR1 - 1) & 1)
+            of_thread, of_process = (
+                int(status.partition(f"\n{name}:")[2].split()[0], 16) for name in ("SigPnd", "ShdPnd")
+            )
+            return bool((of_thread | of_process) >> (signal.SIGUSR1 - 1) & 1)
         return False
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread; to the process where the C library cannot."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
+    if tgkill is not None:
+        tgkill(pid, pid, number)
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def start_worker(

@@ -278,8 +278,50 @@ for step in itertools.count(1):
 """
 
 
-def test_a_stopped_rank_is_given_the_time_that_it_needs_to_take_the_signal_for_its_stacks(tmp_path):
+STOPS_AGAIN_AND_AGAIN = """
+import faulthandler, functools, os, signal, threading
+
+for _ in range(2):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+def stops():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+while True:
+    stops()
+    for _ in range(300):  # frames that come and go while the stacks are written
+        functools.reduce(lambda a, b: a + b, range(50))
+"""
+
+
+def test_the_thread_that_was_stopped_writes_the_stacks_before_it_goes_on(tmp_path, monkeypatch):
+    """Any other one would read its frames while they change."""
+    monkeypatch.setattr("siirl.launch.process.STACKS_WRITTEN_S", 0.05)
+    with (tmp_path / "log").open("wb") as log:
+        words = [sys.executable, "-I", "-S", "-c", STOPS_AGAIN_AND_AGAIN]
+        worker = Worker(0, subprocess.Popen(words, stderr=log, start_new_session=True))
+    times = 12
+    try:
+        for _ in range(times):
+            deadline = time.monotonic() + 60
+            while not look_at(worker.process.pid).is_stopped:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            worker.dump_stacks()
+            worker.go_on_for_stacks()
+        assert not worker.ended()
+    finally:
+        end_all([worker], lambda: True)
+    stacks = (tmp_path / "log").read_text().split("Current thread")[1:]
+    assert [stack.splitlines()[1].endswith("in stops") for stack in stacks] == [True] * times
+
+
+def test_a_stopped_rank_is_given_the_time_that_it_needs_to_take_the_signal_for_its_stacks(
+    tmp_path, monkeypatch
+):
     """This one takes no signals for longer than stacks take to write, as on a busy machine."""
+    monkeypatch.setattr("siirl.launch.process.STACKS_WRITTEN_S", 0.5)
     code = """
 import pathlib, signal, time
 signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path("stacks").touch())
