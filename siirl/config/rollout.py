@@ -247,12 +247,12 @@ class RolloutConfig:
         choices=("auto", "spread", "checkpoint"),
     )
     replace_weights: str = key(
-        "by_loaders",
+        "auto",
         "how weights get into an engine's parameters; by_loaders: vLLM's loaders take each tensor; in_place: "
         "from its second sync on they are written where the first one put them, by a few copies, and samples "
-        "of the bytes are compared (measured on one H200, see gpu.md); in_place_checked: all bytes are "
-        "compared",
-        choices=("by_loaders", "in_place", "in_place_checked"),
+        "of the bytes are compared; in_place_checked: all bytes are compared; auto: in_place for the models "
+        "of which it was held against vLLM's loaders, else by_loaders",
+        choices=("auto", "by_loaders", "in_place", "in_place_checked"),
         when="name=vllm",
     )
     weight_buffer_gib: float | None = key(
@@ -262,7 +262,7 @@ class RolloutConfig:
         "sync, not within it: for engines on devices without a trainer",
         low=0,
         excluded=0,
-        when="replace_weights=in_place|in_place_checked",
+        when="replace_weights=auto|in_place|in_place_checked",
     )
     max_engine_restarts: int = key(
         2,

@@ -17,7 +17,7 @@ from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.link_rows import RowLayout, Whole
 from siirl.engines.links import make_link
 from siirl.engines.rollout.base import SamplingParams
-from siirl.engines.rollout.served import served_rollout
+from siirl.engines.rollout.served import served_rollout, weight_writing
 from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.engines.rollout.served.messages import Call
 from siirl.engines.train.live_weights import LiveWeights
@@ -461,9 +461,19 @@ class LostProcess:
     """In the place of a vLLM process: answers, until it is lost in one of the calls of a sync."""
 
     def __init__(self, *args):
+        LostProcess.called = []
+
+    def act(self, kind, action, again=None):
+        return action(self)
+
+    def post(self, message):
+        self.call(message.method)
+
+    def settle(self, but_last=0):
         pass
 
     def call(self, method, **arguments):
+        LostProcess.called.append(method)
         if method == LostProcess.lost_in:
             raise EngineLost("rollout engine 'agent_0.rollout' (pid 5) died: killed by SIGKILL.", "")
 
@@ -472,9 +482,10 @@ class LostProcess:
             self.call(message.method)
 
 
-def shared_engine_is_lost(rank, world_size, model_dir, calls):
+def shared_engine_is_lost(rank, world_size, model_dir, way, calls):
     """What each rank of one engine raises, for each call in which the engine is lost; its metrics if None."""
     served_rollout.RecoveringEngine = LostProcess
+    weight_writing.BUCKET_BYTES = 9000
     groups = ProcessGroupManager([(0, 1)], "gloo", 20)
     dims = ParallelDims(2, tp=2)
     plan = ModelPlan("agent_0.rollout", 0, "rollout", "vllm", "lm", False, (0, 1), dims, "rollout", ())
@@ -483,6 +494,7 @@ def shared_engine_is_lost(rank, world_size, model_dir, calls):
             "actor_rollout_ref.rollout.name=vllm",
             f"actor_rollout_ref.model.path={model_dir}",
             "actor_rollout_ref.rollout.dtype=float32",
+            f"actor_rollout_ref.rollout.replace_weights={way}",
             f"trainer.output_dir={model_dir}/outputs",
         ]
     )
@@ -497,16 +509,29 @@ def shared_engine_is_lost(rank, world_size, model_dir, calls):
             said.append(link.push().values())
         except WeightSyncError as error:
             said.append(str(error))
-    return said, rollout.weight_version
+    return said, rollout.weight_version, rank > 0 or LostProcess.called[-1]
 
 
-def test_an_engine_of_two_ranks_that_is_lost_in_a_sync_fails_it_on_both_and_nobody_waits(model_dir):
+@pytest.mark.parametrize(
+    ("way", "calls"),
+    [
+        ("by_loaders", ["begin_update", "update", "finish_update", None]),
+        (
+            "auto",
+            ["begin_update", "update", "finish_update", None]
+            + [lost for call in ("begin_writing", "write", "finish_writing") for lost in (call, None)]
+            + [None],
+        ),
+    ],
+)
+def test_an_engine_of_two_ranks_that_is_lost_in_a_sync_fails_it_on_both_and_nobody_waits(
+    way, calls, model_dir
+):
     pytest.importorskip("vllm")
-    calls = ["begin_update", "update", "finish_update", None]
-    out = run_workers(shared_engine_is_lost, 2, model_dir, calls, deadline_s=60)
-    for said, version in out:
-        assert all(
-            "rank 0: rollout engine 'agent_0.rollout' (pid 5) died: killed by SIGKILL" in text
-            for text in said[:3]
-        )
-        assert "weight_sync/bytes" in said[3] and version == 4
+    out = run_workers(shared_engine_is_lost, 2, model_dir, way, calls, deadline_s=60)
+    lost = "rank 0: rollout engine 'agent_0.rollout' (pid 5) died: killed by SIGKILL"
+    for said, version, last in out:
+        for call, told in zip(calls, said, strict=True):
+            assert (lost if call else "weight_sync/bytes") in told
+        assert version == len(calls)
+        assert last in (True, "finish_update" if way == "by_loaders" else "finish_writing")

@@ -14,6 +14,7 @@ from siirl.compiler.memory.estimate import (
     teacher_lines,
 )
 from siirl.compiler.plan import ModelPlan
+from siirl.compiler.weights_in_place import writes_in_place
 from siirl.config import Config
 
 KEPT_WEIGHTS = "weights for a restart"
@@ -58,9 +59,8 @@ def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     share = rollout.device_share
     awake: tuple[Activity, ...] = ("generate",) if rollout.free_cache_engine else ALWAYS
     beside = ENGINE_CONTEXT_BYTES if rollout.enforce_eager else ENGINE_GRAPHS_BYTES
-    in_place = rollout.replace_weights != "by_loaders"
     most = rollout.weight_buffer_bytes or WRITING_BYTES
-    buffer = min(shape.params * BYTES[rollout.dtype], most) if in_place else 0
+    buffer = min(shape.params * BYTES[rollout.dtype], most) if writes_in_place(model, cfg) else 0
     return [
         MemoryLine(model.name, ENGINE_PARTS[0], 0, awake, share=share),
         MemoryLine(model.name, ENGINE_PARTS[1], beside),

@@ -239,16 +239,16 @@ def test_what_the_plan_advises_fits_and_is_accepted(extra, tmp_path, capsys):
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.n=8",
         "trainer.n_gpus_per_node=8",
-        "trainer.device_memory_gib=60",
+        "trainer.device_memory_gib=61",
         *extra,
     ]
     line = verdict(command)
-    assert "does not fit 60 GiB" in line
+    assert "does not fit 61 GiB" in line
     keys = re.search(r"With (.+?): \d+ in", line).group(1).split()
     assert (WHOLE.replace("=false", "=True") in keys) == (WHOLE in extra)
-    assert "fits 60 GiB: yes" in verdict([*command, *keys])
+    assert "fits 61 GiB: yes" in verdict([*command, *keys])
     assert main(["check", "--elsewhere", *command]) == 0
-    assert "memory: does not fit 60 GiB" in capsys.readouterr().err
+    assert "memory: does not fit 61 GiB" in capsys.readouterr().err
     assert main(["check", "--elsewhere", *command, *keys]) == 0
     assert "does not fit" not in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""rollout.replace_weights: where weights are written in place on demand, and where that is refused."""
+"""rollout.replace_weights: where weights are written in place, by default and on demand, and where not."""
 
 import json
 
@@ -6,29 +6,57 @@ import pytest
 from plan_cases import config
 
 from siirl.compiler.compile import TEMPLATES, compile_plan, load_dag
+from siirl.compiler.plan import ModelPlan
+from siirl.compiler.weights_in_place import SEEN, writes_in_place
 from siirl.config import effect_warnings
 from siirl.config.checks import check_config
 from siirl.config.roles import judge_config, scoring_config
 from siirl.dag.spec import NodeSpec, dag_spec
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import NotSupportedError
+from siirl.parallel.dims import ParallelDims
 
 ROLLOUT = "actor_rollout_ref.rollout"
 QWEN3 = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 IN_PLACE = f"{ROLLOUT}.replace_weights=in_place"
 
 
-def checked(folder, *keys, kind="qwen3"):
+def compiled(folder, *keys, kind="qwen3"):
     (folder / "config.json").write_text(json.dumps(QWEN3 | {"model_type": kind}))
     base = (f"actor_rollout_ref.model.path={folder}", f"{ROLLOUT}.name=vllm", "trainer.device=cuda")
     cfg = config(*base, *keys)
     check_config(cfg)
-    compile_plan(load_dag(cfg), cfg, 2)
-    return cfg
+    plan, _ = compile_plan(load_dag(cfg), cfg, 2)
+    return cfg, plan
 
 
-def test_by_default_loaders_take_each_tensor(tmp_path):
-    assert checked(tmp_path).actor_rollout_ref.rollout.replace_weights == "by_loaders"
+def checked(folder, *keys, kind="qwen3"):
+    return compiled(folder, *keys, kind=kind)[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "in_place"),
+    [
+        *(((), kind, True) for kind in SEEN),
+        (("trainer.device=cpu",), "qwen3", True),
+        ((f"{ROLLOUT}.replace_weights=by_loaders",), "qwen3", False),
+        ((), "phi3", False),
+        (("trainer.rollout_only=true",), "qwen3", False),
+        ((f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.max_log_prob_diff=0.1"), "qwen3", False),
+        ((f"{ROLLOUT}.engine_kwargs.vllm={{quantization: fp8}}",), "qwen3", False),
+    ],
+    ids=str,
+)
+def test_by_default_weights_are_written_in_place_where_that_was_seen(keys, kind, in_place, tmp_path):
+    cfg, plan = compiled(tmp_path, *keys, kind=kind)
+    (model,) = (model for model in plan.models.values() if model.is_rollout)
+    assert writes_in_place(model, cfg) is in_place
+
+
+def test_a_model_whose_type_cannot_be_read_takes_weights_by_loaders():
+    cfg = config(f"{ROLLOUT}.name=vllm", "trainer.device=cuda", "actor_rollout_ref.model.path=some/model")
+    model = ModelPlan("a.rollout", 0, "rollout", "vllm", "lm", False, (0,), ParallelDims(1), "rollout", ())
+    assert not writes_in_place(model, cfg)
 
 
 @pytest.mark.parametrize("way", ["in_place", "in_place_checked"])

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import ModelPlan
+from siirl.compiler.weights_in_place import writes_in_place
 from siirl.config import Config
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.engines.rollout.base import (
@@ -117,7 +119,7 @@ class ServedRollout(RolloutEngine):
         self._router: StreamRouter | None = base._router if base else None
         alone = len(self._shard.ranks) == 1
         self._restarts = cfg.actor_rollout_ref.rollout.max_engine_restarts if alone else 0
-        self._weights: EngineWeights = base._weights if base else self._new_weights()
+        self._weights: EngineWeights = base._weights if base else self._new_weights(plan)
         if base is None:
             self._start(plan, hf_config, groups)
             self.sleep()
@@ -137,13 +139,13 @@ class ServedRollout(RolloutEngine):
     def engine_environment(self, num_ranks: int, gpus: list[str]) -> dict[str, str]:
         """Environment of its process, on top of the worker's. gpus: that it may see."""
 
-    def _new_weights(self) -> EngineWeights:
+    def _new_weights(self, plan: ModelPlan) -> EngineWeights:
         rollout = self._cfg.actor_rollout_ref.rollout
-        way = rollout.replace_weights
         parts = (self.name, self._specs, self._device, self._restarts > 0, self._shard)
-        if way == "by_loaders":
+        if not (backend_of(plan).writes_in_place and writes_in_place(plan, self._cfg)):
             return EngineWeights(*parts)
-        return WeightsInPlace(*parts, way == "in_place_checked", rollout.weight_buffer_bytes)
+        whole = rollout.replace_weights == "in_place_checked"
+        return WeightsInPlace(*parts, whole, rollout.weight_buffer_bytes)
 
     def _start(self, plan: ModelPlan, hf_config: Any, groups: ProcessGroupManager | None) -> None:
         """Start the process, on the first rank of the shard; the others wait."""
