@@ -14,7 +14,7 @@ from siirl.compiler.checks.packages import check_megatron_packages, sglang_versi
 from siirl.compiler.checks.sglang_checks import check_sglang
 from siirl.compiler.checks.shared_prompt_checks import check_shared_prompts
 from siirl.compiler.checks.vllm_arguments import check_vllm_arguments
-from siirl.compiler.memory.engine_memory import hf_rollout_lines, scored_lines, vllm_lines
+from siirl.compiler.memory.engine_memory import hf_rollout_lines, scored_lines, vllm_lines, writing_lines
 from siirl.compiler.memory.estimate import (
     BYTES,
     MemoryLine,
@@ -63,6 +63,9 @@ class Backend:
 
     gathers_weights: bool = False
     """Each layer's weights are gathered where it is computed, from dims.weight_shards ranks."""
+
+    layers_by_keys: bool = False
+    """Its layers are fused or compiled where keys of the model ask for that."""
 
     shares_prompts: bool = False
     """Whether rows of one prompt that lie together cost that prompt once."""
@@ -398,6 +401,7 @@ TRAIN_BACKENDS = {
         _fsdp_dims,
         fsdp_lines,
         gathers_weights=True,
+        layers_by_keys=True,
         sends_rows=True,
         shares_prompts=True,
         groups=_fsdp_groups,
@@ -438,7 +442,7 @@ ROLLOUT_BACKENDS = {
     "vllm": Backend(
         "siirl.engines.rollout.vllm.vllm_rollout:VLLMRollout",
         _tensor_parallel_replicas,
-        lambda *model: vllm_lines(*model) + scored_lines(*model),
+        lambda *model: vllm_lines(*model) + writing_lines(*model) + scored_lines(*model),
         groups=_along("tp"),
         check=_check_vllm,
         packages=lambda *model: vllm_version(),

@@ -9,7 +9,7 @@ SEEN = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
 
 
 def writes_in_place(model: ModelPlan, cfg: Config) -> bool:
-    """Whether an engine's second sync and further ones are in place, if its backend can do that."""
+    """Whether an engine's second sync and further ones are in place, of a backend that can do that."""
     way = cfg.actor_rollout_ref.rollout.replace_weights
     if way != "auto":
         return way != "by_loaders"

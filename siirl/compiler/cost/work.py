@@ -194,9 +194,9 @@ def _layers_work(
     """Matrix products, attention and activations of a stage's layers on a rank."""
     dims, keys = model.dims, role_model(cfg, model.role)
     split, has_adapter = dims.tp * dims.cp, keys.lora_rank > 0
-    by_fsdp = model.backend == "fsdp"
-    fused = by_fsdp and keys.fuses_layers
-    compiled = keys.compile_layers if by_fsdp else today
+    by_keys = backend_of(model).layers_by_keys
+    fused = by_keys and keys.fuses_layers
+    compiled = keys.compile_layers if by_keys else today
     products, attention, moved = 1.0, 1.0, 1.0
     if model.trains:
         again = 1.0 if _recomputes(model, cfg) else 0.0

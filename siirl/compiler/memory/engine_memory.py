@@ -39,7 +39,6 @@ def hf_rollout_lines(
 def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
     """What one rank holds of a vLLM engine: on a GPU its share of the device, of which weights are a part.
 
-    Beside it the worker has the buffer through which it writes weights in place, from the second sync on.
     On a CPU weights, and the KV cache of all rows that run at once. The weights of an engine that may be
     started again are in host memory too.
     """
@@ -59,14 +58,21 @@ def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     share = rollout.device_share
     awake: tuple[Activity, ...] = ("generate",) if rollout.free_cache_engine else ALWAYS
     beside = ENGINE_CONTEXT_BYTES if rollout.enforce_eager else ENGINE_GRAPHS_BYTES
-    most = rollout.weight_buffer_bytes or WRITING_BYTES
-    buffer = min(shape.params * BYTES[rollout.dtype], most) if writes_in_place(model, cfg) else 0
     return [
         MemoryLine(model.name, ENGINE_PARTS[0], 0, awake, share=share),
         MemoryLine(model.name, ENGINE_PARTS[1], beside),
-        MemoryLine(model.name, "weights on their way", buffer),
         in_host,
     ]
+
+
+def writing_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
+    """The buffer on a worker's GPU through which it writes weights in place, from the second sync on."""
+    rollout = cfg.actor_rollout_ref.rollout
+    shares_another = model.base not in (None, model.name)
+    if cfg.trainer.device == "cpu" or shares_another or not writes_in_place(model, cfg):
+        return []
+    most = rollout.weight_buffer_bytes or WRITING_BYTES
+    return [MemoryLine(model.name, "weights on their way", min(shape.params * BYTES[rollout.dtype], most))]
 
 
 def scored_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:

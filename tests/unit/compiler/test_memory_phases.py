@@ -313,6 +313,11 @@ def test_a_device_holds_the_buffer_through_which_weights_are_written_in_place(tm
     assert 2 * shape.params < 512 << 20
     of_small = {2 * shape.params}
     assert found == {"A": {512 << 20}, "A of 1.5": {3 << 29}, "small": of_small, "small of 1.5": of_small}
+    vllm, sglang = (
+        peaks([*keys, f"actor_rollout_ref.rollout.name={name}"], 1) for name in ("vllm", "sglang")
+    )
+    by_default = {mine.tensors - other.tensors for mine, other in zip(vllm, sglang, strict=True)}
+    assert by_default == of_small, "an engine that takes weights in its own way needs no buffer"
 
 
 def test_every_set_of_ranks_has_its_own_peaks_and_a_surplus_its_rows(tmp_path):

@@ -12,9 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import ModelPlan
-from siirl.compiler.weights_in_place import writes_in_place
 from siirl.config import Config
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.engines.rollout.base import (
@@ -35,7 +33,7 @@ from siirl.engines.rollout.call_limits import (
 )
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.served.engine_process import EngineProcess
-from siirl.engines.rollout.served.engine_shard import engine_shard, physical_gpu
+from siirl.engines.rollout.served.engine_shard import EngineShard, engine_shard, physical_gpu
 from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.lora_adapters import (
     SharedEngine,
@@ -47,7 +45,6 @@ from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.rollout.served.row_scores import ONE_TOKEN, checked_scores
 from siirl.engines.rollout.served.stream import EngineStream, StreamRouter
 from siirl.engines.rollout.served.weight_transfer import weights_of_directory
-from siirl.engines.rollout.served.weights_in_place import WeightsInPlace
 from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights
 from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.lora import adapter_name
@@ -119,7 +116,7 @@ class ServedRollout(RolloutEngine):
         self._router: StreamRouter | None = base._router if base else None
         alone = len(self._shard.ranks) == 1
         self._restarts = cfg.actor_rollout_ref.rollout.max_engine_restarts if alone else 0
-        self._weights: EngineWeights = base._weights if base else self._new_weights(plan)
+        self._weights: EngineWeights = base._weights if base else self.new_weights(plan)
         if base is None:
             self._start(plan, hf_config, groups)
             self.sleep()
@@ -139,13 +136,14 @@ class ServedRollout(RolloutEngine):
     def engine_environment(self, num_ranks: int, gpus: list[str]) -> dict[str, str]:
         """Environment of its process, on top of the worker's. gpus: that it may see."""
 
-    def _new_weights(self, plan: ModelPlan) -> EngineWeights:
-        rollout = self._cfg.actor_rollout_ref.rollout
-        parts = (self.name, self._specs, self._device, self._restarts > 0, self._shard)
-        if not (backend_of(plan).writes_in_place and writes_in_place(plan, self._cfg)):
-            return EngineWeights(*parts)
-        whole = rollout.replace_weights == "in_place_checked"
-        return WeightsInPlace(*parts, whole, rollout.weight_buffer_bytes)
+    def new_weights(self, plan: ModelPlan) -> EngineWeights:
+        """How its process gets weights: by the loaders of its models."""
+        return EngineWeights(*self.weight_parts)
+
+    @property
+    def weight_parts(self) -> tuple[str, WeightSpecs, torch.device, bool, EngineShard]:
+        """What EngineWeights are made from."""
+        return self.name, self._specs, self._device, self._restarts > 0, self._shard
 
     def _start(self, plan: ModelPlan, hf_config: Any, groups: ProcessGroupManager | None) -> None:
         """Start the process, on the first rank of the shard; the others wait."""

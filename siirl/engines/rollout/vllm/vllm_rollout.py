@@ -8,8 +8,11 @@ from siirl.compiler.checks.packages import vllm_version
 from siirl.compiler.model_types import as_built
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.vllm_models import why_not_on_cpu
+from siirl.compiler.weights_in_place import writes_in_place
 from siirl.config import Config
+from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.served_rollout import ServedRollout
+from siirl.engines.rollout.served.weights_in_place import WeightsInPlace
 from siirl.engines.rollout.vllm.arguments import (
     ATTENTION_BACKEND,
     adapter_arguments,
@@ -67,6 +70,14 @@ class VLLMRollout(ServedRollout):
         """See ServedRollout."""
         guesses = self._cfg.actor_rollout_ref.rollout.speculative_tokens > 0
         return engine_environment(num_ranks, self._device, gpus, guesses)
+
+    def new_weights(self, plan: ModelPlan) -> EngineWeights:
+        """See ServedRollout; or in place."""
+        if not writes_in_place(plan, self._cfg):
+            return super().new_weights(plan)
+        rollout = self._cfg.actor_rollout_ref.rollout
+        whole = rollout.replace_weights == "in_place_checked"
+        return WeightsInPlace(*self.weight_parts, whole, rollout.weight_buffer_bytes)
 
 
 def _says_experts(plan: ModelPlan, cfg: Config) -> bool:
