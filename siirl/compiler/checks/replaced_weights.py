@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import ModelPlan, Plan
-from siirl.compiler.weights_in_place import why_by_loaders
+from siirl.compiler.replacing_weights import why_by_loaders
 from siirl.config import Config
 from siirl.errors import NotSupportedError
 

@@ -14,7 +14,7 @@ from siirl.compiler.memory.estimate import (
     teacher_lines,
 )
 from siirl.compiler.plan import ModelPlan
-from siirl.compiler.weights_in_place import writes_in_place
+from siirl.compiler.replacing_weights import writes_in_place
 from siirl.config import Config
 
 KEPT_WEIGHTS = "weights for a restart"

@@ -168,13 +168,18 @@ def test_a_stream_that_fails_while_it_is_paused_says_so_to_whoever_waits():
 
 
 def test_a_stream_that_never_returns_is_named_by_close():
-    stream, release = Script(), threading.Event()
-    stream.collect = lambda timeout_s: release.wait(30) and []
+    stream, release, hangs = Script(), threading.Event(), threading.Event()
+
+    def collect(timeout_s):
+        hangs.set()
+        return release.wait(30) and []
+
+    stream.collect = collect
     policy = pump_of(stream, deadline_s=0.1)
 
     async def ask():
         waiting = asyncio.ensure_future(policy.generate([1], 1, 0))
-        await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(hangs.wait, 30)
         waiting.cancel()
 
     asyncio.run(ask())

@@ -7,7 +7,7 @@ from plan_cases import config
 
 from siirl.compiler.compile import TEMPLATES, compile_plan, load_dag
 from siirl.compiler.plan import ModelPlan
-from siirl.compiler.weights_in_place import SEEN, writes_in_place
+from siirl.compiler.replacing_weights import SEEN, writes_in_place
 from siirl.config import effect_warnings
 from siirl.config.checks import check_config
 from siirl.config.roles import judge_config, scoring_config

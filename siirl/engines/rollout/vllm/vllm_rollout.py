@@ -7,8 +7,8 @@ import torch
 from siirl.compiler.checks.packages import vllm_version
 from siirl.compiler.model_types import as_built
 from siirl.compiler.plan import ModelPlan
+from siirl.compiler.replacing_weights import writes_in_place
 from siirl.compiler.vllm_models import why_not_on_cpu
-from siirl.compiler.weights_in_place import writes_in_place
 from siirl.config import Config
 from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.served_rollout import ServedRollout
