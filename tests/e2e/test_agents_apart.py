@@ -78,6 +78,8 @@ def apart(inputs, other_model, folder, solver, verifier, *more, ending=""):
         "data.max_prompt_length=64",
         "trainer.total_training_steps=2",
         "trainer.val_before_train=false",
+        # AdamW divides by a gradient's size: with eps=1e-8 a weight whose gradient is rounding moves as far.
+        "+actor_rollout_ref.actor.optim.override_optimizer_config={eps: 1e-4}",
         *more,
     )
 
@@ -110,7 +112,7 @@ def check_same(finished, beside):
         found = finished.weights(f"agent_{agent}.actor")
         assert found.keys() == expected.keys()
         for name, tensor in found.items():
-            torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=0)
+            torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)
 
 
 def work_in_shards(rank, world_size, arguments, output):
