@@ -42,6 +42,8 @@ def checked(folder, *keys, kind="qwen3"):
         ((f"{ROLLOUT}.replace_weights=by_loaders",), "qwen3", False),
         ((), "phi3", False),
         (("trainer.rollout_only=true",), "qwen3", False),
+        (("actor_rollout_ref.model.lora_rank=8",), "qwen3", True),
+        (("actor_rollout_ref.model.lora_rank=8", f"{ROLLOUT}.merge_lora=false"), "qwen3", False),
         ((f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.max_log_prob_diff=0.1"), "qwen3", False),
         ((f"{ROLLOUT}.engine_kwargs.vllm={{quantization: fp8}}",), "qwen3", False),
     ],
