@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from siirl.agents.episode import Episode, Message
 from siirl.agents.tool_files import load_tools
-from siirl.agents.tool_parsers import ToolParser, tool_parser
 from siirl.agents.tools import Toolbox, ToolLimits, run_tools
 from siirl.compiler.interactions.stages import assistant_turns
 from siirl.config.rollout import MultiTurnConfig
+from siirl.dialect.tool_formats import ToolParser, tool_parser
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from siirl.agents.environments import HostedEnvironment, load_environment
 from siirl.agents.episode import Episode
 from siirl.agents.runner import Game, Played, Speaker, run_all
 from siirl.agents.shown import as_written
-from siirl.agents.tool_parsers import tool_parser
 from siirl.agents.tool_use import ToolUse, tool_use
 from siirl.compiler.interactions.stages import process_call
 from siirl.compiler.plan import InteractionPlan, StagePlan
@@ -25,6 +24,7 @@ from siirl.config.serve import VERIFIERS
 from siirl.config.trainer import TrainerConfig
 from siirl.data.image_reader import ImageReader
 from siirl.data.rows import make_rows, objects, seen_of
+from siirl.dialect.tool_formats import tool_parser
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError, UserCodeError
 from siirl.nodes.context import OpContext, sum_over_ranks

@@ -64,7 +64,7 @@ else:
     server.run()
 '''
 CALLS = '''
-from siirl.agents.tool_parsers import Parsed, ToolCall
+from siirl.dialect.tool_formats import Parsed, ToolCall
 
 
 def parse(said):

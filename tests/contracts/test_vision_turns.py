@@ -163,7 +163,7 @@ def test_a_tools_images_are_read_before_the_next_turn(engine, folder):
         """Finds a call in the first turns of an episode, whatever they say."""
 
         def __call__(self, text):
-            from siirl.agents.tool_parsers import Parsed, ToolCall
+            from siirl.dialect.tool_formats import Parsed, ToolCall
 
             return Parsed(text, [ToolCall("look", {})] if next(calls) % TURNS < TURNS - 1 else [])
 

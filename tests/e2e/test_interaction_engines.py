@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CODE = '''
 from siirl.agents.environments import StepResult
-from siirl.agents.tool_parsers import Parsed, ToolCall
+from siirl.dialect.tool_formats import Parsed, ToolCall
 
 
 def calls(text):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from siirl.agents.builtin_tools import Calculator
 from siirl.agents.environments import HostedEnvironment, Observation, StepResult, reset_env, step_env
-from siirl.agents.tool_parsers import TOOL_PARSERS
 from siirl.agents.tool_schema import function_schema
 from siirl.agents.tools import Toolbox, ToolLimits, run_tools
+from siirl.dialect.tool_formats import TOOL_PARSERS
 from siirl.errors import EpisodeFailed
 
 pytestmark = pytest.mark.heavy

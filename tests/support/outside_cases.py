@@ -15,8 +15,8 @@ from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
 from siirl.agents.outside.lobby import Door, Lobby
 from siirl.agents.outside.programs import Programs, starter
 from siirl.agents.runner import Game, Played, run_all
-from siirl.agents.tool_parsers import hermes
 from siirl.compiler.plan import InteractionPlan
+from siirl.dialect.tool_formats import hermes
 
 HTTP = '''
 import json, os, urllib.error, urllib.request

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.agents.contexts import Chat
-from siirl.agents.tool_parsers import Parsed, ToolCall
 from siirl.agents.tool_schema import from_texts
+from siirl.dialect.tool_formats import Parsed, ToolCall
 from siirl.errors import EpisodeFailed
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

@@ -15,8 +15,8 @@ from siirl.agents.contexts import Chat, Context, ContextFull, as_said
 from siirl.agents.episode import Message
 from siirl.agents.outside.chat_wire import UNREWARDED, Asked, BadRequest, Said, as_message
 from siirl.agents.runner import Game, Played, take_turn
-from siirl.agents.tool_parsers import ToolParser
 from siirl.compiler.plan import StagePlan
+from siirl.dialect.tool_formats import ToolParser
 from siirl.errors import DataError, EpisodeFailed
 
 HUNG, FLOODED, SILENT, LEFT = "program_hung", "program_flooded", "program_silent", "program_left"

@@ -8,7 +8,7 @@ from siirl.agents.outside.endpoint import Endpoint
 from siirl.agents.outside.episode_session import LEFT, Session
 from siirl.agents.outside.program import Command, Program, Routine, SessionInfo, Start
 from siirl.agents.runner import Game, Played
-from siirl.agents.tool_parsers import ToolParser
+from siirl.dialect.tool_formats import ToolParser
 from siirl.errors import EpisodeFailed
 
 MOST_CLIENTS = 3

@@ -16,9 +16,9 @@ from held_ports import await_listening, held_port
 from siirl.agents import mcp_tools as mcp_tools_module
 from siirl.agents.mcp_tools import mcp_tools
 from siirl.agents.tool_files import check_tool_file, check_tools_here, load_tools
-from siirl.agents.tool_parsers import ToolCall
 from siirl.agents.tools import ToolLimits, run_tools
 from siirl.config import load_config
+from siirl.dialect.tool_formats import ToolCall
 from siirl.errors import ConfigError, EpisodeFailed
 
 pytest.importorskip("mcp", reason="pip install 'siirl[mcp]'")

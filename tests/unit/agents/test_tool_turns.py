@@ -4,11 +4,11 @@ import pytest
 from episode_cases import END, Script, play, speaker, stage
 
 from siirl.agents.builtin_tools import Calculator
-from siirl.agents.tool_parsers import tool_parser
 from siirl.agents.tool_use import ToolUse, tool_use
 from siirl.agents.tools import Toolbox, ToolLimits
 from siirl.compiler.interactions.stages import assistant_turns
 from siirl.config.rollout import MultiTurnConfig
+from siirl.dialect.tool_formats import tool_parser
 
 
 def call(expression):

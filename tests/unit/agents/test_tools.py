@@ -14,7 +14,10 @@ import yaml
 
 from siirl.agents.builtin_tools import CalculationError, Calculator, PythonTool, calculate, number_text
 from siirl.agents.tool_files import FunctionTool, check_tool_file, load_tools
-from siirl.agents.tool_parsers import (
+from siirl.agents.tool_schema import argument_errors, check_schema, from_texts, function_schema
+from siirl.agents.tools import Toolbox, ToolLimits, run_tools, truncated
+from siirl.config.rollout import MultiTurnConfig
+from siirl.dialect.tool_formats import (
     TOOL_PARSERS,
     MalformedCall,
     Parsed,
@@ -22,9 +25,6 @@ from siirl.agents.tool_parsers import (
     register_tool_parser,
     tool_parser,
 )
-from siirl.agents.tool_schema import argument_errors, check_schema, from_texts, function_schema
-from siirl.agents.tools import Toolbox, ToolLimits, run_tools, truncated
-from siirl.config.rollout import MultiTurnConfig
 from siirl.errors import ConfigError, DagError
 from siirl.sandbox.box import Box, strongest_isolation
 
