@@ -8,11 +8,11 @@ import copy
 import functools
 import inspect
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
+from siirl.agents.episode import MOST_REWARD
 from siirl.agents.gym_adapter import GymEnvironment, is_gym_class
 from siirl.agents.shown import Shown, read_shown, shows_images
 from siirl.agents.user_thread import Hung, Places, Raised, UserThread
@@ -195,7 +195,9 @@ class HostedEnvironment:
             if not isinstance(agent, int):
                 self._invalid(method, f"gave a reward to {_shown(agent)}: agents are whole numbers")
             if not _is_number(reward):
-                self._invalid(method, f"gave the reward {_shown(reward)}, which is no finite number")
+                self._invalid(
+                    method, f"gave the reward {_shown(reward)}, which is no number within {MOST_REWARD:g}"
+                )
         plain = {agent: float(reward) for agent, reward in named.items()}
         return plain if isinstance(rewards, dict) else plain[0]
 
@@ -348,7 +350,7 @@ def _signature(function: Any) -> str:
 
 def _is_number(value: Any) -> bool:
     try:
-        return not isinstance(value, str | bool) and math.isfinite(float(value))
+        return not isinstance(value, str | bool) and abs(float(value)) <= MOST_REWARD
     except (TypeError, ValueError, OverflowError):
         return False
 

@@ -5,6 +5,9 @@ from typing import Any
 
 from siirl.data.seen import NO_IMAGES, Seen
 
+MOST_REWARD = 1e15
+"""A larger reward is refused: sums of squares of a batch of these are finite in float32."""
+
 
 @dataclass
 class Message:

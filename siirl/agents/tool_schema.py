@@ -94,7 +94,10 @@ def argument_errors(arguments: dict[str, Any], schema: dict[str, Any]) -> list[s
 
 def from_texts(arguments: dict[str, str], schema: dict[str, Any]) -> dict[str, Any]:
     """Texts as values of the types that the schema wants; what cannot be read so remains text."""
-    properties = (schema["function"].get("parameters") or {}).get("properties") or {}
+    parameters = schema["function"].get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    if not isinstance(properties, dict):
+        return dict(arguments)
     values: dict[str, Any] = {}
     for name, text in arguments.items():
         kinds = _kinds(properties.get(name, {}))
@@ -141,9 +144,10 @@ def _object_errors(value: dict[str, Any], schema: dict[str, Any], prefix: str) -
     return errors
 
 
-def _kinds(schema: dict[str, Any]) -> list[str]:
-    kinds = schema.get("type", [])
-    return [kinds] if isinstance(kinds, str) else list(kinds)
+def _kinds(schema: Any) -> list[str]:
+    """The types that a schema allows; none if it does not say, or is no schema."""
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    return [kinds] if isinstance(kinds, str) else list(kinds) if isinstance(kinds, list) else []
 
 
 def _is(value: Any, kind: str) -> bool:

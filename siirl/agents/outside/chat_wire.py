@@ -5,12 +5,13 @@ assistant's text without the spaces around it, as programs strip it, and the arg
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from siirl.agents.contexts import Chat
+from siirl.agents.episode import MOST_REWARD
+from siirl.agents.outside.content import BadRequest, check_bounds, is_reward, parsed
 from siirl.agents.tool_schema import from_texts
 from siirl.dialect.tool_formats import Parsed, ToolCall
 from siirl.errors import EpisodeFailed
@@ -29,14 +30,6 @@ UNREWARDED = "program_unrewarded"
 """Kind of EpisodeFailed: there is no reward."""
 OF_THE_RUN = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
 """Parameters that the run's configuration says, whatever a program asks."""
-
-
-class BadRequest(Exception):
-    """What is wrong with a request, in words for whoever wrote the program."""
-
-    def __init__(self, text: str, code: str = "invalid_value", status: int = 400):
-        super().__init__(text)
-        self.code, self.status = code, status
 
 
 @dataclass(frozen=True)
@@ -107,13 +100,13 @@ def asked_of(body: Any) -> Asked:
     )
 
 
-def as_message(parsed: Parsed, text: str, tools: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    """A turn as a message for templates. parsed: its text taken apart; calls count if there are tools.
+def as_message(turn: Parsed, text: str, tools: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """A turn as a message for templates. turn: its text taken apart; calls count if there are tools.
 
-    A turn with a call that cannot be understood is text as a whole.
+    A turn with a call that cannot be understood, or that no request could repeat, is text as a whole.
     """
-    calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
-    if not tools or not calls or len(calls) < len(parsed.calls):
+    calls = [call for call in turn.calls if isinstance(call, ToolCall)]
+    if not tools or not calls or len(calls) < len(turn.calls):
         return {"role": "assistant", "content": text.strip()}
     schemas = {tool["function"]["name"]: tool for tool in tools}
     made = []
@@ -122,7 +115,11 @@ def as_message(parsed: Parsed, text: str, tools: tuple[dict[str, Any], ...]) -> 
         if call.as_text and call.name in schemas:
             arguments = from_texts(arguments, schemas[call.name])
         made.append({"type": "function", "function": {"name": call.name, "arguments": arguments}})
-    return {"role": "assistant", "content": parsed.content.strip(), "tool_calls": made}
+    try:
+        check_bounds(made, "the calls")
+    except BadRequest:
+        return {"role": "assistant", "content": text.strip()}
+    return {"role": "assistant", "content": turn.content.strip(), "tool_calls": made}
 
 
 def call_id(turn: int, index: int) -> str:
@@ -195,13 +192,13 @@ def reward_of(body: Any, models: Mapping[str, int]) -> dict[int, float] | float:
 
     models: name -> agent. BadRequest for anything else.
     """
-    if isinstance(body, dict) and set(body) == {"reward"} and _is_number(body["reward"]):
+    if isinstance(body, dict) and set(body) == {"reward"} and is_reward(body["reward"]):
         return float(body["reward"])
     rewards = body.get("rewards") if isinstance(body, dict) and set(body) == {"rewards"} else None
-    if not isinstance(rewards, dict) or not rewards or not all(map(_is_number, rewards.values())):
+    if not isinstance(rewards, dict) or not rewards or not all(map(is_reward, rewards.values())):
         raise BadRequest(
-            f'{shown(body)} is no reward: write {{"reward": a finite number}}, or {{"rewards": '
-            f"{{one of {', '.join(models)}: number}}}}"
+            f'{shown(body)} is no reward: write {{"reward": a number within {MOST_REWARD:g}}}, or '
+            f'{{"rewards": {{one of {", ".join(models)}: number}}}}'
         )
     unknown = [name for name in rewards if name not in models]
     if unknown:
@@ -214,7 +211,7 @@ def _head(said: Said, created: int, kind: str) -> dict[str, Any]:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 def message_of(message: Any, where: str) -> dict[str, Any]:
@@ -243,10 +240,7 @@ def call_of(call: Any, where: str) -> dict[str, Any]:
         raise BadRequest(f"{where} is no call of a function")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise BadRequest(f"{where}: arguments = {shown(arguments)} is no JSON") from None
+        arguments = parsed(arguments, f"{where}: arguments = {shown(arguments)}")
     if not isinstance(arguments, dict):
         raise BadRequest(f"{where}: arguments = {shown(arguments)} is no object")
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
@@ -285,10 +279,6 @@ def _most_tokens(body: Mapping[str, Any]) -> int | None:
             raise BadRequest(f"{name} = {shown(value)} is no whole number of at least 1")
         return value
     return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def shown(value: Any) -> str:

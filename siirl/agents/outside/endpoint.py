@@ -5,7 +5,6 @@ waits for: turns, and the programs that it runs. unblocked by: these, deadlines,
 """
 
 import asyncio
-import json
 import logging
 import socket
 import threading
@@ -19,7 +18,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from siirl.agents.outside import chat_wire, messages_wire, responses_wire
-from siirl.agents.outside.chat_wire import Asked, BadRequest, Said, returned_reward, reward_of
+from siirl.agents.outside.chat_wire import Asked, Said, returned_reward, reward_of
+from siirl.agents.outside.content import BadRequest, parsed, understood
 from siirl.agents.outside.episode_session import FLOODED, HUNG, Session
 from siirl.agents.outside.lobby import Lobby
 from siirl.agents.outside.program import HOST, Program, SessionInfo, Start
@@ -40,6 +40,7 @@ LOOK_S = 1.0
 WAIT_S, MOST_WAIT_S = 30.0, 300.0
 """How long a client that asks for a session waits for one, unless it says how long, and at most."""
 HOSTING = "hosting of a program"
+NOT_UNDERSTOOD = "the request cannot be understood"
 
 Handler = Callable[[Session, web.Request], Awaitable[web.StreamResponse]]
 
@@ -316,7 +317,7 @@ class Endpoint:
         return web.json_response({"object": "list", "data": models})
 
     async def _reward(self, session: Session, request: web.Request) -> web.Response:
-        session.reward(reward_of(await _json(request), session.models))
+        session.reward(understood(NOT_UNDERSTOOD, reward_of, await _json(request), session.models))
         return web.json_response({"ended": True})
 
     async def _close(self, session: Session, request: web.Request) -> web.Response:
@@ -324,7 +325,7 @@ class Endpoint:
         return web.json_response({"ended": True})
 
     async def _turn(self, wire: Wire, session: Session, request: web.Request) -> web.StreamResponse:
-        asked = wire.asked_of(await _json(request))
+        asked = understood(NOT_UNDERSTOOD, wire.asked_of, await _json(request))
         self._tell_unused(asked)
         said = await session.answer(asked)
         now = int(time.time())
@@ -381,17 +382,14 @@ def _shown(request: web.Request) -> str:
 
 def _wait_s(body: bytes) -> float:
     """How long a client wants to wait for a session: {"wait_s": 30}, or nothing."""
-    try:
-        wait_s = json.loads(body or b"{}").get("wait_s", WAIT_S)
-    except (ValueError, AttributeError, RecursionError):
-        raise BadRequest("the body is no JSON object") from None
+    asked = parsed(body or b"{}", "the body")
+    if not isinstance(asked, dict):
+        raise BadRequest("the body is no JSON object")
+    wait_s = asked.get("wait_s", WAIT_S)
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= MOST_WAIT_S:
         raise BadRequest(f"wait_s is {wait_s!r:.50}, not a number of seconds from 0 to {MOST_WAIT_S:g}")
     return wait_s
 
 
 async def _json(request: web.Request) -> object:
-    try:
-        return json.loads(await request.read())
-    except (ValueError, RecursionError):
-        raise BadRequest("the body is no JSON") from None
+    return parsed(await request.read(), "the body")

@@ -11,18 +11,18 @@ import time
 from functools import partial
 from typing import Any
 
-from siirl.agents.contexts import Chat, Context, ContextFull, as_said
+from siirl.agents.contexts import Chat, Context, ContextFull, Opening, as_said
 from siirl.agents.episode import Message
-from siirl.agents.outside.chat_wire import UNREWARDED, Asked, BadRequest, Said, as_message
+from siirl.agents.outside.chat_wire import UNREWARDED, Asked, Said, as_message
+from siirl.agents.outside.content import BadRequest, understood
 from siirl.agents.runner import Game, Played, take_turn
 from siirl.compiler.plan import StagePlan
 from siirl.dialect.tool_formats import ToolParser
-from siirl.errors import DataError, EpisodeFailed
+from siirl.errors import EpisodeFailed
 
 HUNG, FLOODED, SILENT, LEFT = "program_hung", "program_flooded", "program_silent", "program_left"
 """Kinds of EpisodeFailed: under these names failed episodes are counted."""
-UNREADABLE = (DataError, TypeError, ValueError, RecursionError)
-"""What templates and tokenizers raise for messages that they were not made for."""
+UNREADABLE = "the chat template and the tokenizer do not take it"
 
 
 class Session:
@@ -190,17 +190,8 @@ class Session:
         played, speaker = self._played, self._game.speakers[stage.node]
         episode = played.episode
         context = played.contexts.setdefault(stage.agent, Context(speaker.renderer, speaker.limits))
-        spelled = self._as_prompt(asked.messages, speaker.renderer.takes_calls)
         heard = asked.messages[context.num_known(asked.messages) :]
-        try:
-            opening = context.begin(asked.messages, tools=asked.tools, spelled=spelled)
-        except ContextFull as error:
-            played.full, self._too_long = True, f", after what {stage.node} should have read {error}"
-            raise BadRequest(
-                f"the conversation {error}, the model's context length", "context_length_exceeded"
-            ) from error
-        except UNREADABLE as error:
-            raise BadRequest(f"the chat template and the tokenizer do not take it: {error}") from error
+        opening = understood(UNREADABLE, self._opened, stage, context, asked)
         num_read = len(opening.tokens)
         said = partial(self._said, asked)
         turn = await take_turn(speaker, stage, episode, context, opening, asked.most_tokens, said)
@@ -213,6 +204,17 @@ class Session:
         reason = "tool_calls" if "tool_calls" in message else turn.info["finish_reason"]
         key = f"{episode.episode_id}-{turn.turn}"
         return Said(key, asked.model, turn.turn, message, reason, num_read, num_said)
+
+    def _opened(self, stage: StagePlan, context: Context, asked: Asked) -> Opening:
+        """Where a turn begins: what comes from the request is read by templates and tokenizers here."""
+        spelled = self._as_prompt(asked.messages, self._game.speakers[stage.node].renderer.takes_calls)
+        try:
+            return context.begin(asked.messages, tools=asked.tools, spelled=spelled)
+        except ContextFull as error:
+            self._played.full = True
+            self._too_long = f", after what {stage.node} should have read {error}"
+            reason = f"the conversation {error}, the model's context length"
+            raise BadRequest(reason, "context_length_exceeded") from error
 
     def _said(self, asked: Asked, text: str) -> dict[str, Any]:
         """A turn as the message by which the program will name it, whose text is kept for other rows."""

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from siirl.agents.contexts import Chat
-from siirl.agents.outside.chat_wire import Asked, BadRequest, Said, call_id, shown, text_of
+from siirl.agents.outside.chat_wire import Asked, Said, call_id, shown, text_of
+from siirl.agents.outside.content import BadRequest
 
 REFUSED = {
     "stop_sequences": ([], "a turn ends where the policy ends it, as its tokens are trained on"),
@@ -85,7 +86,7 @@ def _head(said: Said) -> dict[str, Any]:
 
 
 def _event(name: str, value: dict[str, Any]) -> bytes:
-    data = json.dumps({"type": name, **value}, ensure_ascii=False)
+    data = json.dumps({"type": name, **value})
     return f"event: {name}\ndata: {data}\n\n".encode()
 
 

@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,7 +71,7 @@ class Routine:
     async def ended(self) -> Any:
         """See Program."""
         try:
-            return await self._thread.call(math.inf, self._call)
+            return await self._thread.call(math.inf, self._call, _plain)
         except Raised as error:
             raise EpisodeFailed(f"its program raised {error.trace}", RAISED) from None
         except Hung:  # we have given it up
@@ -150,6 +151,15 @@ class Command:
             kept += len(chunk)
             while kept - len(self._output[0]) >= MOST_OUTPUT_BYTES:
                 kept -= len(self._output.popleft())
+
+
+def _plain(value: Any) -> Any:
+    """What a function has returned, as numbers, mappings and texts, whose methods are not its own."""
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if value is None or isinstance(value, bool):
+        return value
+    return float(value) if isinstance(value, Real) else repr(value)[:80]
 
 
 def how_it_ended(code: int) -> str:

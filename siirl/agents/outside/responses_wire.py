@@ -9,16 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from siirl.agents.contexts import Chat
-from siirl.agents.outside.chat_wire import (
-    Asked,
-    BadRequest,
-    Said,
-    call_id,
-    call_of,
-    message_of,
-    shown,
-    text_of,
-)
+from siirl.agents.outside.chat_wire import Asked, Said, call_id, call_of, message_of, shown, text_of
+from siirl.agents.outside.content import BadRequest
 
 _STATELESS = "no answer is kept here. Send the whole conversation as input"
 REFUSED = {
@@ -83,7 +75,7 @@ def events(said: Said, created: int) -> Iterator[bytes]:
         parts += _parts(item, index)
     parts.append((f"response.{whole['status']}", {"response": whole}))
     for number, (name, value) in enumerate(parts):
-        data = json.dumps({"type": name, "sequence_number": number, **value}, ensure_ascii=False)
+        data = json.dumps({"type": name, "sequence_number": number, **value})
         yield f"event: {name}\ndata: {data}\n\n".encode()
 
 
