@@ -283,7 +283,7 @@ class Endpoint:
             return web.json_response(refusal, status=401)
         self._strangers.left(request.protocol)
         try:
-            info = await self._lobby.take(_wait_s(await request.read()))
+            info = await self._lobby.take(_wait_s(await _json(request, b"{}")))
         except BadRequest as error:
             return web.json_response(chat_wire.error_body(str(error), error.code), status=error.status)
         answer: dict[str, Any] = {"session": None, "over": self._lobby.over}
@@ -358,9 +358,10 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 def _http_log() -> logging.Logger:
     """aiohttp's log, without a traceback for each request that is no HTTP, which is answered with 400."""
+    theirs = HttpProcessingError, web.RequestPayloadError
 
     def is_ours(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+        return not (record.exc_info and isinstance(record.exc_info[1], theirs))
 
     http_log = log.getChild("http")
     http_log.filters[:] = [is_ours]
@@ -380,9 +381,8 @@ def _shown(request: web.Request) -> str:
     return token or request.headers.get("x-api-key", "")
 
 
-def _wait_s(body: bytes) -> float:
+def _wait_s(asked: Any) -> float:
     """How long a client wants to wait for a session: {"wait_s": 30}, or nothing."""
-    asked = parsed(body or b"{}", "the body")
     if not isinstance(asked, dict):
         raise BadRequest("the body is no JSON object")
     wait_s = asked.get("wait_s", WAIT_S)
@@ -391,5 +391,10 @@ def _wait_s(body: bytes) -> float:
     return wait_s
 
 
-async def _json(request: web.Request) -> object:
-    return parsed(await request.read(), "the body")
+async def _json(request: web.Request, empty: bytes = b"") -> Any:
+    """The value that a request's body is. BadRequest; HTTPRequestEntityTooLarge."""
+    try:
+        body = await request.read()
+    except web.RequestPayloadError:
+        raise BadRequest("the body is not in the encoding that its head names") from None
+    return parsed(body or empty, "the body")
