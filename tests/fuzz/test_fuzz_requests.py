@@ -24,8 +24,8 @@ from siirl.agents.outside.program import SessionInfo
 from siirl.agents.outside.programs import Programs, starter
 from siirl.agents.policy import Generated
 from siirl.agents.runner import Played, Speaker, run_all
-from siirl.dialect.tool_formats import TOOL_PARSERS
 from siirl.data.rows import make_rows
+from siirl.dialect.tool_formats import TOOL_PARSERS
 from siirl.nodes.interaction import rows_of
 
 pytestmark = pytest.mark.heavy

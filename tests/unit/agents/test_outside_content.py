@@ -13,7 +13,7 @@ from outside_cases import play_outside
 from siirl.agents.outside import chat_wire, messages_wire, responses_wire
 from siirl.agents.outside.chat_wire import Said, as_message, reward_of
 from siirl.agents.outside.content import MOST_DEPTH, BadRequest, check_bounds, parsed, understood
-from siirl.agents.tool_parsers import Parsed, ToolCall
+from siirl.dialect.tool_formats import Parsed, ToolCall
 
 
 def nested(depth: int) -> str:
