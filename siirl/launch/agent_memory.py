@@ -18,6 +18,7 @@ from pathlib import Path
 from siirl.config import Config
 from siirl.errors import ConfigError
 from siirl.launch.memory_checkpoints import KEY, SHARED_MEMORY, keeps_in_memory
+from siirl.leftovers import sweep
 
 NAME = "siirl-torchrun-{}-{}-{}"
 """User, process id and start of the agent."""
@@ -91,9 +92,11 @@ def keep(folder: Path) -> None:
 
 def _sweep() -> None:
     """Remove folders of agents that have ended, where what was to do it was killed or stopped."""
-    for path in SHARED_MEMORY.glob(NAME.format(os.getuid(), "*", "*")):
-        if not _is_of_a_living(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+
+    def is_left(folder: int, name: str) -> bool:
+        return NAMED.fullmatch(name) is not None and not _is_of_a_living(name)
+
+    sweep(SHARED_MEMORY, f"siirl-torchrun-{os.getuid()}-", is_left)
 
 
 def _is_of_a_living(name: str) -> bool:

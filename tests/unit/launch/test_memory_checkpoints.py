@@ -134,7 +134,7 @@ def start_below_an_agent(script: str, wrapped: bool = False) -> subprocess.Popen
 @pytest.mark.parametrize("wrapped", [False, True], ids=["", "by a script"])
 def test_that_of_torchruns_agent_is_found_by_each_attempt_and_ends_with_the_agent(wrapped):
     stale = SHARED_MEMORY / agent_memory.NAME.format(os.getuid(), 1, 17)
-    stale.mkdir(exist_ok=True)
+    stale.mkdir(0o700, exist_ok=True)
     agent = start_below_an_agent(BELOW_AN_AGENT, wrapped)
     try:
         lines = [agent.stdout.readline().split() for _ in range(3)]

@@ -12,10 +12,11 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from siirl.leftovers import owned_folder
+from siirl.guarded_files import first_bytes, is_own
+from siirl.leftovers import FOLDER, owned_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIXES = ("psm_", "vllm_dist_")
@@ -31,9 +32,15 @@ for file in $(grep -lzxF "TMPDIR=$1" /proc/[0-9]*/environ 2> /dev/null); do
   process=${file#/proc/}
   kill -9 "${process%/environ}"
 done
-while read -r name; do rm -f -- "/dev/shm/$name"; done < "$1/shared_memory"
+[ -d "$1" ] && [ -O "$1" ] && [ ! -L "$1" ] || exit 0
+while read -r name; do
+  case $name in
+    */*) ;;
+    PREFIXES) rm -f -- "/dev/shm/$name" ;;
+  esac
+done < "$1/shared_memory"
 rm -rf -- "$1"
-"""
+""".replace("PREFIXES", "|".join(f"{prefix}*" for prefix in PREFIXES))
 """Waits until nobody holds the other end of its input, then ends what has the folder for its temporary files,
 and removes the folder and the names of shared memory in it."""
 
@@ -68,7 +75,11 @@ class TemporaryFolder:
         variables = {"TMPDIR": self.path, "SPT_NOENV": "1"}
         with contextlib.suppress(KeyError, OSError):  # of a user without a name
             cache = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-            variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache))
+            cache.mkdir(0o700, exist_ok=True)
+            if is_own(cache.lstat()):  # what is in it runs
+                variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+        if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+            variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TORCHINDUCTOR_CACHE_DIR"]
         return variables
 
     def close(self) -> None:
@@ -76,7 +87,10 @@ class TemporaryFolder:
         for pid in self._processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        forget_names(Path(self.path))
+        with contextlib.suppress(OSError):
+            opened = os.open(self.path, FOLDER | os.O_NOFOLLOW)
+            forget_names(opened)
+            os.close(opened)
         shutil.rmtree(self.path, ignore_errors=True)
         self._keeper.kill()
         self._keeper.communicate()
@@ -91,11 +105,22 @@ class TemporaryFolder:
                     yield int(folder.name)
 
 
-def forget_names(folder: Path) -> None:
-    """Remove what an engine's processes, which are gone, had in shared memory."""
+def forget_names(folder: int) -> None:
+    """Remove what an engine's processes, which are gone, had in shared memory.
+
+    folder: a descriptor of it. What it says is taken for names of this user's files, never for paths.
+    """
     with contextlib.suppress(OSError):
-        for name in (folder / NAMES).read_text().split():
-            (SHARED_MEMORY / name).unlink(missing_ok=True)
+        _unlink(first_bytes(NAMES, folder).decode(errors="replace").split())
+
+
+def _unlink(names: Iterable[str]) -> None:
+    for name in names:
+        path = SHARED_MEMORY / name
+        with contextlib.suppress(OSError):
+            ours = name.startswith(PREFIXES) and "/" not in name and path.lstat().st_uid == os.geteuid()
+            if ours:
+                path.unlink()
 
 
 @contextlib.contextmanager
@@ -126,8 +151,7 @@ def names_noted() -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-    for name in names():
-        (SHARED_MEMORY / name).unlink(missing_ok=True)
+    _unlink(names())
     file.write_text("")
 
 
