@@ -12,10 +12,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from jinja2 import TemplateError
 
-from siirl.agents.policy import Generated, Vocabulary
+from siirl.agents.policy import Generated
 from siirl.agents.shown import for_template, images_in, parts_of
 from siirl.data.chosen_experts import longer
 from siirl.data.seen import NO_IMAGES, Seen
+from siirl.dialect.template import Vocabulary
 from siirl.errors import DataError, EpisodeFailed
 
 Chat = list[dict[str, Any]]

@@ -41,16 +41,3 @@ class Policy(Protocol):
         EpisodeFailed costs the episode; any other error ends the run.
         """
         ...
-
-
-class Vocabulary(Protocol):
-    """What an interaction needs of a tokenizer; every transformers tokenizer has it."""
-
-    eos_token_id: int | None
-    chat_template: Any
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
-
-    def encode(self, text: str, **options: Any) -> list[int]: ...
-
-    def decode(self, token_ids: Any, **options: Any) -> Any: ...

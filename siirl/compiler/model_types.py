@@ -181,10 +181,10 @@ def model_type_of(model: ModelConfig) -> str:
     return str(config_json(model).get("model_type") or "")
 
 
-def config_json(model: ModelConfig) -> dict[str, Any]:
-    """What it says; nothing where it cannot be read."""
+def config_json(model: ModelConfig, file: str = "config.json") -> dict[str, Any]:
+    """What the file of a model's directory says; nothing where it cannot be read."""
     try:
-        raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        raw = json.loads((Path(model.path).expanduser() / file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return raw if isinstance(raw, dict) else {}

@@ -24,6 +24,11 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "arguments of the chat template, e.g. {enable_thinking: false}"
     )
+    template_date: str | None = key(
+        None,
+        "the date (YYYY-MM-DD) that chat templates write where they tell the model of today's; null: that of "
+        "the run's first start, which its record keeps",
+    )
     train_files: tuple[str, ...] = key(
         ("~/data/rlhf/gsm8k/train.parquet",),
         "parquet files of training prompts, reasoning_gym:TASK?size=N&seed=N, or verifiers:ENVIRONMENT: "

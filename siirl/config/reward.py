@@ -76,6 +76,12 @@ class RewardModelConfig(TrainedConfig):
         when="use_dynamic_bsz=false",
         low=1,
     )
+    scored_text: str = key(
+        "auto",
+        "what reward functions get as solution_str: the answer, without reasoning and tool calls, or whole, "
+        "all that was said; auto: siirl's functions that judge answers get those, all others the whole",
+        choices=("auto", "answer", "whole"),
+    )
     max_length: int | None = key(
         None,
         "longest conversation, in tokens, of which the beginning is cut; null: the model's positions",

@@ -24,6 +24,9 @@ class ValKwargs:
     do_sample: bool = key(False, "sample; False: greedy")
 
 
+STOP_SOURCES = ("tokenizer", "config", "generation_config", "template")
+
+
 @dataclass(frozen=True)
 class MultiTurnConfig:
     """Tools, and the turns with them."""
@@ -312,6 +315,17 @@ class RolloutConfig:
         when="name=vllm",
     )
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own", low=0)
+    stop_sources: tuple[str, ...] = key(
+        STOP_SOURCES,
+        "what says which tokens of the model's own end a response: the eos tokens of its tokenizer, "
+        "config.json and generation_config.json, and the end of a turn in its chat template",
+        choices=STOP_SOURCES,
+    )
+    reasoning_marks: tuple[str, ...] | None = key(
+        None,
+        "begin and end of the model's reasoning, e.g. [<think>,</think>]; []: it has none; null: as its chat "
+        "template and its family say (docs/model_turns.md)",
+    )
 
     @property
     def device_share(self) -> float:

@@ -85,14 +85,6 @@ def encode_prompts(
     return ids
 
 
-def decode_responses(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int]]) -> list[str]:
-    """The text of each response, special tokens left out."""
-    if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
-        # in parallel and without the GIL; the tokenizer's own batch_decode does one row after another
-        return tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
-    return tokenizer.batch_decode(ids, skip_special_tokens=True)
-
-
 def _place(out: list[list[int]], where: list[int], values: list[list[int]]) -> None:
     for index, value in zip(where, values, strict=True):
         out[index] = value

@@ -29,6 +29,8 @@ from siirl.data.image_reader import ImageReader
 from siirl.data.images import read_images, with_image_parts
 from siirl.data.response_columns import ResponseColumns
 from siirl.data.seen import NO_IMAGES, Seen
+from siirl.dialect.dialect import dialect_of
+from siirl.dialect.template import template_options
 from siirl.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -65,10 +67,13 @@ class PromptDataset:
         template_kwargs: dict[str, Any] | None = None,
         response_keys: Sequence[str] = (),
         max_response_length: int = UNBOUNDED,
+        end_id: int | None = None,
         image_key: str = "images",
         image_reader: ImageReader | None = None,
     ):
         """response_keys: columns of responses that come with the prompts (rollout.name=dataset).
+
+        end_id: the token that ends them, if it is not the tokenizer's end of sequence.
 
         image_reader: of the model that sees the images of the column image_key; None: there are none.
         """
@@ -76,7 +81,7 @@ class PromptDataset:
         self.prompt_key, self.data_source_key = prompt_key, data_source_key
         self.max_prompt_length, self.truncation = max_prompt_length, truncation
         self.template_kwargs = template_kwargs or {}
-        self.responses = ResponseColumns(response_keys, tokenizer, max_response_length)
+        self.responses = ResponseColumns(response_keys, tokenizer, max_response_length, end_id)
         self.max_response_length = max_response_length
         self.image_key, self.image_reader = image_key, image_reader
         self.files = list_files(files)
@@ -99,6 +104,7 @@ class PromptDataset:
     ) -> "PromptDataset":
         """The dataset of data.train_files or data.val_files."""
         data = cfg.data
+        gives = cfg.actor_rollout_ref.rollout.gives_data
         return cls(
             data.train_files if split == "train" else data.val_files,
             tokenizer,
@@ -107,8 +113,9 @@ class PromptDataset:
             max_prompt_length=data.max_prompt_length,
             truncation=data.truncation,
             filter_overlong=data.filter_overlong_prompts,
-            template_kwargs=data.apply_chat_template_kwargs,
-            response_keys=data.response_keys if cfg.actor_rollout_ref.rollout.gives_data else (),
+            template_kwargs=template_options(cfg),
+            response_keys=data.response_keys if gives else (),
+            end_id=dialect_of(cfg, tokenizer).end_id if gives else None,
             max_response_length=data.max_response_length,
             image_key=data.image_key,
             image_reader=ImageReader.from_config(cfg),

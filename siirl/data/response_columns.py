@@ -18,14 +18,22 @@ ONE_MESSAGE = (
 class ResponseColumns:
     """Columns of responses, one for each response of a prompt.
 
-    A response is its text and the end-of-sequence token, as a rollout ends: no chat template is applied, as
-    the prompt's ends where the assistant begins.
+    A response is its text and the token that ends a turn of the model, as a rollout ends: no chat template is
+    applied, as the prompt's ends where the assistant begins.
     """
 
-    def __init__(self, names: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int):
+    def __init__(
+        self,
+        names: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        end_id: int | None = None,
+    ):
+        """end_id: the token that ends a response of the model; None: the tokenizer's end of sequence."""
         self.names = tuple(names)
         self._tokenizer, self._max_length = tokenizer, max_length
-        if names and tokenizer.eos_token_id is None:
+        self._end_id = tokenizer.eos_token_id if end_id is None else end_id
+        if names and self._end_id is None:
             raise DataError(
                 f"the tokenizer of {tokenizer.name_or_path} has no end-of-sequence token, so a model that "
                 "learns from given responses would never learn to end one. Name another by data.tokenizer."
@@ -57,7 +65,7 @@ class ResponseColumns:
             for name in self.names
         ]
         ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        ended = iter([[*tokens, self._tokenizer.eos_token_id] for tokens in ids])
+        ended = iter([[*tokens, self._end_id] for tokens in ids])
         return [[next(ended) for _ in self.names] for _ in records]
 
     def too_long(self, lists: Sequence[Sequence[Sequence[int]]]) -> Iterator[tuple[int, str, int]]:

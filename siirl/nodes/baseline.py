@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from siirl.data.rows import pad_stack
 from siirl.engines.rollout.base import RolloutEngine, SamplingParams
 from siirl.nodes.context import OpContext
-from siirl.nodes.generate import completions_of, prompt_seed, stop_token_ids
+from siirl.nodes.generate import completions_of, prompt_seed
 from siirl.rewards.scorer import RewardScorer
 from siirl.types import FIELDS
 
@@ -20,7 +20,7 @@ def greedy_rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> T
         max_tokens=rollout_cfg.response_length,
         n=1,
         temperature=0.0,
-        stop_token_ids=stop_token_ids(ctx),
+        stop_token_ids=ctx.dialect.stop_ids,
         ignore_eos=rollout_cfg.ignore_eos,
     )
     seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]

@@ -1,5 +1,6 @@
 """What an op gets besides its rows: one object, made by the worker for each node and call."""
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from siirl.compiler.plan import NodePlan
 from siirl.config import Config
 from siirl.dag.ops import INFO
 from siirl.data.buffer import RowBuffer
+from siirl.dialect.dialect import Dialect, dialect_of
 from siirl.nodes.trained_tokens import TrainedTokens
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import waiting
@@ -39,6 +41,11 @@ class LocalNode:
 
     services: dict[str, Any] = field(default_factory=dict)
     """What its op needs, by name: keywords of each call (siirl/nodes/services.py)."""
+
+    @functools.cached_property
+    def dialect(self) -> Dialect:
+        """How the policy of its configuration speaks."""
+        return dialect_of(self.cfg, self.tokenizer)
 
 
 class Moment(NamedTuple):
@@ -123,6 +130,11 @@ class OpContext:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.node.tokenizer
+
+    @property
+    def dialect(self) -> Dialect:
+        """How the policy of its configuration speaks: stop tokens, reasoning, tool calls."""
+        return self.node.dialect
 
     @property
     def state(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ def dataset_rollout(ctx: OpContext, rows: TensorDict) -> TensorDict:
     num, width = len(ctx.cfg.data.response_keys), ctx.cfg.data.max_response_length
     responses = [ids for given in objects(rows, "given_responses") for ids in given]
     lengths = torch.tensor([len(ids) for ids in responses], dtype=torch.int64)
-    whole = [ids[-1] == ctx.tokenizer.eos_token_id for ids in responses]
+    whole = [ids[-1] in ctx.dialect.stop_ids for ids in responses]
     columns = {
         "response_ids": pad_stack(responses, FIELDS["response_ids"]),
         "response_length": lengths,

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import torch
 from tensordict import TensorDict
-from transformers import PreTrainedTokenizerBase
 
 from siirl.compiler.router_choices import read_router_choices
 from siirl.config import Config
@@ -20,7 +19,7 @@ from siirl.types import FIELDS, FINISH_LENGTH, FINISH_STOP
 
 def rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> TensorDict:
     """One row per sample: the prompt's fields repeated, and the response's. No communication."""
-    params = sampling_params(ctx.cfg, stop_token_ids(ctx), ctx.validate)
+    params = sampling_params(ctx.cfg, ctx.dialect.stop_ids, ctx.validate)
     seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]
     completions = completions_of(engine, rows, params, seeds)
     samples = [sample for prompt in completions for sample in prompt]
@@ -72,17 +71,6 @@ def sampling_params(cfg: Config, stop_ids: tuple[int, ...], validate: bool) -> S
         stop_token_ids=stop_ids,
         ignore_eos=rollout_cfg.ignore_eos,
     )
-
-
-def stop_token_ids(ctx: OpContext) -> tuple[int, ...]:
-    """The stop tokens of the node's own rollout."""
-    return stop_token_ids_of(ctx.cfg, ctx.tokenizer)
-
-
-def stop_token_ids_of(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """End-of-sequence token of the tokenizer, and the ids that the user added."""
-    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return tuple(dict.fromkeys([*eos, *cfg.actor_rollout_ref.rollout.stop_token_ids]))
 
 
 def prompt_seed(ctx: OpContext, group_id: int) -> int:

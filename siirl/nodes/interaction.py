@@ -24,6 +24,8 @@ from siirl.config.serve import VERIFIERS
 from siirl.config.trainer import TrainerConfig
 from siirl.data.image_reader import ImageReader
 from siirl.data.rows import make_rows, objects, seen_of
+from siirl.dialect.dialect import Dialect, dialect_of
+from siirl.dialect.template import template_options
 from siirl.dialect.tool_formats import tool_parser
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError, UserCodeError
@@ -34,7 +36,6 @@ from siirl.nodes.generate import (
     report,
     sampling_params,
     seed_of,
-    stop_token_ids_of,
 )
 from siirl.nodes.lag_report import report_token_lag
 from siirl.nodes.streams import Streams
@@ -305,15 +306,16 @@ def _speaker(
     rollout = cfg.actor_rollout_ref.rollout
     name = f"agent_{stage.policy}.rollout"
     counted = name not in shared.engines or shared.engines[name].vocabulary is None
+    dialect = dialect_of(cfg, tokenizer) if counted else Dialect.of_service(tokenizer)
     first, *more = policies[name]
     return Speaker(
         policy=first,
         more=tuple(more),
         shares=shared.streams.shares(name),
-        params=replace(sampling_params(cfg, stop_token_ids_of(cfg, tokenizer), validate), n=1),
+        params=replace(sampling_params(cfg, dialect.stop_ids, validate), n=1),
         renderer=ChatRenderer(
             tokenizer,
-            cfg.data.apply_chat_template_kwargs,
+            template_options(cfg),
             tools.toolbox.schemas if tools else (),
             shared.readers.get(stage.node),
         ),

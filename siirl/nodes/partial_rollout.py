@@ -18,7 +18,6 @@ from siirl.nodes.generate import (
     rollout,
     samples_of,
     sampling_params,
-    stop_token_ids,
 )
 from siirl.nodes.in_flight import RolloutsInFlight, Taken
 from siirl.nodes.lag_report import report_lag, report_token_lag
@@ -36,7 +35,7 @@ def partial_rollout(
     """
     if ctx.validate:
         return rollout(ctx, rows, engine)
-    params = sampling_params(ctx.cfg, stop_token_ids(ctx), validate=False)
+    params = sampling_params(ctx.cfg, ctx.dialect.stop_ids, validate=False)
     in_flight.admit(
         rows, ctx.step, lambda batch, slot: prompt_seed(replace(ctx, now=Moment(batch, False)), slot)
     )

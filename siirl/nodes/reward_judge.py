@@ -3,8 +3,11 @@
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from siirl.data.chat import decode_responses, encode_prompts
+from siirl.data.chat import encode_prompts
 from siirl.data.rows import make_rows, objects
+from siirl.data.said import raw_texts, said_in
+from siirl.dialect.dialect import dialect_of_model
+from siirl.dialect.parts import read_turn
 from siirl.engines.rollout.base import RolloutEngine, SamplingParams
 from siirl.engines.rollout.weight_loading import load_stored
 from siirl.nodes.context import OpContext
@@ -43,9 +46,12 @@ def judge_reward(
 def _questions(ctx: OpContext, judge: Judge, rows: TensorDict) -> list[str]:
     lengths = rows["response_length"].tolist()
     ids = [row[:length] for row, length in zip(rows["response_ids"].tolist(), lengths, strict=True)]
+    texts = raw_texts(ctx.dialect, ctx.tokenizer, ids)
+    if ctx.cfg.reward_model.scored_text == "answer":
+        texts = [said.answer for said in said_in(rows, ctx.tokenizer, ctx.dialect)]
     columns = (
         objects(rows, "raw_prompt"),
-        decode_responses(ctx.tokenizer, ids),
+        texts,
         objects(rows, "ground_truth"),
         objects(rows, "data_source"),
     )
@@ -68,16 +74,18 @@ def _ask_engine(
     chats = [[{"role": "user", "content": text}] if tokenizer.chat_template else text for text in questions]
     prompts = encode_prompts(tokenizer, chats, {})
     asked = [index for index, prompt in enumerate(prompts) if len(prompt) <= judge.max_question]
-    eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    dialect = dialect_of_model(ctx.cfg.reward_model.model, tokenizer)
     params = SamplingParams(
-        max_tokens=judge.settings.max_tokens, temperature=judge.settings.temperature, stop_token_ids=eos
+        max_tokens=judge.settings.max_tokens,
+        temperature=judge.settings.temperature,
+        stop_token_ids=dialect.stop_ids,
     )
     seeds = [prompt_seed(ctx, row_id) for row_id in questions.values()]
     completions = engine.generate(
         [prompts[index] for index in asked], params, [seeds[index] for index in asked]
     )
-    texts = decode_responses(tokenizer, [samples[0].token_ids for samples in completions])
+    texts = raw_texts(dialect, tokenizer, [samples[0].token_ids for samples in completions])
     answers: list[str | None] = [None] * len(questions)
     for index, text in zip(asked, texts, strict=True):
-        answers[index] = text
+        answers[index] = read_turn(dialect, text).answer
     return answers

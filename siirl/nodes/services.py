@@ -40,8 +40,8 @@ class OnRank:
 
 SERVICES: dict[str, Callable[[LocalNode, OnRank], Any]] = {
     "engine": lambda node, rank: rank.engines[str(node.plan.model)],
-    "scorer": lambda node, rank: RewardScorer(node.cfg, node.tokenizer),
-    "encoder": lambda node, rank: ConversationEncoder(node.cfg, node.tokenizer),
+    "scorer": lambda node, rank: RewardScorer(node.cfg, node.tokenizer, node.dialect),
+    "encoder": lambda node, rank: ConversationEncoder(node.cfg, node.tokenizer, node.dialect),
     "judge": lambda node, rank: Judge(node.cfg),
     "judge_tokenizer": lambda node, rank: reward_tokenizer(node.cfg),
     "interaction": lambda node, rank: rank.interaction_of(node.plan.name),

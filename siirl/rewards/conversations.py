@@ -7,8 +7,10 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
-from siirl.data.chat import Prompt, as_messages, decode_responses, read_tokenizer
+from siirl.data.chat import Prompt, as_messages, read_tokenizer
 from siirl.data.rows import make_rows, objects
+from siirl.data.said import raw_texts
+from siirl.dialect.dialect import Dialect, dialect_of
 from siirl.errors import DataError
 from siirl.model_files.directory import has_tokenizer_files, model_positions
 
@@ -24,9 +26,10 @@ class ConversationEncoder:
     DataError without a chat template to render by.
     """
 
-    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase, dialect: Dialect | None = None):
+        """dialect: of the policy whose rows are read, where it is known already."""
         model = cfg.reward_model.model
-        self._policy = tokenizer
+        self._policy, self._dialect = tokenizer, dialect or dialect_of(cfg, tokenizer)
         self._own: PreTrainedTokenizerBase | None = None
         if model.rm_tokenizer or has_tokenizer_files(model.path):
             own = reward_tokenizer(cfg)
@@ -65,7 +68,8 @@ class ConversationEncoder:
         assert self._own is not None
         lengths = rows["response_length"].tolist()
         ids = [row[:length] for row, length in zip(rows["response_ids"].tolist(), lengths, strict=True)]
-        return render(self._own, objects(rows, "raw_prompt"), decode_responses(self._policy, ids))
+        texts = raw_texts(self._dialect, self._policy, ids)
+        return render(self._own, objects(rows, "raw_prompt"), texts)
 
 
 def reward_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:

@@ -12,7 +12,7 @@ from siirl.rewards.reward_registry import Score, register_reward
 REMOTE = "remote"
 
 
-@register_reward(REMOTE, executor="thread")
+@register_reward(REMOTE, executor="thread", reads="whole")
 def remote(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, service: Mapping[str, Any]
 ) -> Score:

@@ -1,6 +1,7 @@
 """Rewards that compare text by simple rules, in time linear in its length."""
 
 import re
+from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -50,14 +51,17 @@ def gsm8k(
     return 1.0 if right else float(format_score)
 
 
-@register_reward("think_format", executor="inline")
-def think_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """1 if the response is <think>reasoning</think> and then an answer, neither of them empty, else 0."""
-    text = solution_str.strip()
-    if not text.startswith("<think>") or text.count("<think>") != 1 or text.count("</think>") != 1:
-        return 0.0
-    reasoning, answer = text.removeprefix("<think>").split("</think>")
-    return float(bool(reasoning.strip()) and bool(answer.strip()))
+@register_reward("think_format", executor="inline", reads="whole")
+def think_format(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, parts: Mapping[str, Any]
+) -> float:
+    """1 if the response is reasoning and then an answer, neither of them empty, else 0.
+
+    Reasoning stands between the model's own marks, <think> and </think> unless it has others; the prompt may
+    have opened it.
+    """
+    reasoned = parts["stretches"] == 1 and parts["leads"] and parts["closed"]
+    return float(reasoned and bool(parts["reasoning"].strip()) and bool(parts["answer"].strip()))
 
 
 @register_reward("boxed_format", executor="inline")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from siirl.errors import DataError, EndpointError, SandboxError, ScoreTimeoutError
 from siirl.observe.printable import printable
-from siirl.rewards.reward_registry import BATCH_ARGUMENTS, ScoreFn
+from siirl.rewards.reward_registry import BATCH_ARGUMENTS, PARTS, REWARDS, ScoreFn, takes_parts
 
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 """The largest number of float32, in which scores are kept."""
@@ -26,12 +26,18 @@ class Sample:
     extra_info: Any
     offset: float = 0.0
     """What is added to the weighted sum of their scores."""
+    said: dict[str, Any] = field(default_factory=dict)
+    """The parts of the response, as Said.as_dict gives them; {}: the whole is its answer."""
+    scored_text: str = "auto"
+    """reward_model.scored_text."""
 
-    def arguments(self) -> dict[str, Any]:
-        """What a reward function is called with."""
+    def arguments(self, reads: str = "whole") -> dict[str, Any]:
+        """What a reward function that reads the "answer", or the "whole", is called with."""
+        reads = reads if self.scored_text == "auto" else self.scored_text
+        answer = self.said.get("answer", self.solution_str)
         return {
             "data_source": self.data_source,
-            "solution_str": self.solution_str,
+            "solution_str": answer if reads == "answer" else self.solution_str,
             "ground_truth": self.ground_truth,
             "extra_info": self.extra_info,
         }
@@ -61,7 +67,9 @@ def score_sample(functions: Mapping[str, ScoreFn], sample: Sample) -> Outcome:
     total, info = sample.offset, {}
     alone = len(sample.parts) == 1
     for name, weight in sample.parts:
-        score, more = _read_result(functions[name](**sample.arguments()))
+        reads = REWARDS[name].reads if name in REWARDS else "whole"
+        parts = {PARTS: sample.said} if takes_parts(functions[name]) else {}
+        score, more = _read_result(functions[name](**sample.arguments(reads), **parts))
         total += weight * score
         info |= more if alone else {name: score, **{f"{name}/{key}": value for key, value in more.items()}}
     if not abs(total) <= LARGEST_SCORE:
@@ -76,7 +84,8 @@ def score_batch(function: ScoreFn, samples: Sequence[Sample]) -> list[Outcome]:
     a result that is no finite number is the failure of its sample.
     """
     columns = zip(*(sample.arguments().values() for sample in samples), strict=True)
-    results = function(**dict(zip(BATCH_ARGUMENTS, map(list, columns), strict=True)))
+    parts = {PARTS: [sample.said for sample in samples]} if takes_parts(function) else {}
+    results = function(**dict(zip(BATCH_ARGUMENTS, map(list, columns), strict=True)), **parts)
     if hasattr(results, "tolist"):
         results = results.tolist()
     if not isinstance(results, Sequence) or isinstance(results, str):

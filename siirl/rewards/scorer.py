@@ -13,9 +13,10 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
-from siirl.data.chat import decode_responses
 from siirl.data.reasoning_gym_rows import PREFIX
 from siirl.data.rows import make_rows, objects, renamed
+from siirl.data.said import said_in
+from siirl.dialect.dialect import Dialect, dialect_of
 from siirl.errors import DataError, EndpointError, RewardError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
@@ -45,8 +46,11 @@ class RewardScorer:
     work, raise always.
     """
 
-    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase, dialect: Dialect | None = None):
+        """dialect: of the policy whose rows are scored, where it is known already."""
         user = cfg.custom_reward_function
+        self._dialect = dialect or dialect_of(cfg, tokenizer)
+        self._scored = cfg.reward_model.scored_text
         check_user_function(cfg)
         self.chooser = RewardChooser(cfg)
         self._tokenizer = tokenizer
@@ -81,9 +85,9 @@ class RewardScorer:
     ) -> Future[TensorDict]:
         """Start scoring [B] rows; the future holds score [B] float32 and reward_info [B], on the CPU.
 
-        Reads response_ids, response_length, data_source, ground_truth, extra_info, sample_index; of agents
-        that talk also turn_id: the response is then the agent's last turn in the row. The rows must not be
-        changed in place until the result is there. by_domain: put the scores of each data source into the
+        Reads response_ids, response_length, raw_prompt, data_source, ground_truth, extra_info, sample_index;
+        of agents that talk also turn_id: the response is then the agent's last turn in the row. The rows must
+        not be changed in place until the result is there. by_domain: put the scores of each source into the
         metrics. names: which of the two columns to give, under other names.
         """
         return self._thread.submit(self._traced, rows, by_domain, names)
@@ -126,15 +130,14 @@ class RewardScorer:
         )
 
     def _samples(self, rows: TensorDict) -> list[Sample]:
-        lengths = rows["response_length"].tolist()
-        ids = [row[:length] for row, length in zip(rows["response_ids"].tolist(), lengths, strict=True)]
-        if "turn_id" in rows.keys():
-            ids = [_last_turn(row, turns) for row, turns in zip(ids, rows["turn_id"].tolist(), strict=True)]
-        texts = decode_responses(self._tokenizer, ids)
+        said = said_in(rows, self._tokenizer, self._dialect)
         sources = objects(rows, "data_source")
         mixes = {source: self.chooser.mix(source) for source in set(sources)}
-        columns = zip(sources, texts, objects(rows, "ground_truth"), objects(rows, "extra_info"), strict=True)
-        return [Sample(mixes[source].parts, source, *rest, mixes[source].offset) for source, *rest in columns]
+        columns = zip(sources, said, objects(rows, "ground_truth"), objects(rows, "extra_info"), strict=True)
+        return [
+            Sample(mixes[source].parts, source, x.raw, *rest, mixes[source].offset, x.as_dict(), self._scored)
+            for source, x, *rest in columns
+        ]
 
     def _outcomes(self, samples: list[Sample]) -> list[Outcome]:
         """What comes of each sample, scored by the executor of its data source."""
@@ -224,12 +227,6 @@ def _fix(sample: Sample, outcome: Outcome) -> str:
         return "Correct the row in the dataset, or choose another function for its data source."
     key = "custom_reward_function" if _is_users(sample) else "reward_model"
     return f"Correct it, or set {key}.on_error=zero to count such samples as 0."
-
-
-def _last_turn(response_ids: list[int], turn_ids: list[int]) -> list[int]:
-    """The tokens of the last turn, of response_ids without padding and turn_ids with or without."""
-    last = max(turn_ids)
-    return [token for token, turn in zip(response_ids, turn_ids, strict=False) if turn == last]
 
 
 NO_INFO: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from siirl.config import Config
 from siirl.errors import ConfigError
-from siirl.rewards.reward_registry import BATCH_ARGUMENTS, SAMPLE_ARGUMENTS, ScoreFn
+from siirl.rewards.reward_registry import BATCH_ARGUMENTS, PARTS, SAMPLE_ARGUMENTS, ScoreFn
 from siirl.user_code.signatures import Call, Function, misfits, signature_of
 from siirl.user_code.source import import_problem, may_define, module_source, parse_source, top_functions
 
@@ -75,7 +75,9 @@ def load_user_function(
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise ConfigError(f"{path} has no plain function {name!r}. Define {call}.")
     try:
-        inspect.signature(function).bind(**dict.fromkeys(arguments), **reward_kwargs)
+        signature = inspect.signature(function)
+        parts = {PARTS: None} if PARTS in signature.parameters else {}
+        signature.bind(**dict.fromkeys(arguments), **reward_kwargs, **parts)
     except TypeError as error:
         raise ConfigError(f"{name} of {path} cannot be called as {call}: {error}.") from error
     return function
@@ -107,8 +109,10 @@ def _check_arguments(function: Function, reward_kwargs: Mapping[str, Any], where
     call, given_by_us = (BATCH_CALL, BATCH_ARGUMENTS) if batch else (CALL, SAMPLE_ARGUMENTS)
     if isinstance(function, ast.AsyncFunctionDef):
         raise ConfigError(f"{where} is a coroutine: reward functions are plain functions. Drop `async`.")
-    given = tuple(dict.fromkeys([*given_by_us, *reward_kwargs]))
-    problems = misfits(signature_of(function), Call(keywords=given))
+    signature = signature_of(function)
+    parts = [PARTS] if PARTS in signature.parameters else []
+    given = tuple(dict.fromkeys([*given_by_us, *reward_kwargs, *parts]))
+    problems = misfits(signature, Call(keywords=given))
     if problems:
         raise ConfigError(
             f"{where} (line {function.lineno}) cannot be called as {call}: {'; '.join(problems)}. "

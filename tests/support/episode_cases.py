@@ -24,6 +24,9 @@ class Letters:
         turns = "".join(f"{m['role'][0]}:{m['content']}{chr(END)}" for m in conversation)
         return f"{names}{turns}a:"
 
+    def get_added_vocab(self):
+        return {}
+
     def encode(self, text, **options):
         return [ord(char) for char in text]
 

@@ -195,7 +195,7 @@ class RolloutEngine(ABC):
     weight_version: int
     """Version that its weights came from; -1 before the first sync."""
     vocabulary: Any = None
-    """How text becomes tokens, where that is not the tokenizer's part; see agents.Vocabulary."""
+    """How text becomes tokens, where that is not the tokenizer's part; see siirl/dialect/template.py."""
     num_open_streams: int = 1
     """Streams of engines of its kind that are open at once on its device, its own too: they share memory."""
     _stream: RolloutStream | None = None

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from siirl.config import load_config
 from siirl.data import dataset as datasets
-from siirl.data.chat import decode_responses, encode_prompts, load_tokenizer
+from siirl.data.chat import encode_prompts, load_tokenizer
 from siirl.data.check_files import inspect_data, inspect_files
 from siirl.data.dataset import PromptDataset
 from siirl.errors import DataError
@@ -82,10 +82,6 @@ def test_special_tokens_come_from_the_template_or_from_the_tokenizer_not_from_bo
 def test_template_kwargs_reach_the_template(tokenizer):
     (ids,) = encode_prompts(tokenizer, [[{"role": "user", "content": "1"}]], {"chat_template": "7"})
     assert tokenizer.decode(ids) == "7"
-
-
-def test_responses_are_decoded_without_special_tokens(tokenizer):
-    assert decode_responses(tokenizer, [[6, 7, 1], [], [0, 5, 8]]) == ["01", "", "2"]
 
 
 def test_keys_absent_from_a_message_are_not_filled_with_null(tmp_path, tokenizer):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from siirl.config.load import load_config
 from siirl.data.loader import PromptLoader
+from siirl.dialect.dialect import Dialect, StopToken
 from siirl.engines.rollout.base import Completion, RolloutEngine, RolloutStream, SamplingParams, WaveStream
 from siirl.engines.rollout.sampling import derive_seed, later_seed, uniforms
 from siirl.errors import DataError, EpisodeFailed, RolloutError
@@ -254,8 +255,8 @@ def test_each_token_has_the_version_that_sampled_it_and_padding_has_none(max_lag
     for step in range(1, steps + 1):
         engine.weight_version = 10 * step
         rows = kept.load(loader, kept.num_missing(loader, step, steps))
-        tokenizer = SimpleNamespace(eos_token_id=1)
-        node = SimpleNamespace(plan=SimpleNamespace(agent=0), cfg=cfg, tokenizer=tokenizer)
+        dialect = Dialect("a model", (StopToken(1, "<eos>", ("tokenizer",)),))
+        node = SimpleNamespace(plan=SimpleNamespace(agent=0), cfg=cfg, dialect=dialect)
         ctx = OpContext(node, Moment(step, False), None, Metrics(), None)
         out = partial_rollout(ctx, rows, engine, kept)
         samples = zip(out["prompt_ids"][:, 0].tolist(), (out["row_id"] % n).tolist(), strict=True)

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from siirl.config import load_config
+from siirl.dialect.dialect import Dialect
+from siirl.dialect.marks import KNOWN
+from siirl.dialect.parts import read_turn
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.rewards.by_data_source import RewardChooser
 from siirl.rewards.math_answer import math
@@ -93,7 +96,8 @@ def test_last_boxed_takes_one_pass_over_a_degenerate_response():
     ],
 )
 def test_think_format_wants_reasoning_and_then_an_answer(text, score):
-    assert think_format("s", text, None, None) == score
+    parts = read_turn(Dialect("a model", reasoning=KNOWN[0]), text).as_dict()
+    assert think_format("s", text, None, None, parts) == score
 
 
 def test_boxed_format_wants_a_box_that_is_not_empty():

@@ -1,0 +1,59 @@
+"""What models said in rows: the last turn of each, taken apart."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
+
+from siirl.data.rows import objects
+from siirl.dialect.dialect import Dialect
+from siirl.dialect.parts import Said, opens_reasoning, read_turn
+
+
+def said_in(rows: TensorDict, tokenizer: PreTrainedTokenizerBase, dialect: Dialect) -> list[Said]:
+    """The response of each of [B] rows; of agents that talk, their last turn in it.
+
+    Reads response_ids, response_length, and where there are such raw_prompt and turn_id.
+    """
+    lengths = rows["response_length"].tolist()
+    ids = [row[:length] for row, length in zip(rows["response_ids"].tolist(), lengths, strict=True)]
+    prompts = objects(rows, "raw_prompt") if "raw_prompt" in rows.keys() else [None] * len(ids)
+    opened = [_opened(dialect, prompt) for prompt in prompts]
+    if "turn_id" in rows.keys():
+        turn_ids = rows["turn_id"].tolist()
+        opened = [None if _turns(turns) > 1 else x for x, turns in zip(opened, turn_ids, strict=True)]
+        ids = [_last_turn(row, turns) for row, turns in zip(ids, turn_ids, strict=True)]
+    texts = raw_texts(dialect, tokenizer, ids)
+    return [read_turn(dialect, text, began) for text, began in zip(texts, opened, strict=True)]
+
+
+def raw_texts(
+    dialect: Dialect, tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[list[int]]
+) -> list[str]:
+    """The text of each response with its special tokens, without the stop token that ended it."""
+    stops = set(dialect.stop_ids)
+    ids = [row[:-1] if row and row[-1] in stops else row for row in token_ids]
+    if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
+        # in parallel and without the GIL; the tokenizer's own batch_decode does one row after another
+        return tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=False)
+    return tokenizer.batch_decode(ids, skip_special_tokens=False)
+
+
+def _opened(dialect: Dialect, prompt: Any) -> bool | None:
+    """Whether a prompt that ends in the answer opens its reasoning; None: one that ends otherwise."""
+    if isinstance(prompt, str):
+        return opens_reasoning(dialect, prompt)
+    if not prompt or prompt[-1].get("role") != "assistant":
+        return None
+    return opens_reasoning(dialect, str(prompt[-1].get("content") or ""))
+
+
+def _turns(turn_ids: list[int]) -> int:
+    return len({turn for turn in turn_ids if turn >= 0})
+
+
+def _last_turn(response_ids: list[int], turn_ids: list[int]) -> list[int]:
+    """The tokens of the last turn, of response_ids without padding and turn_ids with or without."""
+    last = max(turn_ids)
+    return [token for token, turn in zip(response_ids, turn_ids, strict=False) if turn == last]

@@ -1,0 +1,306 @@
+"""A model's dialect: where a turn of it ends, what in it is reasoning, how it calls tools. No torch.
+
+Derived once for each model, from its files and by probing its chat template; completed by tables of families,
+and overridden by keys. Contexts, parsers, rewards, the endpoint, samples and all rollout engines ask it.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from siirl.compiler.model_types import config_json
+from siirl.compiler.overridden import overridden
+from siirl.config import Config
+from siirl.config.common import ModelConfig
+from siirl.config.rollout import STOP_SOURCES
+from siirl.dialect.marks import KNOWN, ReasoningMarks
+from siirl.dialect.template import CLOCK, ChatTemplate, Vocabulary, clock, template_options
+
+PROBE = "STANDINFORTHETURN"
+"""Stands for what somebody says; no letter of it is changed by trimming or escaping."""
+TURN_ENDS = ("<|call|>", "<|eom_id|>", "<|observation|>")
+"""Marks by which families end a turn that calls a tool, where their templates write them."""
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+USER, OTHER = {"role": "user", "content": "..."}, {"role": "user", "content": "!!!"}
+CALL_ID = "abcdef123"
+"""Nine letters and digits, which Mistral's templates demand."""
+
+
+class Marked(Vocabulary, Protocol):
+    """A tokenizer that says which tokens were added to it."""
+
+    def get_added_vocab(self) -> dict[str, int]: ...
+
+
+@dataclass(frozen=True)
+class StopToken:
+    """A token that ends a response."""
+
+    id: int
+    text: str
+    sources: tuple[str, ...]
+    """Who says so: tokenizer, config.json, generation_config.json, template, family, key."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a model speaks."""
+
+    name: str
+    """Of its tokenizer."""
+    stops: tuple[StopToken, ...] = ()
+    end_id: int | None = None
+    """The stop token that ends a turn in the template, else the tokenizer's end of sequence."""
+    end_text: str = ""
+    """All that the template writes behind a last turn."""
+    reasoning: ReasoningMarks | None = None
+    tool_format: str | None = None
+    """How it writes calls of tools (siirl/dialect/tool_formats.py); None: its template writes none."""
+    shows_tools: bool = False
+    """The template tells the model of tools."""
+    drops_reasoning: bool = False
+    """The template leaves out the reasoning of turns before the last question."""
+    dated: bool = False
+    """The template writes today's date into prompts."""
+    findings: tuple[str, ...] = ()
+    """What a user should know of it, a sentence each."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(stop.id for stop in self.stops)
+
+    @classmethod
+    def of_service(cls, vocabulary: Vocabulary) -> "Dialect":
+        """That of a service, which takes turns apart itself."""
+        end = vocabulary.eos_token_id
+        stops = () if end is None else (StopToken(end, _text(vocabulary, end), ("tokenizer",)),)
+        return cls("a service", stops, end)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a template answered when it was asked, as texts."""
+
+    prompt: str = ""
+    """What it writes where the assistant's turn begins."""
+    last: str = ""
+    """After what an assistant said last."""
+    followed: str = ""
+    """After what an assistant said before a user's message."""
+    called: str = ""
+    """After the arguments of a call, up to the tool's answer."""
+    calls_twice: str = ""
+    """After the arguments of the first of two calls."""
+
+
+def dialect_of(cfg: Config, tokenizer: Marked) -> Dialect:
+    """The dialect of the policy of a node's configuration, as its keys complete it."""
+    rollout, options = cfg.actor_rollout_ref.rollout, template_options(cfg)
+    derived = dialect_of_model(cfg.actor_rollout_ref.model, tokenizer, options, rollout.stop_sources)
+    marks = rollout.reasoning_marks
+    if marks is not None:
+        template = ChatTemplate(tokenizer, options) if tokenizer.chat_template else None
+        prompt = "" if template is None else template.attempt([USER], generation=True)
+        derived = replace(derived, reasoning=_opened(ReasoningMarks(*marks), prompt) if marks else None)
+    extra = [StopToken(id, _text(tokenizer, id), ("key",)) for id in rollout.stop_token_ids]
+    return replace(derived, stops=_merged([*derived.stops, *extra]))
+
+
+def dialect_of_model(
+    model: ModelConfig,
+    tokenizer: Marked,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    sources: Sequence[str] = STOP_SOURCES,
+) -> Dialect:
+    """That of a model with this tokenizer. options: arguments of its chat template. sources: see derive."""
+    files = {
+        "config.json": overridden(config_json(model), model.override_config),
+        "generation_config.json": config_json(model, "generation_config.json"),
+    }
+    template = ChatTemplate(tokenizer, options) if tokenizer.chat_template else None
+    return derive(tokenizer, template, files, sources)
+
+
+def derive(
+    tokenizer: Marked,
+    template: ChatTemplate | None,
+    files: Mapping[str, Mapping[str, Any]],
+    sources: Sequence[str] = STOP_SOURCES,
+) -> Dialect:
+    """What a tokenizer, the files of a model and its chat template say of its dialect.
+
+    files: the contents of config.json and generation_config.json, {} where there is none. sources: what may
+    say which tokens end a response.
+    """
+    named = [("tokenizer", "tokenizer", [tokenizer.eos_token_id])]
+    named += [(file.removesuffix(".json"), file, end_ids(content)) for file, content in files.items()]
+    stops = _merged(
+        StopToken(id, _text(tokenizer, id), (who,))
+        for source, who, ids in named
+        if source in sources
+        for id in ids
+        if id is not None
+    )
+    if template is None:
+        return Dialect(_name(tokenizer), stops, tokenizer.eos_token_id, reasoning=KNOWN[0])
+    probe, added = _probed(template), tokenizer.get_added_vocab()
+    ends = list(_turn_ends(probe, added, {stop.id for stop in stops}))
+    if "template" in sources:
+        source = str(tokenizer.chat_template)
+        ends += [("family", mark) for mark in TURN_ENDS if mark in added and mark in source]
+        stops = _merged([*stops, *(StopToken(added[mark], mark, (who,)) for who, mark in ends)])
+    ids = {stop.id for stop in stops}
+    marks = itertools.chain(_leading(probe.last, added), _leading(probe.followed, added))
+    end = next((mark for mark in marks if added[mark] in ids), None)
+    dialect = Dialect(
+        _name(tokenizer),
+        stops,
+        tokenizer.eos_token_id if end is None else added[end],
+        probe.last,
+        reasoning_marks(template, probe, added),
+        shows_tools=_shows_tools(template),
+        dated=_is_dated(template),
+    )
+    dialect = replace(dialect, drops_reasoning=_drops_reasoning(template, dialect.reasoning))
+    return replace(dialect, findings=tuple(_findings(dialect, end)))
+
+
+def end_ids(config: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text by a config.json or generation_config.json: none, one or a list of them."""
+    value = config.get("eos_token_id")
+    if value is None and isinstance(config.get("text_config"), Mapping):
+        value = config["text_config"].get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    return [id for id in ids if isinstance(id, int) and not isinstance(id, bool) and id >= 0]
+
+
+def _merged(stops: "Iterator[StopToken] | Sequence[StopToken]") -> tuple[StopToken, ...]:
+    """Each token once, with all who name it."""
+    found: dict[int, StopToken] = {}
+    for stop in stops:
+        known = found.setdefault(stop.id, replace(stop, sources=()))
+        found[stop.id] = replace(known, sources=tuple(dict.fromkeys([*known.sources, *stop.sources])))
+    return tuple(found.values())
+
+
+def _name(tokenizer: Vocabulary) -> str:
+    return getattr(tokenizer, "name_or_path", "") or "a tokenizer"
+
+
+def _text(tokenizer: Vocabulary, id: int) -> str:
+    return str(tokenizer.decode([id], skip_special_tokens=False))
+
+
+def _probed(template: ChatTemplate) -> Probe:
+    said = {"role": "assistant", "content": PROBE}
+    asked = template.attempt([USER])
+    prompt = template.attempt([USER], generation=True)
+    arguments = {"q": PROBE}
+    call = {"id": CALL_ID, "type": "function", "function": {"name": "look", "arguments": arguments}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer = {"role": "tool", "name": "look", "tool_call_id": CALL_ID, "content": "!!!"}
+    ended = template.attempt([USER, calls]).partition(PROBE)[2]
+    answered = template.attempt([USER, calls, answer]).partition(PROBE)[2]
+    return Probe(
+        prompt[len(_common(asked, prompt)) :],
+        template.attempt([USER, said]).partition(PROBE)[2],
+        template.attempt([USER, said, OTHER], generation=True).partition(PROBE)[2],
+        _common(ended, answered) or ended,
+        template.attempt([USER, {**calls, "tool_calls": [call, call]}]).partition(PROBE)[2],
+    )
+
+
+def _common(one: str, other: str) -> str:
+    """What both begin with."""
+    length = min(len(one), len(other))
+    length = next((n for n in range(length) if one[n] != other[n]), length)
+    return one[:length]
+
+
+def _leading(text: str, added: Mapping[str, int]) -> Iterator[str]:
+    """The added tokens that a text begins with, one at the other; blanks may come before the first."""
+    rest = text.lstrip()
+    while mark := max((x for x in added if x and rest.startswith(x)), key=len, default=""):
+        yield mark
+        rest = rest[len(mark) :]
+
+
+def _turn_ends(probe: Probe, added: Mapping[str, int], known: set[int]) -> Iterator[tuple[str, str]]:
+    """("template", token) that ends a turn of text, and one with a call, where no known one does so there."""
+    ends = list(_leading(probe.last, added)) or list(_leading(probe.followed, added))
+    if ends and not any(added[mark] in known for mark in ends):
+        yield "template", ends[0]
+    inside = [mark for mark in added if mark in probe.called]
+    closes = probe.called.rstrip()
+    last = max((mark for mark in inside if closes.endswith(mark)), key=len, default=None)
+    covered = known | {added[mark] for mark in ends[:1]}
+    if last is None or any(added[mark] in covered for mark in inside):
+        return
+    if probe.calls_twice.count(last) <= 1 and not last.startswith(("</", "[/")):
+        yield "template", last
+
+
+def reasoning_marks(template: ChatTemplate, probe: Probe, added: Mapping[str, int]) -> ReasoningMarks:
+    """Between which marks the model reasons: those around reasoning that the template is given, else those of
+    the table that stand in the template or among the tokens, else those that most prompts ask for."""
+    for key in REASONING_KEYS:
+        said = {"role": "assistant", "content": "ANSWER", key: PROBE}
+        before, found, after = template.attempt([USER, said]).partition(PROBE)
+        if not found or "ANSWER" not in after:
+            continue
+        between = after.partition("ANSWER")[0]
+        for marks in KNOWN:
+            if marks.begin in before and marks.end in between and all(x in between for x in marks.answer[:1]):
+                return _opened(replace(marks, key=key), probe.prompt)
+    source = str(template.tokenizer.chat_template)
+    for marks in KNOWN:
+        wanted = (marks.begin, marks.end, *filter(None, marks.answer))
+        if all(mark in source or mark in added for mark in wanted):
+            return _opened(marks, probe.prompt)
+    return KNOWN[0]
+
+
+def _opened(marks: ReasoningMarks, prompt: str) -> ReasoningMarks:
+    """The same, with what the end of a prompt does."""
+    begin, end = prompt.rfind(marks.begin), prompt.rfind(marks.end)
+    return replace(marks, opened=begin > end, closed=0 <= begin < end)
+
+
+def _shows_tools(template: ChatTemplate) -> bool:
+    parameters = {"type": "object", "properties": {"q": {"type": "string", "description": "..."}}}
+    function = {"name": PROBE, "description": "...", "parameters": parameters}
+    return PROBE in template.attempt([USER], [{"type": "function", "function": function}], generation=True)
+
+
+def _drops_reasoning(template: ChatTemplate, marks: ReasoningMarks | None) -> bool:
+    """Whether reasoning of a turn is gone once a user has said more."""
+    if marks is None:
+        return False
+    said = {"role": "assistant", "content": f"{marks.begin}\n{PROBE}\n{marks.end}\n\nANSWER"}
+    if marks.key:
+        said = {"role": "assistant", "content": "ANSWER", marks.key: PROBE}
+    text = template.attempt([USER, said, OTHER], generation=True)
+    return "ANSWER" in text and PROBE not in text
+
+
+def _is_dated(template: ChatTemplate) -> bool:
+    texts = set()
+    for date in ("2001-02-03", "2004-05-06"):
+        asked = ChatTemplate(template.tokenizer, {**template.options, CLOCK: clock(date)})
+        texts.add(asked.attempt([USER], generation=True))
+    return len(texts) > 1
+
+
+def _findings(dialect: Dialect, mark: str | None) -> Iterator[str]:
+    if not dialect.stops:
+        yield (
+            "no token ends a response: neither the tokenizer, config.json nor generation_config.json names "
+            "one, so each goes on to data.max_response_length. Set rollout.stop_token_ids."
+        )
+    elif mark is None and dialect.end_text.strip():
+        yield (
+            f"the template ends a turn by {dialect.end_text!r}, which is no token: a response ends by "
+            f"{dialect.stops[0].text!r} alone. Train the model on it first, or add a token for it."
+        )

@@ -1,0 +1,84 @@
+"""A model's chat template: messages to text. The one place that calls it. No torch.
+
+Whatever a template raises is TemplateRefused, and the date that it may write is the run's.
+"""
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+
+from siirl.config import Config
+
+Messages = Sequence[Mapping[str, Any]]
+
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+"""What templates raise: on purpose, and by reading what messages do not have."""
+CLOCK = "strftime_now"
+"""The function by which templates ask for today's date."""
+
+
+class Vocabulary(Protocol):
+    """What siirl needs of a tokenizer; every transformers tokenizer has it."""
+
+    eos_token_id: int | None
+    chat_template: Any
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+    def encode(self, text: str, **options: Any) -> list[int]: ...
+
+    def decode(self, token_ids: Any, **options: Any) -> Any: ...
+
+
+class TemplateRefused(Exception):
+    """The template has no text for a conversation. Its text says why, in the template's words."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, with the arguments that a run gives it."""
+
+    def __init__(self, tokenizer: Vocabulary, options: Mapping[str, Any]) -> None:
+        self.tokenizer, self.options = tokenizer, dict(options)
+        self.name = getattr(tokenizer, "name_or_path", "") or "a tokenizer"
+
+    def render(
+        self,
+        messages: Messages,
+        tools: Messages = (),
+        generation: bool = False,
+        **more: Any,
+    ) -> str:
+        """The text of a conversation; generation: up to where the assistant's turn begins.
+
+        more: further arguments of the template. TemplateRefused.
+        """
+        options = {**self.options, **({"tools": list(tools)} if tools else {}), **more}
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=generation, **options
+            )
+        except REFUSALS as error:
+            raise TemplateRefused(str(error) or type(error).__name__) from error
+
+    def attempt(self, messages: Messages, tools: Messages = (), generation: bool = False) -> str:
+        """The same, and "" where the template refuses."""
+        try:
+            return self.render(messages, tools, generation)
+        except TemplateRefused:
+            return ""
+
+
+def template_options(cfg: Config) -> dict[str, Any]:
+    """What the chat template of a node is called with: the user's arguments, and the date of the run."""
+    options = dict(cfg.data.apply_chat_template_kwargs)
+    if cfg.data.template_date is not None:
+        options.setdefault(CLOCK, clock(cfg.data.template_date))
+    return options
+
+
+def clock(date: str) -> Callable[[str], str]:
+    """A clock for templates that stands at noon of an ISO date."""
+    noon = datetime.datetime.combine(datetime.date.fromisoformat(date), datetime.time(12))
+    return noon.strftime
