@@ -92,24 +92,6 @@ def argument_errors(arguments: dict[str, Any], schema: dict[str, Any]) -> list[s
     return _object_errors(arguments, {"additionalProperties": False, **parameters}, "")
 
 
-def from_texts(arguments: dict[str, str], schema: dict[str, Any]) -> dict[str, Any]:
-    """Texts as values of the types that the schema wants; what cannot be read so remains text."""
-    parameters = schema["function"].get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    if not isinstance(properties, dict):
-        return dict(arguments)
-    values: dict[str, Any] = {}
-    for name, text in arguments.items():
-        kinds = _kinds(properties.get(name, {}))
-        values[name] = text
-        if kinds and "string" not in kinds:
-            try:
-                values[name] = json.loads(text)
-            except (ValueError, RecursionError):
-                values[name] = {"True": True, "False": False, "None": None}.get(text, text)
-    return values
-
-
 def _errors(value: Any, schema: dict[str, Any], name: str) -> list[str]:
     kinds = _kinds(schema)
     if kinds and not any(_is(value, kind) for kind in kinds):

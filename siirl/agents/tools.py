@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from siirl.agents.shown import PLACE, Shown, read_shown, shows_images
-from siirl.agents.tool_schema import argument_errors, from_texts
+from siirl.agents.tool_schema import argument_errors
 from siirl.agents.user_thread import Hung, Places, Raised, UserThread
 from siirl.config.rollout import MultiTurnConfig
-from siirl.dialect.tool_formats import MalformedCall, ToolCall
+from siirl.dialect.tool_formats import MalformedCall, ToolCall, from_texts
 
 log = logging.getLogger(__name__)
 UNKNOWN, MALFORMED, ARGUMENTS, RAISED, HUNG, TOO_MANY = (

@@ -33,6 +33,10 @@ DEVIATIONS: dict[str, Deviation] = {
         "there they count with profiler.discrete=true only, and the whole step is recorded without; here "
         "they count whenever they are given",
     ),
+    "actor_rollout_ref.rollout.multi_turn.format": Deviation(
+        "hermes",
+        "many families write tool calls otherwise; auto reads them as the chat template writes them",
+    ),
     "actor_rollout_ref.rollout.prompt_length": Deviation(None, FILLED_IN),
     "actor_rollout_ref.rollout.response_length": Deviation(None, FILLED_IN),
     "actor_rollout_ref.actor.data_loader_seed": Deviation(None, FILLED_IN),

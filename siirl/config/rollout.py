@@ -9,6 +9,41 @@ from siirl.findings import is_broken
 EXTERNAL = "actor_rollout_ref.rollout.name=openai"
 ASSISTANT_TURNS = 16
 """Most turns of an agent with tools, until it is another's turn, where nothing bounds them."""
+TOOL_FORMATS = (
+    "auto",
+    "apertus",
+    "command_a",
+    "command_r",
+    "deepseek_dsml",
+    "deepseek_v3",
+    "functionary_v31",
+    "functionary_v32",
+    "functools",
+    "gemma4",
+    "gigachat",
+    "glm",
+    "gpt_oss",
+    "granite",
+    "hermes",
+    "hy3",
+    "json",
+    "kimi_k2",
+    "kimi_k3",
+    "lfm2",
+    "llama3_json",
+    "minicpm",
+    "minimax_m2",
+    "minimax_m3",
+    "mistral",
+    "muse",
+    "nemotron",
+    "pythonic",
+    "qwen3_coder",
+    "seed_oss",
+    "solar",
+    "tool_calls",
+)
+"""Names of formats of tool calls (docs/tools.md); their readers are in siirl/dialect/tool_formats.py."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +76,9 @@ class MultiTurnConfig:
     )
     tool_config_path: str | None = key(None, "file that lists the tools (docs/tools.md)", when="enable")
     format: str = key(
-        "hermes",
-        "format in which the model writes tool calls, or file.py:function",
-        choices=("hermes", "json", "llama3_json", "qwen3_coder"),
+        "auto",
+        "format in which the model writes tool calls, or file.py:function; auto: as its chat template does",
+        choices=TOOL_FORMATS,
         user_code=True,
         when="enable",
     )

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from siirl.config.keys import key
+from siirl.config.rollout import TOOL_FORMATS
 
 FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_]\w*")
 VERIFIERS = "verifiers"
@@ -50,9 +51,9 @@ class ServeConfig:
     )
     max_requests: int = key(64, "most requests of an episode", low=1, when=PLAYED)
     tool_format: str = key(
-        "hermes",
-        "format in which the model writes tool calls, or file.py:function",
-        choices=("hermes", "json", "llama3_json", "qwen3_coder"),
+        "auto",
+        "format in which the model writes tool calls, or file.py:function; auto: as its chat template does",
+        choices=TOOL_FORMATS,
         user_code=True,
         when=PLAYED,
     )

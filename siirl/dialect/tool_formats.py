@@ -1,55 +1,78 @@
-"""Formats in which models write tool calls: text in; what remains of it, calls, and errors in words out.
+"""Formats in which models write tool calls, by name, and which of them a chat template writes.
 
-A parser never raises for anything that a model writes: what cannot be understood is an error for the model.
+A reader takes the raw text of a turn, special tokens kept, its reasoning already split off. It never raises
+for anything that a model writes: what cannot be understood is an error for the model.
 """
 
 import json
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from siirl.dialect.formats import channels, json_calls, python_calls, tagged_calls
+from siirl.dialect.formats.call_marks import Call, MalformedCall, Parsed, ToolCall
+from siirl.dialect.formats.literals import from_texts
 from siirl.errors import ConfigError
 from siirl.user_code.load_object import load_object
 
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One call as the model wrote it."""
-
-    name: str
-    arguments: dict[str, Any]
-    as_text: bool = False
-    """The values are texts, to be read by the tool's schema."""
-
-
-@dataclass(frozen=True)
-class MalformedCall:
-    """What the model meant as a call, and why it is none: in words for the model."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Parsed:
-    """A turn taken apart."""
-
-    content: str
-    """Its text without calls."""
-    calls: tuple[ToolCall | MalformedCall, ...] = ()
-    """In the order in which they were written."""
-
+__all__ = [
+    "FORMAT",
+    "TOOL_FORMATS",
+    "Call",
+    "MalformedCall",
+    "Parsed",
+    "ToolCall",
+    "ToolParser",
+    "format_of",
+    "from_texts",
+    "register_tool_parser",
+    "tool_parser",
+]
 
 ToolParser = Callable[[str], Parsed]
 
-TOOL_PARSERS: dict[str, ToolParser] = {}
+TOOL_FORMATS: dict[str, ToolParser] = {
+    "hermes": json_calls.hermes,
+    "qwen3_coder": tagged_calls.qwen3_coder,
+    "seed_oss": tagged_calls.seed_oss,
+    "glm": tagged_calls.glm,
+    "hy3": tagged_calls.hy3,
+    "mistral": json_calls.mistral,
+    "gpt_oss": channels.gpt_oss,
+    "muse": channels.muse,
+    "functionary_v32": channels.functionary_v32,
+    "functionary_v31": json_calls.functionary_v31,
+    "deepseek_v3": json_calls.deepseek_v3,
+    "deepseek_dsml": tagged_calls.deepseek_dsml,
+    "minimax_m2": tagged_calls.minimax_m2,
+    "minimax_m3": tagged_calls.minimax_m3,
+    "minicpm": tagged_calls.minicpm,
+    "kimi_k2": json_calls.kimi_k2,
+    "kimi_k3": tagged_calls.kimi_k3,
+    "gemma4": python_calls.gemma4,
+    "lfm2": python_calls.lfm2,
+    "command_a": json_calls.command_a,
+    "command_r": json_calls.command_r,
+    "tool_calls": json_calls.tool_calls,
+    "nemotron": json_calls.nemotron,
+    "granite": json_calls.granite,
+    "functools": json_calls.functools,
+    "gigachat": json_calls.gigachat,
+    "apertus": json_calls.apertus,
+    "solar": json_calls.solar,
+    "json": json_calls.json_blocks,
+    "pythonic": python_calls.pythonic,
+    "llama3_json": python_calls.llama3_json,
+}
+"""In the order in which format_of tries them: what reads calls without marks of their own comes last."""
+AUTO = "auto"
+"""The format of the model's dialect."""
 
 
 def register_tool_parser(name: str) -> Callable[[ToolParser], ToolParser]:
     """Decorator: `rollout.multi_turn.format=name` is this function. ConfigError for a name that is taken."""
 
     def register(parser: ToolParser) -> ToolParser:
-        if TOOL_PARSERS.setdefault(name, parser) is not parser:
+        if TOOL_FORMATS.setdefault(name, parser) is not parser:
             raise ConfigError(f"tool parser {name!r} is registered twice. Choose another name.")
         return parser
 
@@ -59,120 +82,51 @@ def register_tool_parser(name: str) -> Callable[[ToolParser], ToolParser]:
 FORMAT = "actor_rollout_ref.rollout.multi_turn.format"
 
 
-def tool_parser(name: str, key: str = FORMAT) -> ToolParser:
+def tool_parser(name: str, key: str = FORMAT, dialect: str | None = None) -> ToolParser:
     """The parser of this name, or the function that "file.py:fn" or "pkg.mod:fn" names; else ConfigError.
 
-    key: whose value it is.
+    key: whose value it is. dialect: the format of the model's dialect, which "auto" means; None: hermes.
     """
-    if name in TOOL_PARSERS:
-        return TOOL_PARSERS[name]
+    name = (dialect or "hermes") if name == AUTO else name
+    if name in TOOL_FORMATS:
+        return TOOL_FORMATS[name]
     if ":" in name:
         return load_object(name, key)
     raise ConfigError(
-        f"{key}={name}: unknown. Choose one of {', '.join(TOOL_PARSERS)}, or name a function file.py:fn."
+        f"{key}={name}: unknown. Choose one of {AUTO}, {', '.join(TOOL_FORMATS)}, or name a function "
+        "file.py:fn."
     )
 
 
-@register_tool_parser("hermes")
-def hermes(text: str) -> Parsed:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes and Qwen models write it."""
-    return _tagged(text, "<tool_call>", "</tool_call>", lambda body: _json_call(body, "arguments"))
+def format_of(
+    text: str, calls: Sequence[tuple[str, Mapping[str, Any]]], tools: Sequence[Mapping[str, Any]] = ()
+) -> str | None:
+    """The format whose reader reads exactly these calls (name, arguments) in a turn that a template wrote.
+
+    tools: their schemas, by which values without types are read. Of several formats that do, the first of
+    TOOL_FORMATS; None: no format does, so the template writes none, or writes calls otherwise.
+    """
+    schemas = {tool["function"]["name"]: dict(tool) for tool in tools}
+    return next((name for name, read in TOOL_FORMATS.items() if reads(read(text), calls, schemas)), None)
 
 
-@register_tool_parser("llama3_json")
-def llama3_json(text: str) -> Parsed:
-    """{"name": ..., "parameters": {...}} as the whole turn, several with ; between, as Llama 3 writes it."""
-    body = text.strip().removeprefix("<|python_tag|>").strip()
-    if not body.startswith("{"):
-        return Parsed(text)
-    decoder, calls = json.JSONDecoder(), []
-    while body:
-        try:
-            value, end = decoder.raw_decode(body)
-        except (ValueError, RecursionError) as error:
-            calls.append(MalformedCall(f"the call is no JSON: {_short(error)}"))
-            break
-        calls.append(_call_of(value, "parameters"))
-        body = body[end:].lstrip().removeprefix(";").lstrip()
-    return Parsed("", tuple(calls))
+def reads(
+    parsed: Parsed, calls: Sequence[tuple[str, Mapping[str, Any]]], schemas: Mapping[str, dict[str, Any]]
+) -> bool:
+    """Whether what was read is these calls, names and arguments."""
+    if len(parsed.calls) != len(calls):
+        return False
+    for call, (name, arguments) in zip(parsed.calls, calls, strict=True):
+        if isinstance(call, MalformedCall) or call.name != name:
+            return False
+        found = call.arguments
+        if call.as_text and name in schemas:
+            found = from_texts(found, schemas[name])
+        if _spelled(found) != _spelled(arguments):
+            return False
+    return True
 
 
-@register_tool_parser("json")
-def json_blocks(text: str) -> Parsed:
-    """Fenced blocks that are marked as json and hold {"name": ..., "arguments": {...}}."""
-
-    def call(body: str) -> ToolCall | MalformedCall | None:
-        return _json_call(body, "arguments") if '"name"' in body else None
-
-    return _tagged(text, "```json", "```", call)
-
-
-FUNCTION = re.compile(r"\s*<function=([^>\s]*)\s*>(.*)</function>\s*", re.DOTALL)
-PARAMETER = re.compile(r"\s*<parameter=([^>\s]*)\s*>(.*?)</parameter>", re.DOTALL)
-
-
-@register_tool_parser("qwen3_coder")
-def qwen3_coder(text: str) -> Parsed:
-    """<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>, of Qwen3-Coder."""
-
-    def call(body: str) -> ToolCall | MalformedCall:
-        function = FUNCTION.fullmatch(body)
-        if function is None or not function[1]:
-            return MalformedCall("the call holds no <function=NAME> ... </function>")
-        arguments: dict[str, Any] = {}
-        for parameter in PARAMETER.finditer(function[2]):
-            # the format puts each value on lines of its own
-            arguments[parameter[1]] = parameter[2].removeprefix("\n").removesuffix("\n")
-        if PARAMETER.sub("", function[2]).strip():
-            return MalformedCall("the call holds text outside of <parameter=KEY> ... </parameter>")
-        return ToolCall(function[1], arguments, as_text=True)
-
-    return _tagged(text, "<tool_call>", "</tool_call>", call)
-
-
-def _tagged(
-    text: str, begin: str, end: str, read: Callable[[str], ToolCall | MalformedCall | None]
-) -> Parsed:
-    """Calls between marks. What `read` takes for no call remains text; an open mark is an error."""
-    content, calls, at = [], [], 0
-    while (start := text.find(begin, at)) >= 0:
-        stop = text.find(end, start + len(begin))
-        if stop < 0:
-            calls.append(MalformedCall(f"{begin} is not closed by {end}"))
-            content.append(text[at:start])
-            at = len(text)
-            break
-        call = read(text[start + len(begin) : stop])
-        kept = start if call is not None else stop + len(end)
-        content.append(text[at:kept])
-        calls += [call] if call is not None else []
-        at = stop + len(end)
-    content.append(text[at:])
-    return Parsed("".join(content).strip() if calls else text, tuple(calls))
-
-
-def _json_call(body: str, arguments_key: str) -> ToolCall | MalformedCall:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        return MalformedCall(f"the call is no JSON: {_short(error)}")
-    return _call_of(value, arguments_key)
-
-
-def _call_of(value: Any, arguments_key: str) -> ToolCall | MalformedCall:
-    """A call from {"name", "arguments" or "parameters"}; arguments may be JSON in a text."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return MalformedCall(f'a call is {{"name": "...", "{arguments_key}": {{...}}}}')
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            return MalformedCall(f"the arguments are no JSON: {_short(error)}")
-    if not isinstance(arguments, dict):
-        return MalformedCall(f'"{arguments_key}" is not a mapping of names to values')
-    return ToolCall(value["name"], arguments)
-
-
-def _short(error: Exception) -> str:
-    return str(error)[:100]
+def _spelled(value: Any) -> str:
+    """So that 1, 1.0 and true differ, and the order of names does not matter."""
+    return json.dumps(value, sort_keys=True, default=str)

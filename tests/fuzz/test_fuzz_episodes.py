@@ -14,7 +14,7 @@ from siirl.agents.builtin_tools import Calculator
 from siirl.agents.environments import HostedEnvironment, Observation, StepResult, reset_env, step_env
 from siirl.agents.tool_schema import function_schema
 from siirl.agents.tools import Toolbox, ToolLimits, run_tools
-from siirl.dialect.tool_formats import TOOL_PARSERS
+from siirl.dialect.tool_formats import TOOL_FORMATS
 from siirl.errors import EpisodeFailed
 
 pytestmark = pytest.mark.heavy
@@ -76,18 +76,18 @@ TURNS = st.lists(st.one_of(WHOLE, WHOLE, CALLS, st.sampled_from(MARKS), WORDS), 
 
 
 @cases(300)
-@pytest.mark.parametrize("parser", sorted(TOOL_PARSERS))
+@pytest.mark.parametrize("parser", sorted(TOOL_FORMATS))
 def test_whatever_a_model_writes_is_answered_by_texts(num_cases, parser):
     toolbox = Toolbox({"search": Search(), "calculator": Calculator()})
 
     def check(turn: str) -> None:
-        parsed = TOOL_PARSERS[parser](turn)
+        parsed = TOOL_FORMATS[parser](turn)
         assert isinstance(parsed.content, str)
         for answer in asyncio.run(run_tools(parsed.calls, toolbox, None, LIMITS)):
             assert isinstance(answer.text, str) and len(answer.text) < LIMITS.max_length + 50
             answer.text.encode()
 
-    explore(num_cases // len(TOOL_PARSERS), check, TURNS)
+    explore(num_cases // len(TOOL_FORMATS), check, TURNS)
     toolbox.close()
 
 

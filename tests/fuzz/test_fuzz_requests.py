@@ -25,7 +25,7 @@ from siirl.agents.outside.programs import Programs, starter
 from siirl.agents.policy import Generated
 from siirl.agents.runner import Played, Speaker, run_all
 from siirl.data.rows import make_rows
-from siirl.dialect.tool_formats import TOOL_PARSERS
+from siirl.dialect.tool_formats import TOOL_FORMATS
 from siirl.nodes.interaction import rows_of
 
 pytestmark = pytest.mark.heavy
@@ -235,7 +235,7 @@ def rows_are_good(played: list[Played], game) -> int:
 def test_whatever_requests_hold_no_run_ends_and_each_is_answered(num_requests, form, caplog):
     program, number = Program(), num_requests // OF_AN_EPISODE
     endpoint = Endpoint(starter(program), ProgramLimits(600.0, 1000, 4))
-    programs = Programs(endpoint, TOOL_PARSERS[form], False)
+    programs = Programs(endpoint, TOOL_FORMATS[form], False)
     limits = Limits(30000, 20000)
     one = Speaker(Talker(form), Params(9000), ChatRenderer(Templated(), {}), limits)
     game = game_of({"a": one}, programs)

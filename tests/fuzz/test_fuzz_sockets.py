@@ -21,7 +21,7 @@ from siirl.agents.outside.program import SessionInfo
 from siirl.agents.outside.programs import Programs, starter
 from siirl.agents.policy import Generated
 from siirl.agents.runner import run_all
-from siirl.dialect.tool_formats import hermes
+from siirl.dialect.formats.json_calls import hermes
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.engines.rollout.remote import (
     Address,

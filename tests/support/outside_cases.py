@@ -16,7 +16,7 @@ from siirl.agents.outside.lobby import Door, Lobby
 from siirl.agents.outside.programs import Programs, starter
 from siirl.agents.runner import Game, Played, run_all
 from siirl.compiler.plan import InteractionPlan
-from siirl.dialect.tool_formats import hermes
+from siirl.dialect.formats.json_calls import hermes
 
 HTTP = '''
 import json, os, urllib.error, urllib.request

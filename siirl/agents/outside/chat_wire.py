@@ -12,8 +12,7 @@ from typing import Any
 from siirl.agents.contexts import Chat
 from siirl.agents.episode import MOST_REWARD
 from siirl.agents.outside.content import BadRequest, check_bounds, is_reward, parsed
-from siirl.agents.tool_schema import from_texts
-from siirl.dialect.tool_formats import Parsed, ToolCall
+from siirl.dialect.tool_formats import Parsed, ToolCall, from_texts
 from siirl.errors import EpisodeFailed
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

@@ -10,7 +10,7 @@ from outside_cases import Client, episode, game_of, lobby, play_outside
 from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
 from siirl.agents.outside.programs import MOST_CLIENTS, Programs
 from siirl.agents.runner import run_all
-from siirl.dialect.tool_formats import hermes
+from siirl.dialect.formats.json_calls import hermes
 from siirl.errors import UserCodeError
 from siirl.observe.position import PositionFile, read_position
 from siirl.observe.spans import Observer, observing

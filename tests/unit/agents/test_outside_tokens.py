@@ -15,7 +15,7 @@ from siirl.agents.outside.chat_wire import BadRequest, Said, asked_of, completio
 from siirl.agents.outside.episode_session import Session
 from siirl.agents.policy import Generated
 from siirl.agents.runner import Played, turn_seed
-from siirl.dialect.tool_formats import hermes
+from siirl.dialect.formats.json_calls import hermes
 
 WORDS = [
     "yes",

@@ -14,14 +14,15 @@ import yaml
 
 from siirl.agents.builtin_tools import CalculationError, Calculator, PythonTool, calculate, number_text
 from siirl.agents.tool_files import FunctionTool, check_tool_file, load_tools
-from siirl.agents.tool_schema import argument_errors, check_schema, from_texts, function_schema
+from siirl.agents.tool_schema import argument_errors, check_schema, function_schema
 from siirl.agents.tools import Toolbox, ToolLimits, run_tools, truncated
 from siirl.config.rollout import MultiTurnConfig
 from siirl.dialect.tool_formats import (
-    TOOL_PARSERS,
+    TOOL_FORMATS,
     MalformedCall,
     Parsed,
     ToolCall,
+    from_texts,
     register_tool_parser,
     tool_parser,
 )
@@ -85,7 +86,7 @@ def call_text(name, arguments):
             "ok",
             [("run", {"code": "x = 1\n  y", "n": "3"})],
         ),
-        ("qwen3_coder", f"{HERE}<function=f>oops</function></tool_call>", "", ["outside of <parameter"]),
+        ("qwen3_coder", f"{HERE}<function=f>oops</function></tool_call>", "", ["outside of its parameters"]),
         ("qwen3_coder", f"{HERE}f()</tool_call>", "", ["holds no <function"]),
     ],
 )
@@ -102,9 +103,9 @@ def test_parsers_take_calls_out_of_a_turn(parser, text, content, calls):
 
 def test_the_names_of_parsers_are_those_of_the_configuration():
     rule = MultiTurnConfig.__dataclass_fields__["format"].metadata["rule"]
-    assert set(rule.choices) == set(TOOL_PARSERS)
+    assert set(rule.choices) == {"auto", *TOOL_FORMATS}
     assert tool_parser(f"{FILE}:bad").__name__ == "bad"
-    with pytest.raises(ConfigError, match="Choose one of hermes"):
+    with pytest.raises(ConfigError, match="Choose one of auto, hermes"):
         tool_parser("hermse")
 
 
