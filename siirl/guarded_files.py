@@ -1,11 +1,13 @@
-"""Files where others may write: regular ones, never where a link leads, and read up to a bound."""
+"""Files where others may write: who may, and reads that follow no link, wait for nothing, have a bound."""
 
 import grp
 import os
 import pwd
 import stat
+from pathlib import Path
 
 MOST_BYTES = 1 << 20
+ENTER = stat.S_IXGRP | stat.S_IXOTH
 
 
 def is_own(about: os.stat_result) -> bool:
@@ -17,6 +19,35 @@ def others_write(about: os.stat_result) -> bool:
     """Whether anybody but its owner may write to a file or folder; a group of this user alone is nobody."""
     mode = about.st_mode
     return bool(mode & stat.S_IWOTH) or (bool(mode & stat.S_IWGRP) and not _is_private(about.st_gid))
+
+
+def who_may_change(path: Path) -> str:
+    """Who besides this user and root can change a file or folder, in words; empty if nobody can.
+
+    Others can who may write to it, or to a folder above it, where they could put another in its place;
+    unless a folder above it lets nobody else in.
+    """
+    try:
+        about, above = path.stat(), [parent.stat() for parent in path.resolve().parents]
+    except OSError as error:
+        return f"cannot be looked at: {error.strerror}"
+    if about.st_uid not in (os.geteuid(), 0):
+        return f"belongs to {user_name(about.st_uid)}"
+    if any(one.st_uid in (os.geteuid(), 0) and not one.st_mode & ENTER for one in above):
+        return ""
+    if others_write(about):
+        return "all users may write to it" if about.st_mode & stat.S_IWOTH else "its group may write to it"
+    if any(others_write(one) and not one.st_mode & stat.S_ISVTX for one in above):
+        return "others may write to a folder above it"
+    return ""
+
+
+def user_name(uid: int) -> str:
+    """A user for messages."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
 
 
 def _is_private(gid: int) -> bool:

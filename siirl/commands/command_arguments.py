@@ -16,6 +16,8 @@ def add_commands(commands: Any) -> None:
     resume = commands.add_parser("resume", help="go on with a run from its last checkpoint, by its own keys")
     resume.add_argument("run", metavar="RUN", help="trainer.output_dir of a run")
     resume.add_argument("overrides", nargs="*", metavar="key=value", help="settings that are other now")
+    trust = {"action": "store_true", "help": "also if others can change the run's folder: it names what runs"}
+    resume.add_argument("--trust", **trust)
     resume.set_defaults(command=_resume)
     evaluate = commands.add_parser("eval", help="validate a checkpoint or a model: rewards, pass@k")
     evaluate.add_argument("model", metavar="MODEL", help="a run, a checkpoint global_step_N, a model")
@@ -36,6 +38,7 @@ def add_commands(commands: Any) -> None:
     )
     evaluate.add_argument("--out", type=Path, metavar="DIR", help="where to write [outputs/eval/MODEL_TIME]")
     evaluate.add_argument("--json", action="store_true", help="one object, for programs")
+    evaluate.add_argument("--trust", **trust)
     evaluate.set_defaults(command=_eval)
     chat = commands.add_parser("chat", help="talk to a model, or to the agents of a checkpoint, on the CPU")
     chat.add_argument("model", metavar="MODEL", help="a run, a checkpoint global_step_N, or a model")
@@ -57,13 +60,15 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
     from siirl.commands.resume import resume
     from siirl.runs.run_state import run_folder
 
-    return resume(run_folder(args.run).absolute(), overrides)
+    return resume(run_folder(args.run).absolute(), overrides, args.trust)
 
 
 def _eval(args: argparse.Namespace, overrides: list[str]) -> int:
     from siirl.commands.evaluate import evaluate, table_text
 
-    code, told = evaluate(args.model, overrides, args.config_name, args.samples, args.right, args.out)
+    code, told = evaluate(
+        args.model, overrides, args.config_name, args.samples, args.right, args.out, args.trust
+    )
     if told is not None:
         print_text(json.dumps(told, indent=1) if args.json else table_text(told))
     return code

@@ -14,6 +14,7 @@ from typing import Any
 from siirl.checkpoint.files import MANIFEST
 from siirl.command_line import DEFAULT_CONFIG
 from siirl.commands.recorded_run import RecordedRun, from_here, run_of
+from siirl.commands.trust import permissions
 from siirl.errors import ConfigError, DataError
 from siirl.runs.folder_reader import LeftOut, json_lines, number, numbered
 from siirl.runs.run_files import read_config, read_history
@@ -40,16 +41,20 @@ def evaluate(
     samples: int | None,
     right: float,
     out: Path | None,
+    trust: bool,
 ) -> tuple[int, dict[str, Any] | None]:
     """(exit code of the job, what `siirl eval --json` prints; None if the job failed).
 
     model: a run, a checkpoint, a model's directory or its name on a hub; what lies in a run is evaluated by
     that run's keys. overrides go before them. samples: responses of each prompt. right: the least reward of
-    a right one. ConfigError for what cannot be evaluated.
+    a right one. trust: others may be able to change the run's folder. ConfigError for what cannot be
+    evaluated.
     """
     path = Path(model).expanduser().absolute()
     run = run_of(path) if path.exists() else None
     recorded = RecordedRun.read(run) if run else None
+    by_its_keys = recorded if config_name is None else None
+    permitted = permissions(by_its_keys, "siirl eval", overrides, trust) if by_its_keys else []
     keys = dict(ALWAYS) | _weights(model, path, recorded)
     out = (out or Path("outputs/eval") / f"{path.name}_{time.strftime('%Y%m%d_%H%M%S')}").absolute()
     keys |= {
@@ -64,10 +69,10 @@ def evaluate(
             f"{sampling}.do_sample": "true",
             f"{sampling}.temperature": "1.0",
         }
-    words = [f"{name}={value}" for name, value in keys.items()] + from_here(overrides)
+    words = permitted + [f"{name}={value}" for name, value in keys.items()] + from_here(overrides)
     config = config_name or (recorded.config_file if recorded else DEFAULT_CONFIG)
-    if recorded and config_name is None:
-        recorded.enter_directory()
+    if by_its_keys:
+        by_its_keys.enter_directory()
     job = [sys.executable, "-m", "siirl.main_dag", "--config-name", config, *words]
     code = subprocess.run(job, stdout=sys.stderr).returncode  # what it prints is no part of the result
     if code:

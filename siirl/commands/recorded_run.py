@@ -46,11 +46,16 @@ class RecordedRun:
         steps = [step] if step is not None else saved_steps(self.checkpoints)
         return step_folder(self.checkpoints, steps[0]) if steps else None
 
-    def enter_directory(self) -> None:
-        """Go where the run was started, if that is here: relative paths of its keys begin there."""
+    @property
+    def directory(self) -> str:
+        """Where the run was started, if that is here: relative paths of its keys begin there; or ""."""
         _, start = read_starts(self.folder, LeftOut())
-        if start.directory and os.path.isdir(start.directory):
-            os.chdir(start.directory)
+        return start.directory if start.directory and os.path.isdir(start.directory) else ""
+
+    def enter_directory(self) -> None:
+        """Go where the run was started, if that is here."""
+        if directory := self.directory:
+            os.chdir(directory)
 
 
 def run_of(path: Path) -> Path | None:

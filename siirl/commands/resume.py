@@ -4,18 +4,21 @@ from pathlib import Path
 
 from siirl import main_dag
 from siirl.commands.recorded_run import RecordedRun, from_here
+from siirl.commands.trust import permissions
 from siirl.errors import ConfigError
 from siirl.runs.run_state import read_run
 
 LENGTHS = ("trainer.total_training_steps", "trainer.total_epochs")
 
 
-def resume(folder: Path, overrides: list[str]) -> int:
+def resume(folder: Path, overrides: list[str], trust: bool) -> int:
     """Go on with the run of a folder; the exit code is that of the job.
 
-    ConfigError: it is at its end and no key makes it longer, or it has no checkpoint.
+    trust: others may be able to change the folder. ConfigError: they are, it is at its end and no key makes
+    it longer, or it has no checkpoint.
     """
     recorded, state = RecordedRun.read(folder), read_run(folder)
+    permitted = permissions(recorded, "siirl resume", overrides, trust)
     longer = any(item.lstrip("+").startswith(LENGTHS) for item in overrides)
     if state.status == "ended" and not longer:
         raise ConfigError(
@@ -36,5 +39,5 @@ def resume(folder: Path, overrides: list[str]) -> int:
     }
     given = from_here(overrides)
     recorded.enter_directory()
-    own = [f"{name}={value}" for name, value in keys.items()]
+    own = [f"{name}={value}" for name, value in keys.items()] + permitted
     return main_dag.main(["--config-name", recorded.config_file, *own, *given])

@@ -20,6 +20,7 @@ from siirl.config.resolve import get
 from siirl.config.root import all_keys
 from siirl.config.values import SECRET_KEYS
 from siirl.errors import SandboxError
+from siirl.guarded_files import who_may_change
 from siirl.launch.devices import count_gpus
 from siirl.launch.launcher_choice import Launcher
 from siirl.launch.run_folder import written_folders
@@ -34,7 +35,9 @@ HERE, CLUSTER = "users and programs of this machine", "whoever reaches the machi
 SHUT_IN = "Beside strangers: in a container of your own"
 FIREWALL = "Let only the machines of the run reach each other"
 PRIVATE = "chmod 700 it"
-READ, WRITE, ENTER = 0o004, 0o002, 0o001
+PROGRAM = "Others can write there, and a run's folder says what `siirl resume` and `siirl eval` run"
+OWN = "Choose a folder that is yours, and chmod go-w it"
+READ, ENTER = 0o004, 0o001
 
 
 @dataclass(frozen=True)
@@ -300,6 +303,8 @@ def folders(run: Subject) -> Iterator[Line]:
         if folder.exists():
             readable = _others_may(folder, READ | ENTER)
             yield Line(readable, key, f"{folder}: {_readers(readable)}", PRIVATE if readable else "")
+            if why := who_may_change(folder):
+                yield Line(True, f"who can write {key}", f"{folder}: {why}. {PROGRAM}", OWN)
             continue
         parent = next(path for path in folder.parents if path.is_dir())
         readable = _others_may(parent, ENTER) and not umask & READ
@@ -308,13 +313,16 @@ def folders(run: Subject) -> Iterator[Line]:
 
 
 def changeable(run: Subject) -> Iterator[Line]:
-    """Files that say what the run does, which others may write."""
+    """Files that say what the run does, which others can change."""
     named = [reference.rpartition(" ")[2].partition(":")[0] for reference, _ in _code(run)]
     named += [str(run.cfg.dag.workflow_path or "")]
     for name in dict.fromkeys(named):
         path = Path(name).expanduser().absolute()
-        if path.is_file() and (_others_may(path, WRITE) or _others_may(path.parent, WRITE)):
-            yield Line(True, "code", f"{path}: all users may change it", "chmod o-w it, and its folder")
+        for found in (path, path.parent) if path.is_file() else ():
+            if why := who_may_change(found):
+                remedy = "chown it to you, and chmod go-w it"
+                yield Line(True, "code", f"{found}: others can write: {why}", remedy)
+                break
 
 
 def secrets(run: Subject) -> Iterator[Line]:
@@ -337,8 +345,7 @@ def _others_may(path: Path, bits: int) -> bool:
         mode = path.stat().st_mode
     except OSError:
         return False
-    sticky = bits & WRITE and path.is_dir() and mode & 0o1000
-    return reached and mode & bits == bits and not sticky
+    return reached and mode & bits == bits
 
 
 def _readers(readable: bool) -> str:

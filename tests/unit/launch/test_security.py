@@ -57,10 +57,14 @@ def test_a_check_says_what_is_open_and_how_to_close_it(public_path, capsys, monk
         said["reward_model.sandbox_fusion.url"][0] and "https" in said["reward_model.sandbox_fusion.url"][1]
     )
     assert said[str(reward)][0] and "in reward processes of each rank" in said[str(reward)][1]
-    assert said["code"][0] and "chmod o-w" in said["code"][1]
+    assert said["code"][0] and "others can write: all users may write to it" in said["code"][1]
     assert said["trainer.output_dir"][0] and "chmod 700" in said["trainer.output_dir"][1]
     sandbox = said["programs that a model writes (code rewards, the tool python)"]
     assert sandbox[0] == bool(strongest_isolation().gaps()) and strongest_isolation().mode in sandbox[1]
+
+    (public_path / "out").chmod(0o773)
+    said = lines_of(capsys, f"trainer.output_dir={public_path}/out")
+    assert said["who can write trainer.output_dir"][0]
 
     reward.chmod(0o644)
     (public_path / "out").chmod(0o700)
@@ -74,7 +78,10 @@ def test_a_check_says_what_is_open_and_how_to_close_it(public_path, capsys, monk
         "reward_model.sandbox_fusion.url=https://boxes.example/run",
     )
     closed = ("metrics", "reward_model.sandbox_fusion.url", "trainer.output_dir")
-    assert not any(said[what][0] for what in closed) and "code" not in said
+    assert (
+        not any(said[what][0] for what in closed)
+        and not {"code", "who can write trainer.output_dir"} & said.keys()
+    )
 
 
 def test_tools_environments_and_programs_are_named_with_where_they_run(tmp_path, capsys):
