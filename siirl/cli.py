@@ -75,6 +75,8 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
     run = _planned(args, overrides, args.elsewhere)
     plan = run.plan
     print(f"ok: DAG {plan.dag_id!r}, {len(plan.nodes)} nodes on {plan.world_size} ranks")
+    for line in run.data:
+        print(f"data: {line}")
     for node, why in plan.pruned.items():
         print(f"left out: {node}: {why}")
     for note in plan_notes(plan):

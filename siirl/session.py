@@ -43,6 +43,8 @@ class PlannedRun:
     """The configuration of each node that runs, with what the workflow sets for it alone."""
     warnings: list[str]
     """What will work, but perhaps not as meant: a line each."""
+    data: list[str]
+    """What the files of rows hold, where they are here: a line for each split."""
 
     def __str__(self) -> str:
         notes = "".join(f"note: {note}.\n" for note in plan_notes(self.plan))
@@ -142,4 +144,4 @@ def planned(cfg: Config, elsewhere: bool, found: Findings) -> PlannedRun:
     seen = with_awake_engines(seen, choose_launcher(cfg))
     assert seen.plan is not None, "without a plan there is a problem"
     too_much = memory_warnings(seen.plan, seen.node_cfgs, device_memory_gib())
-    return PlannedRun(seen.cfg, seen.plan, seen.node_cfgs, [*seen.warnings, *too_much])
+    return PlannedRun(seen.cfg, seen.plan, seen.node_cfgs, [*seen.warnings, *too_much], seen.data)

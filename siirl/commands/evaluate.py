@@ -211,7 +211,7 @@ def _agent(row: dict[str, Any]) -> str:
 
 def _file_starts(out: Path) -> tuple[list[int], list[str]]:
     """(number of the first row of each validation file among all rows, the files)."""
-    from siirl.data.check_files import list_files, open_rows
+    from siirl.data.data_files import list_files, open_rows
 
     files = list_files(read_config(out, LeftOut()).get("data.val_files") or ())
     counts = [open_rows(path).num_rows for path in files]

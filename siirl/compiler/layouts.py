@@ -342,6 +342,7 @@ PROMPT_ORDER = (
 PROMPT_LENGTHS = (
     "data.max_prompt_length",
     "data.prompt_key",
+    "data.json_columns",
     "data.tokenizer",
     "data.apply_chat_template_kwargs",
     "actor_rollout_ref.model.path",

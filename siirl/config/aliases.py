@@ -27,6 +27,9 @@ RANGES = {"trainer.nnodes": "trainer.min_nnodes"}
 """Keys that may be given as MIN:MAX, which is their own value: MAX, and that of another key: MIN."""
 
 ALIASES: dict[str, tuple[str, ...]] = {
+    "data.columns.prompt": ("data.prompt_key",),
+    "data.columns.data_source": ("data.reward_fn_key",),
+    "data.columns.images": ("data.image_key",),
     "data.filter_overlong_prompt": ("data.filter_overlong_prompts",),
     f"{_ACTOR}.optim.clip_grad": (f"{_ACTOR}.grad_clip",),
     f"{_ACTOR}.param_offload": (f"{_ACTOR}.fsdp_config.param_offload",),

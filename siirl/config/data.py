@@ -3,9 +3,25 @@
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.config.keys import key, seed_key
+from siirl.config.keys import group, key, seed_key
 
 MIXING = "mixing datasets by probability"
+FILES = (
+    "parquet, JSON, CSV or Arrow, one or a list; a pattern as data/train*.jsonl or a folder stands for its "
+    "files; reasoning_gym:TASK?size=N&seed=N and verifiers:ENVIRONMENT make rows"
+)
+
+
+@dataclass(frozen=True)
+class ColumnsConfig:
+    """Columns of dataset files by what they hold, as {prompt: question, ground_truth: answer}."""
+
+    ground_truth: str | None = key(
+        None,
+        "column of the right answer, or a dotted name within one, as meta.answer; null: "
+        "reward_model.ground_truth, else ground_truth",
+    )
+    extra_info: str = key("extra_info", "column of what else a reward function gets")
 
 
 @dataclass(frozen=True)
@@ -30,20 +46,20 @@ class DataConfig:
         "the run's first start, which its record keeps",
     )
     train_files: tuple[str, ...] = key(
-        ("~/data/rlhf/gsm8k/train.parquet",),
-        "parquet files of training prompts, reasoning_gym:TASK?size=N&seed=N, or verifiers:ENVIRONMENT: "
-        "one or a list",
+        ("~/data/rlhf/gsm8k/train.parquet",), f"files of training prompts: {FILES}"
     )
     val_files: tuple[str, ...] = key(
-        ("~/data/rlhf/gsm8k/test.parquet",),
-        "parquet files of validation prompts, reasoning_gym:TASK?size=N&seed=N, or verifiers:ENVIRONMENT: "
-        "one or a list",
+        ("~/data/rlhf/gsm8k/test.parquet",), f"files of validation prompts: {FILES}"
     )
     prompt_key: str = key("prompt", "column of the prompt: chat messages [{role, content}, ...] or a string")
     image_key: str = key(
         "images",
         "column of the images of a prompt, for each <image> in it: bytes, a path, or {bytes, path}",
-        when="dataset_type=vlm",
+        when="data.dataset_type=vlm",
+    )
+    columns: ColumnsConfig = group(ColumnsConfig, "columns of dataset files")
+    json_columns: tuple[str, ...] = key(
+        (), "columns whose text is JSON, and is read as such: a chat in prompt, a map in extra_info"
     )
     response_keys: tuple[str, ...] = key(
         ("response",),
@@ -83,6 +99,9 @@ class DataConfig:
         later_choices=dict.fromkeys(("interleave_under", "interleave_over"), MIXING),
     )
     reward_fn_key: str = key("data_source", "column that selects the reward function")
+    data_source: str | None = key(
+        None, "data source of all rows of files without the column reward_fn_key, e.g. math"
+    )
     seed: int = seed_key(None, "seed of the order of prompts")
 
     @property

@@ -83,7 +83,7 @@ def _about(group: str) -> str:
 def _entry(key: Key) -> str:
     rule, last = key.rule, key.name.rsplit(".", 1)[-1]
     if key.name in ALIASES:
-        return bullet(f"`{last}`: older name of {' and '.join(f'`{name}`' for name in ALIASES[key.name])}.")
+        return bullet(f"`{last}`: another name of {' and '.join(f'`{name}`' for name in ALIASES[key.name])}.")
     meaning = rule.doc
     if rule.choices and not has_one_value(key):
         meaning += f"; one of {', '.join(f'`{name}`' for name in rule.choices)}"

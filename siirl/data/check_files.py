@@ -1,40 +1,18 @@
 """Checks of dataset files without torch or a tokenizer: the launcher runs them before any worker starts."""
 
 import difflib
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from siirl.config import Config
-from siirl.data import verifiers_rows
-from siirl.data.reasoning_gym_rows import PREFIX, GeneratedRows, first_overlap
-from siirl.data.verifiers_rows import VerifiersRows
+from siirl.data.columns import EXTRA_KEY, GROUND_TRUTH_KEY, Columns
+from siirl.data.data_files import DataFile, list_files, read_columns
+from siirl.data.reasoning_gym_rows import first_overlap
+from siirl.data.row_values import is_json, is_list, is_text
 from siirl.errors import DataError, Place
 from siirl.findings import Findings
-
-GROUND_TRUTH_KEY = "reward_model"
-EXTRA_KEY = "extra_info"
-UNREADABLE = (pa.ArrowException, OSError, ValueError)
-"""What pyarrow raises for a file that is not what it should be; ValueError: a text that is no UTF-8."""
-
-MADE = {PREFIX: GeneratedRows, verifiers_rows.PREFIX: VerifiersRows}
-"""What a name begins with -> the rows that it stands for."""
-DataFile = Path | GeneratedRows | VerifiersRows
-"""What an entry of data.train_files names: a parquet file, or rows that are made."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a DataFile, before any is read."""
-
-    schema: pa.Schema
-    num_rows: int
-    read: Callable[[list[str]], pa.Table]
-    """The rows, of these columns. UNREADABLE for a file that is corrupt."""
 
 
 def inspect_data(cfg: Config) -> dict[str, int]:
@@ -54,9 +32,8 @@ def inspect_data(cfg: Config) -> dict[str, int]:
     for split in splits_read(cfg):
         with found.at():
             files = cfg.data.train_files if split == "train" else cfg.data.val_files
-            source_key = cfg.data.reward_fn_key
-            images = cfg.data.image_key if cfg.data.has_images else ""
-            counts[split] = inspect_files(files, cfg.data.prompt_key, required, source_key, responses, images)
+            columns = Columns.of(cfg.data)
+            counts[split] = inspect_files(files, columns, required, responses, cfg.data.has_images)
     with found.at():
         if len(counts) == 2:
             _refuse_overlap(cfg)
@@ -99,15 +76,11 @@ def data_sources(cfg: Config) -> set[str]:
             if not isinstance(path, Path):
                 found.add(path.data_source)
                 continue
-            try:
-                column = open_rows(path).read([key])[key]
-            except UNREADABLE as error:
-                raise DataError(f"{path} is corrupt: {error}. Write the file again.") from error
-            kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-            if not _is_text(kind):
+            column = read_columns(path, Columns.of(cfg.data).open(path), [key])[key]
+            if not is_text(column.type):
                 raise DataError(
-                    f"{path}: column {key!r} has type {kind}: it selects the reward function, by name. "
-                    "Store text in it, or set data.reward_fn_key."
+                    f"{path}: column {key!r} has type {column.type}: it selects the reward function, by "
+                    "name. Store text in it, or set data.reward_fn_key."
                 )
             if column.null_count:
                 raise DataError(
@@ -120,23 +93,23 @@ def data_sources(cfg: Config) -> set[str]:
 
 def inspect_files(
     files: str | Sequence[str],
-    prompt_key: str = "prompt",
+    columns: Columns | None = None,
     required: Sequence[str] = ("data_source",),
-    source_key: str = "data_source",
     responses: Sequence[str] = (),
-    images: str = "",
+    images: bool = False,
 ) -> int:
-    """Check the metadata of parquet files and return their total number of rows. Reads no data pages.
+    """Check names and types of the columns of files and return their total number of rows.
 
-    DataError for a missing, unreadable or corrupt file, a missing column, a column of the wrong type, no
-    rows.
+    Of parquet and Arrow files it reads no rows. DataError for a missing, unreadable or corrupt file, a
+    missing column, a column of the wrong type, no rows.
     """
+    columns = columns or Columns()
     num_rows = 0
     found = Findings(Place.DATA)
     for path in list_files(files):
         with found.at():
-            rows = open_rows(path, prompt_key, source_key)
-            check_columns(path, rows.schema, prompt_key, required, responses, images)
+            rows = columns.open(path)
+            check_columns(path, rows.schema, columns, required, responses, images)
             num_rows += rows.num_rows
     found.close()
     if num_rows == 0:
@@ -146,64 +119,22 @@ def inspect_files(
     return num_rows
 
 
-def list_files(files: str | Sequence[str]) -> list[DataFile]:
-    """What the names stand for, `~` expanded. DataError for no file at all, or one that does not exist."""
-    names = [files] if isinstance(files, str) else files
-    paths = [_named(name) for name in names]
-    if not paths:
-        raise DataError("no dataset files given. Set data.train_files and data.val_files to parquet files.")
-    found = Findings(Place.DATA)
-    for path in paths:
-        if isinstance(path, Path) and not path.is_file():
-            what = "is a directory" if path.is_dir() else "does not exist"
-            hint = _as_list(path) or _near_files(path)
-            found.add(DataError(f"dataset file {path} {what}: expected a parquet file. {hint}"))
-    found.close()
-    return paths
-
-
-def _named(name: str) -> DataFile:
-    made = next((rows for prefix, rows in MADE.items() if name.startswith(prefix)), None)
-    return Path(name).expanduser() if made is None else made(name)
-
-
-def open_rows(file: DataFile, prompt_key: str = "prompt", source_key: str = "data_source") -> Rows:
-    """The rows of a file, memory-mapped. DataError if it cannot be read as parquet, or no rows can be made.
-
-    prompt_key, source_key: columns of rows that are made.
-    """
-    if not isinstance(file, Path):
-        return Rows(
-            file.schema(prompt_key, source_key),
-            file.num_rows,
-            lambda columns: file.table(prompt_key, source_key).select(columns),
-        )
-    try:
-        parquet = pq.ParquetFile(file, memory_map=file.stat().st_size > 0)
-    except UNREADABLE as error:
-        fix = (
-            "Write the file again" if file.suffix == ".parquet" else "Write its rows as parquet: docs/data.md"
-        )
-        raise DataError(f"{file} cannot be read as parquet: {str(error).rstrip('.')}. {fix}.") from error
-    return Rows(parquet.schema_arrow, parquet.metadata.num_rows, parquet.read)
-
-
 def check_columns(
     path: DataFile,
     schema: pa.Schema,
-    prompt_key: str,
+    columns: Columns,
     required: Sequence[str],
     responses: Sequence[str] = (),
-    images: str = "",
+    images: bool = False,
 ) -> None:
     """DataError: a column is missing, the prompt is no chat and no text, or a value is not JSON.
 
-    responses: columns of given responses, which are texts or chats, too. images: column of images, if any.
+    responses: columns of given responses, which are texts or chats, too. images: whether rows have images.
     """
     found = Findings(Place.DATA)
-    found.take(_column_problems(path, schema, prompt_key, required))
-    found.take(_response_problems(path, schema, prompt_key, responses))
-    found.take(_image_problems(path, schema, images) if images else ())
+    found.take(_column_problems(path, schema, columns.prompt, required))
+    found.take(_response_problems(path, schema, columns.prompt, responses))
+    found.take(_image_problems(path, schema, columns.images) if images else ())
     found.close()
 
 
@@ -218,7 +149,7 @@ def _response_problems(
             yield DataError(
                 f"{path} has no column {name!r} of responses: it has {', '.join(schema.names)}. {hint}"
             )
-        elif not (_is_text(schema.field(name).type) or _is_chat(schema.field(name).type)):
+        elif not is_prompt(schema.field(name).type):
             yield DataError(
                 f"{path}: column {name!r} has type {schema.field(name).type}: a response is a string, or a "
                 "list of one {role, content} message of the assistant. Convert the column."
@@ -233,10 +164,12 @@ def _image_problems(path: DataFile, schema: pa.Schema, name: str) -> Iterator[Da
         )
         return
     kind = schema.field(name).type
+    if is_json(kind):
+        return
     kind = kind.value_type if is_list(kind) else kind
     fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {"": kind}
     held = [fields[key] for key in ("bytes", "path", "image", "") if key in fields]
-    if not held or not all(_is_text(one) or _is_bytes(one) or pa.types.is_null(one) for one in held):
+    if not held or not all(is_text(one) or _is_bytes(one) or pa.types.is_null(one) for one in held):
         yield DataError(
             f"{path}: column {name!r} has type {schema.field(name).type}: an image is the bytes of a file, "
             "a path, or {bytes, path}; a prompt has one or a list. Convert the column."
@@ -255,8 +188,8 @@ def _column_problems(
             why, fix = _column_use(name, prompt_key)
             near = difflib.get_close_matches(name, schema.names, n=1)
             hint = f"Did you mean {near[0]!r}? " if near else ""
-            columns = ", ".join(schema.names)
-            yield DataError(f"{path} has no column {name!r}, {why}: it has {columns}. {hint}{fix}.")
+            held = ", ".join(schema.names)
+            yield DataError(f"{path} has no column {name!r}, {why}: it has {held}. {hint}{fix}.")
     read = [
         n for n in dict.fromkeys((prompt_key, *required, GROUND_TRUTH_KEY, EXTRA_KEY)) if n in schema.names
     ]
@@ -267,9 +200,7 @@ def _column_problems(
                 "Rename or drop the others."
             )
             return
-    if prompt_key in read and not (
-        _is_text(schema.field(prompt_key).type) or _is_chat(schema.field(prompt_key).type)
-    ):
+    if prompt_key in read and not is_prompt(schema.field(prompt_key).type):
         yield DataError(
             f"{path}: column {prompt_key!r} has type {schema.field(prompt_key).type}: a prompt is a list of "
             "{role, content} messages with text content, or a plain string. Convert the column."
@@ -279,7 +210,8 @@ def _column_problems(
         if name == GROUND_TRUTH_KEY and not (pa.types.is_struct(kind) or pa.types.is_null(kind)):
             yield DataError(
                 f"{path}: column {name!r} has type {kind}: it is read as a struct with the field "
-                "ground_truth. Store {'ground_truth': ...} in it."
+                "ground_truth. Store {'ground_truth': ...} in it, or name the column of the right answer by "
+                f"data.columns.ground_truth={name}."
             )
             continue
         for where, leaf in _foreign_leaves(name, kind) if name != prompt_key else ():
@@ -294,29 +226,39 @@ def _column_use(name: str, prompt_key: str) -> tuple[str, str]:
     if name == GROUND_TRUTH_KEY:
         return (
             "where rewards find the right answer",
-            "Write it as {ground_truth: ...}, or score by your own function (custom_reward_function.path)",
+            "Name the column of the right answer by data.columns.ground_truth, or score by your own function "
+            "(custom_reward_function.path)",
         )
-    key = "data.prompt_key" if name == prompt_key else "data.reward_fn_key"
-    return f"which {key} names", f"Set {key} to the one that it is"
+    if name == prompt_key:
+        return "which data.prompt_key names", "Set data.prompt_key to the one that it is"
+    fix = "Set data.reward_fn_key to the one that it is, or name the source of all rows by data.data_source"
+    return "which data.reward_fn_key names", fix
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
-def is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
-def _is_chat(kind: pa.DataType) -> bool:
+def is_plain_chat(kind: pa.DataType) -> bool:
+    """Whether a column holds lists of {role, content} with text content."""
     if not is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
     fields = {field.name: field.type for field in kind.value_type}
-    return {"role", "content"} <= set(fields) and _is_text(fields["role"]) and _is_text(fields["content"])
+    return {"role", "content"} <= set(fields) and is_text(fields["role"]) and is_text(fields["content"])
+
+
+def is_prompt(kind: pa.DataType) -> bool:
+    """Whether a column may hold prompts, as `chat_of` reads them."""
+    if is_text(kind) or is_json(kind) or is_plain_chat(kind):
+        return True
+    if not is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return False
+    fields = {field.name: field.type for field in kind.value_type}
+    if {"from", "value"} <= set(fields):
+        return is_text(fields["from"]) and is_text(fields["value"])
+    content = fields.get("content")
+    parts = content is not None and is_list(content) and pa.types.is_struct(content.value_type)
+    return "role" in fields and parts and is_text(fields["role"])
 
 
 def _foreign_leaves(where: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
-    """(dotted name, type) of each value inside `kind` that JSON does not know."""
+    """(dotted name, type) of each value inside `kind` that `plain` makes no JSON of."""
     if pa.types.is_struct(kind):
         for field in kind:
             yield from _foreign_leaves(f"{where}.{field.name}", field.type)
@@ -325,32 +267,15 @@ def _foreign_leaves(where: str, kind: pa.DataType) -> Iterator[tuple[str, pa.Dat
     elif pa.types.is_dictionary(kind):
         yield from _foreign_leaves(where, kind.value_type)
     elif not (
-        _is_text(kind)
+        is_text(kind)
         or pa.types.is_integer(kind)
         or pa.types.is_floating(kind)
         or pa.types.is_boolean(kind)
         or pa.types.is_null(kind)
+        or pa.types.is_temporal(kind)
+        or pa.types.is_decimal(kind)
     ):
         yield where, kind
-
-
-def _as_list(path: Path) -> str:
-    """How to write several files that stand in one text; empty if it is no such text."""
-    parts = re.split(r"[\s,;]+", str(path))
-    if len(parts) < 2 or not all(Path(part).expanduser().is_file() for part in parts):
-        return ""
-    return f"Several files are a list: [{','.join(parts)}]."
-
-
-def _near_files(path: Path) -> str:
-    where = path if path.is_dir() else path.parent
-    found = {file.stem: file for file in sorted(where.glob("*.parquet"))}
-    if not found:
-        what = "has no parquet file" if where.is_dir() else "is no folder"
-        return f"{where.absolute()} {what}: check the path, or write the dataset first."
-    if near := difflib.get_close_matches(path.stem, found, n=1):
-        return f"Did you mean {str(found[near[0]])!r}?"
-    return f"Parquet files there: {', '.join(file.name for file in list(found.values())[:5])}."
 
 
 def _names(files: str | Sequence[str]) -> str:

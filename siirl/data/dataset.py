@@ -1,4 +1,4 @@
-"""Prompts from parquet files in the verl/siiRL column layout, or made, tokenised when a step needs them."""
+"""Prompts from files of rows, or made, tokenised when a step needs them."""
 
 import bisect
 import itertools
@@ -15,19 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
 from siirl.data.chat import Prompt, as_messages, encode_prompts
-from siirl.data.check_files import (
-    EXTRA_KEY,
-    GROUND_TRUTH_KEY,
-    UNREADABLE,
-    DataFile,
-    check_columns,
-    is_list,
-    list_files,
-    open_rows,
-)
+from siirl.data.check_files import check_columns, is_plain_chat
+from siirl.data.columns import EXTRA_KEY, GROUND_TRUTH_KEY, Columns
+from siirl.data.data_files import UNREADABLE, DataFile, list_files, read_columns
 from siirl.data.image_reader import ImageReader
-from siirl.data.images import read_images, with_image_parts
+from siirl.data.images import num_images, read_images, with_image_parts
 from siirl.data.response_columns import ResponseColumns
+from siirl.data.row_checks import response_problems
+from siirl.data.row_values import chat_of, is_json, is_list, is_text, plain, text_bytes, truth_of, values_of
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.dialect.dialect import dialect_of
 from siirl.dialect.template import template_options
@@ -59,8 +54,7 @@ class PromptDataset:
         files: str | Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
         *,
-        prompt_key: str = "prompt",
-        data_source_key: str = "data_source",
+        columns: Columns | None = None,
         max_prompt_length: int = 512,
         truncation: Literal["error", "left", "right", "middle"] = "error",
         filter_overlong: bool = False,
@@ -68,22 +62,22 @@ class PromptDataset:
         response_keys: Sequence[str] = (),
         max_response_length: int = UNBOUNDED,
         end_id: int | None = None,
-        image_key: str = "images",
         image_reader: ImageReader | None = None,
     ):
         """response_keys: columns of responses that come with the prompts (rollout.name=dataset).
 
         end_id: the token that ends them, if it is not the tokenizer's end of sequence.
 
-        image_reader: of the model that sees the images of the column image_key; None: there are none.
+        image_reader: of the model that sees the images of the column of images; None: there are none.
         """
         self.tokenizer = tokenizer
-        self.prompt_key, self.data_source_key = prompt_key, data_source_key
+        self.columns = columns or Columns()
+        self.prompt_key, self.data_source_key = self.columns.prompt, self.columns.source
         self.max_prompt_length, self.truncation = max_prompt_length, truncation
         self.template_kwargs = template_kwargs or {}
         self.responses = ResponseColumns(response_keys, tokenizer, max_response_length, end_id)
         self.max_response_length = max_response_length
-        self.image_key, self.image_reader = image_key, image_reader
+        self.image_key, self.image_reader = self.columns.images, image_reader
         self.files = list_files(files)
         self._tables = [self._read(path) for path in self.files]
         self._starts = [0, *itertools.accumulate(table.num_rows for table in self._tables)]
@@ -92,7 +86,9 @@ class PromptDataset:
             names = ", ".join(map(str, self.files))
             raise DataError(f"no rows in {names}: the dataset is empty. Check how the files were written.")
         for start, table in zip(self._starts, self._tables, strict=False):
-            self.responses.check(table, lambda row, start=start: self.where(start + row))
+            names = self.responses.names
+            for problem in response_problems(table, names, lambda row, start=start: self.where(start + row)):
+                raise problem
         if filter_overlong:
             self._drop_overlong()
         elif truncation == "error":
@@ -108,8 +104,7 @@ class PromptDataset:
         return cls(
             data.train_files if split == "train" else data.val_files,
             tokenizer,
-            prompt_key=data.prompt_key,
-            data_source_key=data.reward_fn_key,
+            columns=Columns.of(data),
             max_prompt_length=data.max_prompt_length,
             truncation=data.truncation,
             filter_overlong=data.filter_overlong_prompts,
@@ -117,7 +112,6 @@ class PromptDataset:
             response_keys=data.response_keys if gives else (),
             end_id=dialect_of(cfg, tokenizer).end_id if gives else None,
             max_response_length=data.max_response_length,
-            image_key=data.image_key,
             image_reader=ImageReader.from_config(cfg),
         )
 
@@ -148,7 +142,7 @@ class PromptDataset:
                     "prompt_length": len(prompt_ids),
                     "raw_prompt": as_messages(prompt),
                     "data_source": record.get(self.data_source_key),
-                    "ground_truth": (record.get(GROUND_TRUTH_KEY) or {}).get("ground_truth"),
+                    "ground_truth": truth_of(record.get(GROUND_TRUTH_KEY)),
                     "extra_info": record.get(EXTRA_KEY),
                     "given_responses": responses or None,
                     "images": list(seen.images),
@@ -184,8 +178,8 @@ class PromptDataset:
     def extra_infos(self) -> list[Any]:
         """extra_info of every row, in order; None where the file has none."""
         columns = [
-            table[EXTRA_KEY].to_pylist() if EXTRA_KEY in table.column_names else [None] * len(table)
-            for table in self._tables
+            values_of(table, EXTRA_KEY, str(file)) if EXTRA_KEY in table.column_names else [None] * len(table)
+            for file, table in zip(self.files, self._tables, strict=True)
         ]
         everything = [info for column in columns for info in column]
         return [everything[sample_index] for sample_index in self._kept]
@@ -196,36 +190,33 @@ class PromptDataset:
         return f"{self.files[file]}, row {sample_index - self._starts[file]}"
 
     def _read(self, path: DataFile) -> pa.Table:
-        rows = open_rows(path, self.prompt_key, self.data_source_key)
+        rows = self.columns.open(path)
         given = self.responses.names
         required = () if given else (self.data_source_key,)
         images = (self.image_key,) if self.image_reader else ()
-        check_columns(path, rows.schema, self.prompt_key, required, given, "".join(images))
+        check_columns(path, rows.schema, self.columns, required, given, bool(images))
         wanted = dict.fromkeys(
             (self.prompt_key, self.data_source_key, GROUND_TRUTH_KEY, EXTRA_KEY, *given, *images)
         )
-        try:
-            return rows.read([name for name in wanted if name in rows.schema.names])
-        except UNREADABLE as error:
-            raise DataError(f"{path} is corrupt: {error}. Write the file again.") from error
+        return read_columns(path, rows, [name for name in wanted if name in rows.schema.names])
 
     def _record(self, sample_index: int) -> dict[str, Any]:
         file = bisect.bisect_right(self._starts, sample_index) - 1
         row = self._tables[file].slice(sample_index - self._starts[file], 1)
         try:
-            record = row.to_pylist()[0]
+            cells = row.to_pylist()[0]
         except UNREADABLE as error:
             raise DataError(
                 f"{self.where(sample_index)} is corrupt: {error}. Write the file again."
             ) from error
+        where = self.where(sample_index)
+        record = {name: plain(cell, f"{where}: column {name!r}") for name, cell in cells.items()}
         prompt = record[self.prompt_key]
         if not prompt:
             raise DataError(
-                f"{self.where(sample_index)}: the prompt in column {self.prompt_key!r} is empty. "
-                "Remove the row or fill it in."
+                f"{where}: the prompt in column {self.prompt_key!r} is empty. Remove the row or fill it in."
             )
-        if not isinstance(prompt, str):  # struct columns fill absent keys of a message with null
-            record[self.prompt_key] = [{k: v for k, v in turn.items() if v is not None} for turn in prompt]
+        record[self.prompt_key] = chat_of(prompt, f"{where}: the prompt", self.image_reader is not None)
         return record
 
     def _fit(self, ids: list[int], sample_index: int) -> list[int]:
@@ -312,6 +303,9 @@ class PromptDataset:
         if self.image_reader is None:
             return bounds
         column = table[self.image_key]
+        if is_json(column.type):
+            cells = values_of(table, self.image_key)
+            return bounds + self.image_reader.most_tokens * np.array([num_images(cell) for cell in cells])
         counts = pc.list_value_length(column) if is_list(column.type) else pc.is_valid(column)
         counts = pc.fill_null(counts.cast(pa.int64()), 0).to_numpy()
         return bounds + counts * self.image_reader.most_tokens
@@ -363,8 +357,11 @@ def _token_bounds(prompts: pa.ChunkedArray) -> np.ndarray:
     """An upper bound of the number of tokens of each prompt, from the bytes of its text."""
     bounds = []
     for chunk in prompts.chunks:
-        if pa.types.is_string(chunk.type) or pa.types.is_large_string(chunk.type):
+        if is_text(chunk.type):
             bounds.append(_byte_lengths(chunk) + TEMPLATE_TOKENS)
+            continue
+        if not is_plain_chat(chunk.type):
+            bounds.append(np.array([_most_tokens_of(plain(cell)) for cell in chunk.to_pylist()], np.int64))
             continue
         owner = _numbers(pc.list_parent_indices(chunk))
         turns = pc.list_flatten(chunk)
@@ -374,6 +371,11 @@ def _token_bounds(prompts: pa.ChunkedArray) -> np.ndarray:
         per_row = np.bincount(owner, weights=sizes + MESSAGE_TOKENS, minlength=len(chunk))
         bounds.append(per_row.astype(np.int64) + TEMPLATE_TOKENS)
     return np.concatenate(bounds) if bounds else np.zeros(0, dtype=np.int64)
+
+
+def _most_tokens_of(cell: Any) -> int:
+    turns = len(cell) if isinstance(cell, list) else 0
+    return sum(text_bytes(cell)) + MESSAGE_TOKENS * turns + TEMPLATE_TOKENS
 
 
 def _byte_lengths(texts: pa.Array) -> np.ndarray:

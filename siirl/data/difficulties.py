@@ -4,7 +4,9 @@ import math
 from typing import Any
 
 from siirl.config import Config
-from siirl.data.check_files import EXTRA_KEY, UNREADABLE, list_files, open_rows
+from siirl.data.columns import EXTRA_KEY, Columns
+from siirl.data.data_files import list_files, read_columns
+from siirl.data.row_values import values_of
 from siirl.errors import DataError
 
 
@@ -25,12 +27,9 @@ def check_difficulties(cfg: Config) -> None:
     if key is None or cfg.trainer.val_only or cfg.data.filter_overlong_prompts:
         return
     for file in list_files(cfg.data.train_files):
-        rows = open_rows(file, cfg.data.prompt_key, cfg.data.reward_fn_key)
+        rows = Columns.of(cfg.data).open(file)
         infos: list[Any] = [None]
         if EXTRA_KEY in rows.schema.names:
-            try:
-                infos = rows.read([EXTRA_KEY])[EXTRA_KEY].to_pylist()
-            except UNREADABLE as error:
-                raise DataError(f"{file} is corrupt: {error}. Write the file again.") from error
+            infos = values_of(read_columns(file, rows, [EXTRA_KEY]), EXTRA_KEY, str(file))
         for row, info in enumerate(infos):
             difficulty_of(key, f"{file}, row {row}", info)

@@ -33,6 +33,12 @@ def read_images(value: Any, where: str) -> list[str]:
     return [encode_image(image, f"{where}: image {number + 1}") for number, image in enumerate(images)]
 
 
+def num_images(value: Any) -> int:
+    """How many images a cell of the column holds."""
+    many = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return len(value) if many else int(value is not None)
+
+
 def encode_image(image: Any, where: str) -> str:
     """An image of a cell in base64. DataError, with `where`, for what is none."""
     if isinstance(image, Mapping):

@@ -1,25 +1,20 @@
 """Responses that a dataset gives: columns of texts to the tokens that a rollout would have sampled."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
+from siirl.data.row_values import chat_of
 from siirl.errors import DataError
-
-ONE_MESSAGE = (
-    "a response is a string, or a list of one message of the assistant; earlier turns belong to the prompt"
-)
 
 
 class ResponseColumns:
     """Columns of responses, one for each response of a prompt.
 
     A response is its text and the token that ends a turn of the model, as a rollout ends: no chat template is
-    applied, as the prompt's ends where the assistant begins.
+    applied, as the prompt's ends where the assistant begins. One that is written with its end gets no
+    second one.
     """
 
     def __init__(
@@ -39,17 +34,6 @@ class ResponseColumns:
                 "learns from given responses would never learn to end one. Name another by data.tokenizer."
             )
 
-    def check(self, table: pa.Table, where: Callable[[int], str]) -> None:
-        """DataError for rows without a response, or with a chat of another form. where: names a row."""
-        for name in self.names:
-            column = table[name]
-            wrong = pc.is_null(column)
-            if pa.types.is_nested(column.type):
-                wrong = pc.or_kleene(wrong, pc.not_equal(pc.list_value_length(column), 1))
-            rows = np.flatnonzero(wrong.to_numpy(zero_copy_only=False).astype(bool))
-            if len(rows):
-                raise DataError(f"{where(int(rows[0]))}: column {name!r} holds no response: {ONE_MESSAGE}.")
-
     def encode(self, records: Sequence[Mapping[str, Any]], wheres: Sequence[str]) -> list[list[list[int]]]:
         """The responses of each row as tokens, cut to the longest that there may be."""
         lists = self.encode_whole(records, wheres)
@@ -60,12 +44,12 @@ class ResponseColumns:
     ) -> list[list[list[int]]]:
         """The same, whole."""
         texts = [
-            self._text(record[name], name, where)
+            _text(record[name], f"{where}: column {name!r}")
             for record, where in zip(records, wheres, strict=True)
             for name in self.names
         ]
-        ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        ended = iter([[*tokens, self._end_id] for tokens in ids])
+        tokens = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        ended = iter([ids if ids[-1:] == [self._end_id] else [*ids, self._end_id] for ids in tokens])
         return [[next(ended) for _ in self.names] for _ in records]
 
     def too_long(self, lists: Sequence[Sequence[Sequence[int]]]) -> Iterator[tuple[int, str, int]]:
@@ -76,12 +60,7 @@ class ResponseColumns:
             if over:
                 yield place, *over
 
-    def _text(self, value: str | list[dict[str, Any]], name: str, where: str) -> str:
-        if isinstance(value, str):
-            return value
-        (message,) = value
-        if message.get("role") != "assistant" or message.get("content") is None:
-            raise DataError(
-                f"{where}: column {name!r} holds a message of role {message.get('role')!r}: {ONE_MESSAGE}."
-            )
-        return message["content"]
+
+def _text(value: Any, where: str) -> str:
+    chat = chat_of(value, where)
+    return chat if isinstance(chat, str) else chat[0]["content"]

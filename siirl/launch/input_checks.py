@@ -20,6 +20,7 @@ from siirl.dag.ops import score_names
 from siirl.data.check_files import data_sources, inspect_data
 from siirl.data.difficulties import check_difficulties
 from siirl.data.recorded_rollouts import check_recorded
+from siirl.data.row_checks import count_rows
 from siirl.data.teacher_routes import check_routes
 from siirl.errors import ConfigError, NotSupportedError, Place
 from siirl.findings import Findings
@@ -30,10 +31,11 @@ from siirl.rewards.by_data_source import RewardChooser
 from siirl.user_code.extras import env_package
 
 
-def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
-    """Data, models and packages that a run on this machine lacks.
+def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> list[str]:
+    """Data, models and packages that a run on this machine lacks; returns what the data holds, in lines.
 
-    Reads metadata, and the data sources of the prompts. A model that is named as on a hub is left out.
+    Reads the prompts and right answers of the data, and metadata of the models. A model that is named as on a
+    hub is left out.
     """
     check_packages(plan, node_cfgs, found)
     so_far = len(found)
@@ -45,6 +47,7 @@ def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -
             check_difficulties(node_cfgs[loader.node])
     if len(found) == so_far:
         check_sources(plan, node_cfgs, found)
+    told = check_rows(plan, node_cfgs, found) if len(found) == so_far else []
     check_taught(plan, node_cfgs, len(found) == so_far, found)
     for model in plan.models.values():
         check_model(node_cfgs[model.node], model, found)
@@ -56,6 +59,7 @@ def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -
         with found.at(Place.DATA):
             if "recordings" in node.needs:
                 check_recorded(cfg, node.agent)
+    return told
 
 
 def check_sources(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
@@ -67,6 +71,18 @@ def check_sources(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) 
                 check_data_sources(cfg)
             if node.spec.combines:
                 check_weights(cfg, [key.name for key in plan.run_of(name).reads])
+
+
+def check_rows(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> list[str]:
+    """Each prompt and right answer of the data can be read; returns how many rows there are, by source."""
+    scored = {node.agent: node_cfgs[name] for name, node in plan.nodes.items() if "scorer" in node.needs}
+    told: list[str] = []
+    for loader in plan.loaders.values():
+        chooser = RewardChooser(scored[loader.agent]) if loader.agent in scored else None
+        with found.at(Place.DATA):
+            counts = count_rows(node_cfgs[loader.node], chooser.check_truth if chooser else None)
+            told += map(str, counts)
+    return list(dict.fromkeys(told))
 
 
 def check_data_sources(cfg: Config) -> None:

@@ -34,6 +34,8 @@ class Survey:
     """Of each kept node."""
     warnings: list[str] = field(default_factory=list)
     """A line each."""
+    data: list[str] = field(default_factory=list)
+    """What the files of rows hold: a line for each split."""
 
 
 def survey(cfg: Config, found: Findings) -> Survey:
@@ -89,7 +91,7 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
             check_reward_code(seen.cfg, found)
             check_resumed(seen.cfg, None, found)
         return seen
-    configs, warnings = dict(seen.node_cfgs), list(seen.warnings)
+    configs, warnings, data = dict(seen.node_cfgs), list(seen.warnings), list[str]()
     for model in seen.plan.models.values():
         with found.at(Place.MODELS):
             try:
@@ -108,8 +110,8 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
     if not elsewhere:
         from siirl.launch.input_checks import check_inputs
 
-        check_inputs(seen.plan, seen.node_cfgs, found)
+        data = check_inputs(seen.plan, seen.node_cfgs, found)
         check_resumed(seen.cfg, seen.plan, found)
         with found.at(Place.MACHINE):
             refuse_busy(seen.cfg)
-    return Survey(seen.cfg, seen.plan, configs, list(dict.fromkeys(warnings)))
+    return Survey(seen.cfg, seen.plan, configs, list(dict.fromkeys(warnings)), data)

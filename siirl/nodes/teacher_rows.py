@@ -10,8 +10,8 @@ from siirl.algorithms.distillation import mixture
 from siirl.config.teacher import SAMPLED, WHOLE
 from siirl.dag.fields_read import OF_TEACHER, Names
 from siirl.dag.teacher_fields import teacher_outputs
+from siirl.data.row_values import value_at
 from siirl.data.rows import objects, take_rows, widened
-from siirl.data.teacher_routes import value_of
 from siirl.engines.train.base import TrainEngine
 from siirl.errors import DataError
 from siirl.nodes.context import OpContext
@@ -59,7 +59,7 @@ def _taken(ctx: OpContext, rows: TensorDict) -> Tensor:
     if not teacher.takes:
         return torch.ones(len(rows), dtype=torch.bool, device=device)
     field, _, path = teacher.by.partition(".")
-    values = [value_of(value, path) for value in objects(rows, field)]
+    values = [value_at(value, path) for value in objects(rows, field)]
     return torch.tensor([str(value) in teacher.takes for value in values], dtype=torch.bool, device=device)
 
 

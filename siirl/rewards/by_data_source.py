@@ -124,6 +124,13 @@ class RewardChooser:
         """The functions that score rows of `data_source`, with weights. ConfigError if there are none."""
         return self.mix(data_source).parts
 
+    def check_truth(self, data_source: str, ground_truth: Any) -> None:
+        """DataError unless the functions of a data source can score by a ground truth; None: it is absent."""
+        for name, _ in self.parts(data_source):
+            reads = REWARDS[name].reads_truth if name in REWARDS else None
+            if reads is not None:
+                reads(ground_truth)
+
     def executor(self, data_source: str) -> Executor:
         """Where rows of `data_source` are scored: the place of their most demanding function."""
         executors = {self._executor(name) for name, _ in self.parts(data_source)}

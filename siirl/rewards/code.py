@@ -76,7 +76,7 @@ for arguments in job["inputs"]:
 """
 
 
-@register_reward("code")
+@register_reward("code", reads_truth=read_tests)
 def code(
     data_source: str,
     solution_str: str,

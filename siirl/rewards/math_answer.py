@@ -32,7 +32,7 @@ THIN = re.compile(r"(?<!\\)\\[,; ]\s*")
 BACKWARDS = re.compile(r"(?<![A-Za-z\\])\\!\s*|(?<!\\)\\!\s*(?![A-Za-z])")
 
 
-@register_reward("math")
+@register_reward("math", reads_truth=accepted_answers)
 def math(
     data_source: str,
     solution_str: str,

@@ -14,13 +14,13 @@ BRACES = re.compile(r"\\(?:boxed|fbox)\s?\{|\\.|[{}]", re.DOTALL)
 NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?")
 
 
-@register_reward("exact_match", executor="inline")
+@register_reward("exact_match", executor="inline", reads_truth=accepted_answers)
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
     """1 if the response equals the ground truth, white space at both ends aside."""
     return float(solution_str.strip() in accepted_answers(ground_truth))
 
 
-@register_reward("gsm8k", executor="inline")
+@register_reward("gsm8k", executor="inline", reads_truth=accepted_answers)
 def gsm8k(
     data_source: str,
     solution_str: str,

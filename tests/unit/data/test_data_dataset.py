@@ -191,10 +191,10 @@ def test_a_bad_file_is_refused_before_and_after_launch(tmp_path, tokenizer, kind
         PromptDataset(file, tokenizer)
 
 
-def test_a_file_of_another_format_is_told_where_the_format_is(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
-    with pytest.raises(DataError, match=r"not a parquet file\. Write its rows as parquet: docs/data\.md\.$"):
-        inspect_files(str(tmp_path / "rows.jsonl"))
+def test_a_file_of_another_format_is_told_the_formats(tmp_path):
+    (tmp_path / "rows.xlsx").write_text("1")
+    with pytest.raises(DataError, match=r"as parquet: .*Formats: \.parquet, .*docs/data\.md\.$"):
+        inspect_files(str(tmp_path / "rows.xlsx"))
 
 
 def test_a_file_that_is_not_there_is_told_what_is(tmp_path, monkeypatch):
@@ -204,17 +204,16 @@ def test_a_file_that_is_not_there_is_told_what_is(tmp_path, monkeypatch):
     for name, words in (
         ("trian.parquet", r"Did you mean 'train\.parquet'\?"),
         ("train.parquet train.parquet", r"Several files are a list: \[train\.parquet,train\.parquet\]\.$"),
-        ("x.parquet", r"Parquet files there: train\.parquet"),
-        ("bare/x.parquet", f"{tmp_path}/bare has no parquet file"),
+        ("x.parquet", r"Files there: train\.parquet"),
+        ("bare/x.parquet", f"{tmp_path}/bare has no file of rows"),
         ("away/x.parquet", f"{tmp_path}/away is no folder"),
     ):
         with pytest.raises(DataError, match=words):
             inspect_files(name)
 
 
-def test_a_directory_or_an_empty_list_is_no_dataset(tmp_path):
-    make_arithmetic_parquet(tmp_path / "train.parquet", 1)
-    with pytest.raises(DataError, match=r"is a directory.*train\.parquet"):
+def test_an_empty_directory_or_list_is_no_dataset(tmp_path):
+    with pytest.raises(DataError, match=r"is a directory without a file of rows"):
         inspect_files(str(tmp_path))
     with pytest.raises(DataError, match="no dataset files given"):
         inspect_files([])

@@ -161,7 +161,11 @@ def test_a_pipeline_of_other_classes_or_that_fails_is_a_message(code, tmp_path, 
 def test_columns_that_cannot_be_read_are_named_with_their_file(tmp_path):
     texts = pa.array(["a"])
     for columns, names, words in (
-        ([texts, texts, texts], ["prompt", "data_source", "reward_model"], "'reward_model' has type string"),
+        (
+            [texts, texts, pa.array([7])],
+            ["prompt", "data_source", "reward_model"],
+            "'reward_model' has type int64",
+        ),
         ([texts, texts, texts], ["prompt", "data_source", "prompt"], "2 columns 'prompt'"),
     ):
         pq.write_table(pa.table(columns, names=names), tmp_path / "rows.parquet")
