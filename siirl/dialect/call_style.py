@@ -1,0 +1,139 @@
+"""How a chat template takes and writes calls of tools, found by giving it some. No torch."""
+
+import itertools
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.dialect.template import ChatTemplate
+from siirl.dialect.tool_formats import TOOL_FORMATS, format_of
+
+ASKED = "Which one is it?"
+ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {
+        "q": 'say "it\'s"\n {"a": [1]} <b>ü</b> C:\\n',
+        "n": 3,
+        "x": 1.5,
+        "b": True,
+        "l": ["a", 'b"'],
+        "o": {"k": {"j": [1, None]}},
+    },
+    {"q": "two words", "n": 3},
+)
+"""Of every kind; and those that every template can write that writes calls at all."""
+TYPES = {"q": "string", "n": "integer", "x": "number", "b": "boolean"}
+NAMES = ("look_up", "find")
+TEXT = "Well."
+
+
+def _tool(name: str) -> dict[str, Any]:
+    properties: dict[str, Any] = {key: {"type": kind, "description": "."} for key, kind in TYPES.items()}
+    text = {"type": "string", "description": "."}
+    properties["l"] = {"type": "array", "items": text, "description": "."}
+    properties["o"] = {"type": "object", "additionalProperties": text, "description": "."}
+    parameters = {"type": "object", "properties": properties, "required": ["q"]}
+    return {"type": "function", "function": {"name": name, "description": ".", "parameters": parameters}}
+
+
+TOOLS = tuple(map(_tool, NAMES))
+
+
+@dataclass(frozen=True)
+class CallStyle:
+    """What a template does with calls."""
+
+    format: str
+    """The name of the format that it writes (siirl/dialect/tool_formats.py)."""
+    several: bool
+    """A turn may hold several calls."""
+    spelled: bool
+    """It takes arguments as JSON in a text only, no mapping."""
+    keeps_text: bool
+    """It writes text of a turn with calls, too, and not as reasoning."""
+    exact: bool
+    """What it writes reads back as it was, whatever the arguments are; else some texts do not."""
+
+    def message(self, calls: Sequence[tuple[str, Mapping[str, Any]]], text: str = "") -> dict[str, Any]:
+        """A turn with calls (name, arguments) as the template takes it."""
+        return assistant_turn(calls, text if self.keeps_text else "", self.spelled)
+
+
+def assistant_turn(
+    calls: Sequence[tuple[str, Mapping[str, Any]]], text: str, spelled: bool
+) -> dict[str, Any]:
+    """A turn with calls as a message. spelled: their arguments are JSON in a text."""
+    made = [
+        {
+            "type": "function",
+            "id": f"call{index:05d}",
+            "function": {
+                "name": name,
+                "arguments": json.dumps(arguments, ensure_ascii=False) if spelled else dict(arguments),
+            },
+        }
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": text, "tool_calls": made}
+
+
+def turn_of(template: ChatTemplate, message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str:
+    """What a template writes behind a question for a turn; "" if it refuses. Some take no tools."""
+    asked = {"role": "user", "content": ASKED}
+    for shown in (tools, ()):
+        text = template.attempt([asked, message], list(shown))
+        if text:
+            return text.rpartition(ASKED)[2]
+    return ""
+
+
+def _styles() -> Iterator[tuple[dict[str, Any], int, bool, str]]:
+    """What is tried: arguments, number of calls, spelled, text; the first that is read says the style."""
+    yield from itertools.product(ARGUMENTS, (2, 1), (False, True), (TEXT, ""))
+
+
+def call_style(template: ChatTemplate) -> CallStyle | None:
+    """How the template writes calls; None if it writes none that a format reads."""
+    for arguments, count, spelled, text in _styles():
+        calls = [(name, arguments) for name in NAMES[:count]]
+        written = turn_of(template, assistant_turn(calls, text, spelled), TOOLS)
+        name = format_of(written, calls, TOOLS) if NAMES[0] in written else None
+        if name is not None:
+            keeps = TEXT in TOOL_FORMATS[name](written).content
+            return CallStyle(name, count > 1, spelled, keeps, arguments is ARGUMENTS[0])
+    return None
+
+
+TOLD = (
+    ("<|tool_list_start|>", "lfm2"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|START_ACTION|>", "command_a"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<|tools_prefix|>", "apertus"),
+    ("<|tool_call|>", "granite"),
+    ("functools[", "functools"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<TOOLCALL>", "nemotron"),
+    ("<arg_key>", "glm"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3_json"),
+)
+"""Marks of formats, for models whose template writes no calls."""
+
+
+def told_format(template: ChatTemplate, tokens: Collection[str]) -> str | None:
+    """The format of which the prompt tells a model that has tools, else that of a mark among its tokens, else
+    None. For templates that write no calls.
+
+    tokens: those that were added to the vocabulary.
+    """
+    prompt = template.attempt([{"role": "user", "content": ASKED}], list(TOOLS), generation=True)
+    for where in (prompt, tokens):
+        for mark, name in TOLD:
+            if mark in where:
+                return name
+    return None
