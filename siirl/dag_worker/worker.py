@@ -404,9 +404,12 @@ class DAGWorker:
         trainer = cfg.trainer
         validates = trainer.val_only or trainer.val_before_train or trainer.test_freq > 0
         validates = validates and not cfg.actor_rollout_ref.rollout.gives_data
+        shared = next((one.tools for one in self.interactions.values() if node in one.tools), {})
+        told = shared[node].toolbox.schemas if shared else ()
+        options = (tokenizer, shard, layout.num_shards, told)
         return LocalLoader(
-            None if trainer.val_only else make_loader(cfg, "train", tokenizer, shard, layout.num_shards),
-            make_loader(cfg, "val", tokenizer, shard, layout.num_shards) if validates else None,
+            None if trainer.val_only else make_loader(cfg, "train", *options),
+            make_loader(cfg, "val", *options) if validates else None,
         )
 
     @contextmanager

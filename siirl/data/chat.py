@@ -1,13 +1,13 @@
 """Tokenizers and prompts: chat messages or plain text to token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from siirl.config import Config
+from siirl.dialect.template import ChatTemplate, TemplateRefused
 from siirl.errors import DataError
 from siirl.model_files.directory import check_tokenizer_files
 
@@ -48,14 +48,19 @@ def as_messages(prompt: Prompt) -> Messages:
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], template_kwargs: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    template_kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[list[int]]:
     """Token ids of each prompt, in one batched call.
 
-    Chat messages go through the tokenizer's chat template, with the generation prompt added;
-    template_kwargs are handed to it (e.g. enable_thinking). A plain string is a text to continue: no
-    template is applied to it, and the tokenizer adds the special tokens that it adds to any text. DataError
-    for messages without a template, or that it refuses.
+    Chat messages go through the tokenizer's chat template, up to where the model goes on: behind the
+    generation prompt, or behind a last message of the assistant, which it continues. template_kwargs are
+    handed to it (e.g. enable_thinking), and tools that the model may call. A plain string is a text to
+    continue: no template is applied to it, and the tokenizer adds the special tokens that it adds to the
+    beginning of any text, unless it begins with them. DataError for messages without a template, or that it
+    refuses.
     """
     chats = [index for index, prompt in enumerate(prompts) if not isinstance(prompt, str)]
     if chats and not tokenizer.chat_template:
@@ -67,12 +72,11 @@ def encode_prompts(
     ids: list[list[int]] = [[] for _ in prompts]
     texts = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
     if chats:
+        template = ChatTemplate(tokenizer, template_kwargs)
         try:
-            rendered = tokenizer.apply_chat_template(
-                [prompts[i] for i in chats], tokenize=False, add_generation_prompt=True, **template_kwargs
-            )
-        except (TemplateError, TypeError) as error:
-            kinds = {tuple(message["role"] for message in prompts[i]) for i in chats}
+            rendered = [template.prompt(prompts[index], tools) for index in chats]  # type: ignore[arg-type]
+        except TemplateRefused as error:
+            kinds = {tuple(message["role"] for message in prompts[i]) for i in chats}  # type: ignore[index]
             roles = "; ".join(", ".join(kind) for kind in sorted(kinds)[:5])
             raise DataError(
                 f"the chat template of {tokenizer.name_or_path} refuses a prompt: {error}. The prompts have "
@@ -81,7 +85,20 @@ def encode_prompts(
         # the template has written the special tokens itself
         _place(ids, chats, tokenizer(rendered, add_special_tokens=False)["input_ids"])
     if texts:
-        _place(ids, texts, tokenizer([prompts[i] for i in texts])["input_ids"])
+        whole = tokenizer([prompts[i] for i in texts])["input_ids"]
+        _place(
+            ids, texts, [_to_continue(tokenizer, prompts[i], x) for i, x in zip(texts, whole, strict=True)]
+        )
+    return ids
+
+
+def _to_continue(tokenizer: PreTrainedTokenizerBase, text: Any, ids: list[int]) -> list[int]:
+    """The tokens of a text to continue: one beginning of text, and no end that is not its own."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if bos is not None and ids[:2] == [bos, bos]:  # a chat that was rendered already
+        ids = ids[1:]
+    if eos is not None and ids[-1:] == [eos] and not text.rstrip().endswith(str(tokenizer.eos_token)):
+        ids = ids[:-1]
     return ids
 
 

@@ -5,7 +5,7 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +25,7 @@ from siirl.data.row_checks import response_problems
 from siirl.data.row_values import chat_of, is_json, is_list, is_text, plain, text_bytes, truth_of, values_of
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.dialect.dialect import dialect_of
-from siirl.dialect.template import template_options
+from siirl.dialect.template import ChatTemplate, template_options
 from siirl.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ class PromptDataset:
     files itself.
 
     A prompt longer than max_prompt_length: dropped before training if filter_overlong; else `truncation`
-    cuts it (left keeps the end, right the beginning, middle both halves) or, "error", refuses the dataset
-    at once.
+    cuts it (left keeps the end, right the beginning and the generation prompt, middle both halves) or,
+    "error", refuses the dataset at once.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class PromptDataset:
         truncation: Literal["error", "left", "right", "middle"] = "error",
         filter_overlong: bool = False,
         template_kwargs: dict[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         response_keys: Sequence[str] = (),
         max_response_length: int = UNBOUNDED,
         end_id: int | None = None,
@@ -66,7 +67,8 @@ class PromptDataset:
     ):
         """response_keys: columns of responses that come with the prompts (rollout.name=dataset).
 
-        end_id: the token that ends them, if it is not the tokenizer's end of sequence.
+        tools: those that the template tells the model of. end_id: the token that ends given responses, if it
+        is not the tokenizer's end of sequence.
 
         image_reader: of the model that sees the images of the column of images; None: there are none.
         """
@@ -74,10 +76,11 @@ class PromptDataset:
         self.columns = columns or Columns()
         self.prompt_key, self.data_source_key = self.columns.prompt, self.columns.source
         self.max_prompt_length, self.truncation = max_prompt_length, truncation
-        self.template_kwargs = template_kwargs or {}
+        self.template_kwargs, self.tools = template_kwargs or {}, tools
         self.responses = ResponseColumns(response_keys, tokenizer, max_response_length, end_id)
         self.max_response_length = max_response_length
         self.image_key, self.image_reader = self.columns.images, image_reader
+        self._num_template, self._num_last = self._template_tokens()
         self.files = list_files(files)
         self._tables = [self._read(path) for path in self.files]
         self._starts = [0, *itertools.accumulate(table.num_rows for table in self._tables)]
@@ -96,9 +99,13 @@ class PromptDataset:
 
     @classmethod
     def from_config(
-        cls, cfg: Config, split: Literal["train", "val"], tokenizer: PreTrainedTokenizerBase
+        cls,
+        cfg: Config,
+        split: Literal["train", "val"],
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> "PromptDataset":
-        """The dataset of data.train_files or data.val_files."""
+        """The dataset of data.train_files or data.val_files. tools: those that a prompt tells of."""
         data = cfg.data
         gives = cfg.actor_rollout_ref.rollout.gives_data
         return cls(
@@ -109,6 +116,7 @@ class PromptDataset:
             truncation=data.truncation,
             filter_overlong=data.filter_overlong_prompts,
             template_kwargs=template_options(cfg),
+            tools=tools,
             response_keys=data.response_keys if gives else (),
             end_id=dialect_of(cfg, tokenizer).end_id if gives else None,
             max_response_length=data.max_response_length,
@@ -134,7 +142,7 @@ class PromptDataset:
         for sample_index, record, prompt, (prompt_ids, seen), responses in zip(
             sample_indices, records, prompts, ids, given, strict=True
         ):
-            prompt_ids = self._fit(prompt_ids, sample_index)
+            prompt_ids = self._fit(prompt_ids, sample_index, not isinstance(prompt, str))
             rows.append(
                 {
                     "sample_index": sample_index,
@@ -151,6 +159,18 @@ class PromptDataset:
             )
         return rows
 
+    def _template_tokens(self) -> tuple[int, int]:
+        """Most tokens that the chat template adds to any prompt, and those of the generation prompt."""
+        if not self.tokenizer.chat_template:
+            return TEMPLATE_TOKENS, 0
+        template, asked = (
+            ChatTemplate(self.tokenizer, self.template_kwargs),
+            [{"role": "user", "content": ""}],
+        )
+        texts = (template.attempt(asked, self.tools, generation) for generation in (True, False))
+        whole, before = (len(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return TEMPLATE_TOKENS + whole, max(0, whole - before)
+
     def _images(self, sample_index: int, record: dict[str, Any]) -> list[str]:
         """The images of a row, in base64."""
         if self.image_reader is None:
@@ -162,14 +182,14 @@ class PromptDataset:
     ) -> list[tuple[list[int], Seen]]:
         """Token ids of prompts with their images; DataError where images have no place in the prompt."""
         if self.image_reader is None:
-            ids = encode_prompts(self.tokenizer, prompts, self.template_kwargs) if prompts else []
+            ids = encode_prompts(self.tokenizer, prompts, self.template_kwargs, self.tools) if prompts else []
             return [(of_row, NO_IMAGES) for of_row in ids]
         wheres = [self.where(index) for index in sample_indices]
         written = [
             with_image_parts(prompt, len(seen), where)
             for prompt, seen, where in zip(prompts, images, wheres, strict=True)
         ]
-        ids = encode_prompts(self.tokenizer, written, self.template_kwargs) if prompts else []
+        ids = encode_prompts(self.tokenizer, written, self.template_kwargs, self.tools) if prompts else []
         return [
             self.image_reader.expand(of_row, seen, where)
             for of_row, seen, where in zip(ids, images, wheres, strict=True)
@@ -219,7 +239,7 @@ class PromptDataset:
         record[self.prompt_key] = chat_of(prompt, f"{where}: the prompt", self.image_reader is not None)
         return record
 
-    def _fit(self, ids: list[int], sample_index: int) -> list[int]:
+    def _fit(self, ids: list[int], sample_index: int, is_chat: bool) -> list[int]:
         limit = self.max_prompt_length
         if len(ids) <= limit:
             return ids
@@ -227,7 +247,8 @@ class PromptDataset:
             case "left":
                 return ids[-limit:]
             case "right":
-                return ids[:limit]
+                tail = min(limit, self._num_last if is_chat else 0)
+                return ids[: limit - tail] + ids[len(ids) - tail :]
             case "middle":
                 head = limit // 2
                 return ids[:head] + ids[head - limit :]
@@ -299,7 +320,7 @@ class PromptDataset:
 
     def _most_tokens(self, table: pa.Table) -> np.ndarray:
         """An upper bound of the number of tokens of each prompt."""
-        bounds = _token_bounds(table[self.prompt_key])
+        bounds = _token_bounds(table[self.prompt_key], self._num_template)
         if self.image_reader is None:
             return bounds
         column = table[self.image_key]
@@ -313,7 +334,7 @@ class PromptDataset:
     def _overlong_given(self) -> Iterator[tuple[int, str, int]]:
         """(sample_index, column, tokens) of each row with a response above the limit, in order."""
         for start, table in zip(self._starts, self._tables, strict=False):
-            bounds = [_token_bounds(table[name]) for name in self.responses.names]
+            bounds = [_token_bounds(table[name], TEMPLATE_TOKENS) for name in self.responses.names]
             longest = np.max(bounds, axis=0) if bounds else np.zeros(0)
             suspects = [start + int(row) for row in np.flatnonzero(longest > self.max_response_length)]
             for first in range(0, len(suspects), SCAN_ROWS):
@@ -353,15 +374,20 @@ def _num_characters(prompt: Prompt) -> int:
     return sum(len((turn.get("content") or "").strip()) for turn in prompt if turn["role"] != "assistant")
 
 
-def _token_bounds(prompts: pa.ChunkedArray) -> np.ndarray:
-    """An upper bound of the number of tokens of each prompt, from the bytes of its text."""
+def _token_bounds(prompts: pa.ChunkedArray, beside: int) -> np.ndarray:
+    """An upper bound of the number of tokens of each prompt, from the bytes of its text.
+
+    beside: what a template adds to any.
+    """
     bounds = []
     for chunk in prompts.chunks:
         if is_text(chunk.type):
-            bounds.append(_byte_lengths(chunk) + TEMPLATE_TOKENS)
+            bounds.append(_byte_lengths(chunk) + beside)
             continue
         if not is_plain_chat(chunk.type):
-            bounds.append(np.array([_most_tokens_of(plain(cell)) for cell in chunk.to_pylist()], np.int64))
+            bounds.append(
+                np.array([_most_tokens_of(plain(cell)) + beside for cell in chunk.to_pylist()], np.int64)
+            )
             continue
         owner = _numbers(pc.list_parent_indices(chunk))
         turns = pc.list_flatten(chunk)
@@ -369,13 +395,13 @@ def _token_bounds(prompts: pa.ChunkedArray) -> np.ndarray:
             pc.struct_field(turns, "role")
         )
         per_row = np.bincount(owner, weights=sizes + MESSAGE_TOKENS, minlength=len(chunk))
-        bounds.append(per_row.astype(np.int64) + TEMPLATE_TOKENS)
+        bounds.append(per_row.astype(np.int64) + beside)
     return np.concatenate(bounds) if bounds else np.zeros(0, dtype=np.int64)
 
 
 def _most_tokens_of(cell: Any) -> int:
     turns = len(cell) if isinstance(cell, list) else 0
-    return sum(text_bytes(cell)) + MESSAGE_TOKENS * turns + TEMPLATE_TOKENS
+    return sum(text_bytes(cell)) + MESSAGE_TOKENS * turns
 
 
 def _byte_lengths(texts: pa.Array) -> np.ndarray:

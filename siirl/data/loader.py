@@ -1,5 +1,6 @@
 """The prompts of each step: a seeded order, cut into global batches, of which a rank reads its shard only."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -132,9 +133,13 @@ def make_loader(
     tokenizer: PreTrainedTokenizerBase,
     shard: int = 0,
     num_shards: int = 1,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptLoader:
-    """The loader of a run: training shuffles and drops an incomplete batch, validation does neither."""
-    dataset = PromptDataset.from_config(cfg, split, tokenizer)
+    """The loader of a run: training shuffles and drops an incomplete batch, validation does neither.
+
+    tools: those that the prompts tell the model of.
+    """
+    dataset = PromptDataset.from_config(cfg, split, tokenizer, tools)
     if split == "val":
         return PromptLoader(
             *(dataset, cfg.data.val_batch_size, shard, num_shards),

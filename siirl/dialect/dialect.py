@@ -16,10 +16,8 @@ from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.config.rollout import STOP_SOURCES
 from siirl.dialect.marks import KNOWN, ReasoningMarks
-from siirl.dialect.template import CLOCK, ChatTemplate, Vocabulary, clock, template_options
+from siirl.dialect.template import CLOCK, PROBE, ChatTemplate, Vocabulary, clock, template_options
 
-PROBE = "STANDINFORTHETURN"
-"""Stands for what somebody says; no letter of it is changed by trimming or escaping."""
 TURN_ENDS = ("<|call|>", "<|eom_id|>", "<|observation|>")
 """Marks by which families end a turn that calls a tool, where their templates write them."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")

@@ -66,9 +66,9 @@ def split_reasoning(text: str, marks: ReasoningMarks, opened: bool) -> Split:
     stretches = list(_stretches(text, marks, opened))
     reasoning = tuple(part.strip("\n") for inside, part, _ in stretches if inside)
     rest = [part for inside, part, _ in stretches if not inside and part.strip()]
-    first = next((inside for inside, part, _ in stretches if inside or part.strip()), False)
     inside, _, ended = stretches[-1]
-    return Split(reasoning, _without_marks("\n\n".join(rest), marks), ended or not inside, first)
+    leads = opened or text.lstrip().startswith(marks.begin)
+    return Split(reasoning, _without_marks("\n\n".join(rest), marks), ended or not inside, leads)
 
 
 def _stretches(text: str, marks: ReasoningMarks, opened: bool) -> Iterator[tuple[bool, str, bool]]:

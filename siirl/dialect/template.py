@@ -15,6 +15,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 """What templates raise: on purpose, and by reading what messages do not have."""
+CONTINUE, GENERATION = "continue_final_message", "add_generation_prompt"
+"""Arguments that say where a prompt ends."""
+PROBE = "STANDINFORTHETURN"
+"""Stands for what somebody says; no letter of it is changed by trimming or escaping."""
 CLOCK = "strftime_now"
 """The function by which templates ask for today's date."""
 
@@ -54,13 +58,33 @@ class ChatTemplate:
 
         more: further arguments of the template. TemplateRefused.
         """
-        options = {**self.options, **({"tools": list(tools)} if tools else {}), **more}
+        given = {name: value for name, value in self.options.items() if name not in (CONTINUE, GENERATION)}
+        options = {**given, **({"tools": list(tools)} if tools else {}), **more}
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=generation, **options
             )
         except REFUSALS as error:
             raise TemplateRefused(str(error) or type(error).__name__) from error
+
+    def prompt(self, messages: Messages, tools: Messages = ()) -> str:
+        """The text of a prompt, up to where the model goes on. TemplateRefused.
+
+        A last message of the assistant is the beginning of its answer, behind which the model goes on. The
+        arguments continue_final_message and add_generation_prompt say otherwise, if they are given.
+        """
+        given = {name: self.options[name] for name in (CONTINUE, GENERATION) if name in self.options}
+        continues = given.get(CONTINUE, messages[-1]["role"] == "assistant" and not given.get(GENERATION))
+        if not continues:
+            return self.render(messages, tools, given.get(GENERATION, True))
+        *before, last = messages
+        if given.get(GENERATION) or not isinstance(last.get("content"), str):
+            why = f"with {GENERATION}, too" if given.get(GENERATION) else "that is no text"
+            raise TemplateRefused(f"{CONTINUE} of a last message {why}: the model can do one of both")
+        text = self.render([*before, {**last, "content": last["content"] + PROBE}], tools)
+        if PROBE not in text:
+            raise TemplateRefused(f"{CONTINUE}: the template leaves out what the last message says")
+        return text[: text.rindex(PROBE)]
 
     def attempt(self, messages: Messages, tools: Messages = (), generation: bool = False) -> str:
         """The same, and "" where the template refuses."""
@@ -76,6 +100,11 @@ def template_options(cfg: Config) -> dict[str, Any]:
     if cfg.data.template_date is not None:
         options.setdefault(CLOCK, clock(cfg.data.template_date))
     return options
+
+
+def today(format: str) -> str:
+    """The clock of templates in a run without a date of its own."""
+    return datetime.datetime.now().strftime(format)
 
 
 def clock(date: str) -> Callable[[str], str]:
