@@ -81,10 +81,26 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
         print(f"left out: {node}: {why}")
     for note in plan_notes(plan):
         print(f"note: {note}.")
+    if not args.elsewhere:
+        _print_dialects(run, args.dialect)
     if args.security:
         from siirl.launch.security import Subject, security_report
 
         print_text(security_report(Subject(run.cfg, plan, run.node_cfgs, choose_launcher(run.cfg))))
+
+
+def _print_dialects(run: PlannedRun, example: bool) -> None:
+    """How the policies speak whose tokenizers are here; the same of several agents once."""
+    from siirl.show.dialect_text import dialect_lines, dialects_here, example_text
+
+    told: set[str] = set()
+    for policy, dialect, template in dialects_here(run.plan, run.node_cfgs):
+        if dialect.name in told:
+            continue
+        told.add(dialect.name)
+        print_text("\n".join(dialect_lines(policy, dialect)))
+        if example and template is not None:
+            print_text(example_text(dialect, template, sys.stdout.isatty()))
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
@@ -193,6 +209,11 @@ def _parser() -> argparse.ArgumentParser:
                 "--elsewhere",
                 action="store_true",
                 help="data and models are on other machines: do not look for them here",
+            )
+            sub.add_argument(
+                "--dialect",
+                action="store_true",
+                help="also show an example conversation as the model's chat template writes it",
             )
             sub.add_argument(
                 "--security",
