@@ -97,7 +97,8 @@ def _to_continue(tokenizer: PreTrainedTokenizerBase, text: Any, ids: list[int]) 
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos is not None and ids[:2] == [bos, bos]:  # a chat that was rendered already
         ids = ids[1:]
-    if eos is not None and ids[-1:] == [eos] and not text.rstrip().endswith(str(tokenizer.eos_token)):
+    ended = text.rstrip().endswith(str(tokenizer.eos_token))
+    if eos is not None and ids[-1:] == [eos] and (not ended or ids[-2:] == [eos, eos]):
         ids = ids[:-1]
     return ids
 
