@@ -1,15 +1,8 @@
-"""How many features a head of a model has, by its config.json. No torch."""
+"""How many features a head of a model has, by its config.json as transformers reads it. No torch."""
 
 from collections.abc import Mapping
 from typing import Any
 
-DEFAULTS = {
-    **dict.fromkeys(("cwm", "ernie4_5", "glm", "glm4", "helium", "mellum", "ministral3", "qwen3"), 128),
-    **dict.fromkeys(("qwen3_vl", "seed_oss"), 128),
-    **dict.fromkeys(("gemma", "gemma3_text"), 256),
-    "gpt_oss": 64,
-}
-"""Model type -> what transformers takes for head_dim where config.json does not have it."""
 SHARES = ("gpt2", "gpt_bigcode", "opt", "persimmon", "qwen2_5_vl")
 """Whose heads are shares of the hidden size, whatever head_dim says."""
 HIDDEN = ("hidden_size", "n_embd")
@@ -24,9 +17,8 @@ def num_heads(config: Mapping[str, Any]) -> int:
 
 def head_size(config: Mapping[str, Any]) -> int:
     """Features of a head as transformers builds it; 0 where config.json does not tell. Not of latent ones."""
-    kind = config.get("model_type")
-    own = config.get("head_dim", DEFAULTS.get(kind or ""))
-    if isinstance(own, int) and own > 0 and kind not in SHARES:
+    own = config.get("head_dim")
+    if isinstance(own, int) and own > 0 and config.get("model_type") not in SHARES:
         return own
     return share_of_hidden(config)
 

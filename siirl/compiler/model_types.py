@@ -8,12 +8,14 @@ its gradient and the names of its weights with those of transformers.
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from siirl.compiler.adapter_targets import why_not_adapted
 from siirl.compiler.compiled_layers import why_not_compiled
-from siirl.compiler.head_sizes import num_heads
+from siirl.compiler.config_values import as_read, why_not_built
+from siirl.compiler.head_sizes import head_size, num_heads
 from siirl.compiler.overridden import overridden
 from siirl.compiler.vllm_models import why_not_in_vllm
 from siirl.config import Config
@@ -116,7 +118,13 @@ def sees_images(model_type: str | None) -> bool:
 
 
 def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config.json says of the decoder: all of it, or of a vision model, old or new, its text part."""
+    """What transformers reads of the decoder in a config.json, defaults of absent keys included: of all of
+    it, or of a vision model, old or new, of its text part."""
+    return as_read(_of_decoder(config))
+
+
+def _of_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is written there of it."""
     if not sees_images(config.get("model_type")):
         return config
     text = {**config, **(config.get("text_config") or {}), "model_type": config["model_type"]}
@@ -139,8 +147,9 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     rules = "fsdp" if scored else strategy
     own_code = model.external_lib or (model.trust_remote_code and "auto_map" in raw)
     config = overridden(raw, model.override_config)
+    written = _of_decoder(config)
     problem = why_not(config, rules, ROLES[role].head) or why_not_with_images(config, cfg, role)
-    config = language_part(config)
+    config = as_read(written)
     problem = problem or _why_no_router_loss(model)
     problem = problem or why_not_in_vllm(config, cfg, role)
     problem = problem or _why_not_adapted(config, cfg, role)
@@ -155,6 +164,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     problem = problem or why_not_compiled(config, cfg, role)
     has_experts = any(config.get(name) not in (None, 0, 1) for name in EXPERTS)
     problem = problem or why_not_adapted(config, model, ROLES[role].model, has_experts)
+    problem = problem or why_not_built(written)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout
         problem = why_not_so_long(
@@ -328,8 +338,8 @@ def _why_not_float8(config: Mapping[str, Any], cfg: Config, role: str) -> str:
             f"{', '.join(FLOAT8)}."
         )
     sides = {name: config[name] for name in SIDES if isinstance(config.get(name), int)}
-    heads, width = num_heads(config), config.get("head_dim")
-    if heads and isinstance(width, int):
+    heads, width = num_heads(config), head_size(config)
+    if heads and width:
         sides |= {"num_attention_heads * head_dim": heads * width}
         kv_heads = config.get("num_key_value_heads")
         sides |= {"num_key_value_heads * head_dim": kv_heads * width} if isinstance(kv_heads, int) else {}
@@ -382,10 +392,12 @@ def why_not(config: Mapping[str, Any], strategy: str, head: Head = "lm") -> str:
 
 def _problem(config: Mapping[str, Any], strategy: str, head: Head) -> str:
     kind = config.get("model_type")
-    config = language_part(config) if kind in known_types(strategy) else config
-    traits = [*_traits(config), *TRAINABLE[strategy].lacks(config)]
-    if traits:
-        return f"{kind} with {traits[0]}"
+    traits = _traits(config)
+    if kind in known_types(strategy):
+        config = language_part(config)
+        traits = chain(_traits(config), TRAINABLE[strategy].lacks(config))
+    if trait := next(traits, ""):
+        return f"{kind} with {trait}"
     if kind in known_types(strategy, head):
         return ""
     if kind in known_types(strategy):
@@ -433,17 +445,18 @@ def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:
         if config.get(name) and (name != "attention_bias" or config.get("model_type") not in QKV_BIAS):
             yield f"{name}={config[name]}"
     if config.get("model_type") in GELU_MLPS:
-        if config.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        if config["hidden_activation"] != "gelu_pytorch_tanh":
             yield f"hidden_activation={config['hidden_activation']}"
-        if config.get("sliding_window", 1) is None:
+        if config["sliding_window"] is None:
             yield "sliding_window=null (layers are told apart by it)"
-    elif config.get("hidden_act", "silu") not in ("silu", "swish"):
+    elif config["hidden_act"] not in ("silu", "swish"):
         yield f"hidden_act={config['hidden_act']}"
+    if config.get("model_type") in LATENT:
+        key = sum(config[name] or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+        if (config["v_head_dim"] or 0) > key:
+            yield f"v_head_dim={config['v_head_dim']} (values wider than keys, of {key} features)"
     if config.get("model_type") in GROUP_ROUTED:
         yield from _as_megatron_routes(config)
-    key = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
-    if config.get("model_type") in LATENT and config.get("v_head_dim", 0) > key:
-        yield f"v_head_dim={config['v_head_dim']} (values wider than keys, of {key} features)"
     normalised = config.get("model_type") == "mixtral" or config.get("norm_topk_prob")
     if config.get("num_experts_per_tok") == 1 and normalised:
         yield "one expert a token at weight 1, whose router learns nothing"
@@ -451,10 +464,10 @@ def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _as_megatron_routes(config: Mapping[str, Any]) -> Iterator[str]:
     """What the routers of GROUP_ROUTED, and what stands beside them, do not have there."""
-    if not config.get("n_shared_experts", 1):
+    if not config["n_shared_experts"]:
         yield f"n_shared_experts={config['n_shared_experts']} (without an expert that all tokens pass)"
-    experts, chosen = config.get("n_routed_experts"), config.get("num_experts_per_tok", 1)
-    method = config.get("topk_method", "greedy") if config.get("model_type") == "deepseek_v2" else ""
+    experts, chosen = config["n_routed_experts"], config["num_experts_per_tok"] or 0
+    method = config["topk_method"] if config.get("model_type") == "deepseek_v2" else ""
     if method not in ("", "greedy", "group_limited_greedy"):
         yield f"topk_method={method}"
     names = ("n_group", "topk_group") if method != "greedy" else ()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from siirl.compiler.model_types import EXPERTS
+from siirl.compiler.model_types import EXPERTS, language_part
 from siirl.compiler.overridden import overridden
 from siirl.config.common import ModelConfig
 
@@ -71,4 +71,4 @@ def expert_layers(config: Mapping[str, Any]) -> list[int]:
 def read_router_choices(model: ModelConfig) -> RouterChoices | None:
     """Those of model.path, whose config.json is there."""
     text = (Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8")
-    return router_choices(overridden(json.loads(text), model.override_config))
+    return router_choices(language_part(overridden(json.loads(text), model.override_config)))

@@ -231,7 +231,7 @@ def _check_score_head(path: Path, trains: bool) -> None:
 
 def _check_reward_tokens(cfg: Config, path: Path) -> None:
     """DataError unless the reward model knows all tokens that it will be given."""
-    known = _read_json(path / "config.json").get("vocab_size")
+    known = language_part(_read_json(path / "config.json")).get("vocab_size")
     own = cfg.reward_model.model.rm_tokenizer or (path if has_tokenizer_files(path) else None)
     source = Path(own or cfg.data.tokenizer or cfg.actor_rollout_ref.model.path).expanduser()
     if own is not None and not source.is_dir():

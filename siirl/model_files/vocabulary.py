@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from siirl.compiler.model_types import language_part
 from siirl.config import Config
 from siirl.config.teacher import SAMPLED, WHOLE
 from siirl.errors import ConfigError, DataError
@@ -76,7 +77,7 @@ def _words(path: str) -> dict[str, int]:
 
 
 def _size(path: str) -> int | None:
-    return _read(Path(path).expanduser() / "config.json").get("vocab_size")
+    return language_part(_read(Path(path).expanduser() / "config.json")).get("vocab_size")
 
 
 def _read(path: Path) -> dict[str, Any]:

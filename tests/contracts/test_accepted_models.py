@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import train_engine_cases as cases
-from accepted_cases import results
+from accepted_cases import EXACT, results
 from dist_harness import run_workers
 from train_engine_cases import Scenario
 
@@ -24,6 +24,8 @@ SOME = {
     "megatron": ("mixtral", "mistral", "glm4", "qwen2_moe"),
 }
 """What `make test` builds: models whose differences are in attention, windows, dropout and experts."""
+FEW_VALUES = ["mixtral", "llama", "deepseek_v2"]
+"""Of which `make test` also builds those whose files leave values out."""
 SHARED = Scenario("two ranks share rows", 2, sizes=(("cp", 2),))
 DEALT = Scenario("two ranks have some of the experts each", 2, sizes=(("ep", 2),))
 
@@ -32,6 +34,23 @@ DEALT = Scenario("two ranks have some of the experts each", 2, sizes=(("ep", 2),
 def test_some_models_that_are_accepted_compute_what_transformers_does(strategy):
     alone = Scenario("", 1, strategy=strategy)
     assert run_workers(results, 1, list(SOME[strategy]), alone, deadline_s=200)[0] == {}
+
+
+@pytest.mark.parametrize("values", ["null", "absent"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_some_models_whose_files_leave_out_what_they_may_compute_what_transformers_does(strategy, values):
+    alone = Scenario("", 1, strategy=strategy)
+    assert run_workers(results, 1, FEW_VALUES, alone, EXACT, values, deadline_s=200)[0] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("values", ["null", "absent"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_model_whose_file_leaves_out_what_it_may_computes_what_transformers_does(strategy, values):
+    kinds = [kind for kind in known_types(strategy) if kind not in VISION_MODELS]
+    alone = Scenario("", 1, strategy=strategy)
+    assert run_workers(results, 1, kinds, alone, EXACT, values, deadline_s=800)[0] == {}
 
 
 @pytest.mark.slow

@@ -1,11 +1,14 @@
 """A small model of a type, trained by an engine and by transformers: what is wrong, and how far off it is."""
 
+import copy
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import causal_lms
+import config_values
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from proven_models import TRAINING
 from recorded_cases import case_of, distance, record_gaps
 from safetensors.torch import load_file
 from train_engine_cases import Scenario
+from transformers import CONFIG_MAPPING
 
 from siirl.compiler.model_types import OWN_TYPE
 from siirl.config import load_config
@@ -51,20 +55,23 @@ EXACT = Bounds()
 
 
 def results(
-    rank: int, world: int, kinds: list[str], scenario: Scenario, bounds: Bounds = EXACT
+    rank: int, world: int, kinds: list[str], scenario: Scenario, bounds: Bounds = EXACT, values: str = "set"
 ) -> dict[str, str]:
-    """Model type -> what is wrong with how the engine trains a small model of it."""
+    """Model type -> what is wrong with how the engine trains a small model of it.
+
+    values: "set" in its config.json; "null" or "absent" are all that may be null.
+    """
     found = {}
     part = "compiled layers" if any("compile_layers" in key for key in scenario.overrides) else TRAINING
     for kind in kinds:
         gaps: dict[str, float] = {}
-        problem = wrong(kind, scenario, bounds, gaps)
+        problem = wrong(kind, scenario, bounds, gaps, values)
         record_gaps(case_of(kind, scenario, part), {} if problem else gaps)
         found |= {kind: problem} if problem else {}
     return found
 
 
-def wrong(kind: str, scenario: Scenario, bounds: Bounds, gaps: dict[str, float]) -> str:
+def wrong(kind: str, scenario: Scenario, bounds: Bounds, gaps: dict[str, float], values: str = "set") -> str:
     """What is wrong; the distances that are found go into gaps."""
     from transformers import AutoModelForCausalLM
 
@@ -75,7 +82,10 @@ def wrong(kind: str, scenario: Scenario, bounds: Bounds, gaps: dict[str, float])
     dist.broadcast_object_list(made)
     folder = Path(made[0])
     if dist.get_rank() == 0:
-        causal_lms.write_model(folder, causal_lms.tiny_config(kind, **WINDOWS.get(kind, {})))
+        if values == "set":
+            causal_lms.write_model(folder, causal_lms.tiny_config(kind, **WINDOWS.get(kind, {})))
+        else:
+            _write_with_few_values(folder, kind, values)
     dist.barrier()
     engine, _ = cases.build_engine(scenario, folder)
     stored = load_file(folder / "model.safetensors")
@@ -107,6 +117,18 @@ def wrong(kind: str, scenario: Scenario, bounds: Bounds, gaps: dict[str, float])
     if {name: shape for name, (shape, _) in names.items()} != exported:
         return f"rollouts have other weights: {sorted(names.keys() ^ exported.keys())[:4]}"
     return ""
+
+
+def _write_with_few_values(folder: Path, kind: str, values: str) -> None:
+    """A model whose config.json has null for all that may be null, or does not have it where that is its
+    default."""
+    row, raw = config_values.table()[kind], config_values.small_files(kind)[0]
+    none = [name for name in row["null"] if values == "null" or row["defaults"][name] is None]
+    assert none
+    few = {name: value for name, value in raw.items() if name not in none}
+    few |= dict.fromkeys(none) if values == "null" else {}
+    causal_lms.write_model(folder, CONFIG_MAPPING[kind].from_dict(copy.deepcopy(few)))
+    (folder / "config.json").write_text(json.dumps(few))
 
 
 def wrong_gradients(engine: Any, model: Any, bounds: Bounds, gaps: dict[str, float]) -> str:

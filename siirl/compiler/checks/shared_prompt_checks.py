@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from siirl.compiler.model_types import config_json
+from siirl.compiler.model_types import as_built
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.errors import NotSupportedError
@@ -40,7 +40,7 @@ def _problems(cfg: Config) -> Iterator[str]:
     if rollout.dtype == "float32":
         yield "with dtype=float32: FlashAttention is for bfloat16 and float16"
     model = cfg.actor_rollout_ref.model
-    yield from _of_model({**config_json(model), **model.override_config})
+    yield from _of_model(as_built(model))
 
 
 def _of_model(config: Mapping[str, Any]) -> Iterator[str]:

@@ -7,14 +7,16 @@ benchmarks' peaks on H200s are within 15% of it (tests/unit/compiler/test_memory
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from siirl.compiler.adapter_targets import expert_targets
+from siirl.compiler.config_values import without_value
 from siirl.compiler.head_sizes import head_size
 from siirl.compiler.memory import layer_params as of_config
-from siirl.compiler.model_types import LATENT, QKV_BIAS, SINKS
+from siirl.compiler.model_types import LATENT, QKV_BIAS, SINKS, language_part
 from siirl.compiler.overridden import overridden
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.router_choices import RouterChoices
@@ -131,17 +133,16 @@ def read_shape(cfg: Config, role: str) -> ModelShape | str:
         raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         return f"{directory / 'config.json'} cannot be read ({type(error).__name__})"
-    raw = overridden(raw, model.override_config)
+    raw = language_part(overridden(raw, model.override_config))
     if raw.get("model_type") not in FAMILIES:
         return f"model_type {raw.get('model_type')!r} is none of {', '.join(FAMILIES)}"
-    try:
-        return model_shape(raw)
-    except KeyError as error:
-        return f"{directory / 'config.json'} lacks {error}"
+    problem = without_value(raw)
+    return f"{directory / 'config.json'} has {problem}" if problem else model_shape(raw)
 
 
-def model_shape(raw: dict[str, Any]) -> ModelShape:
+def model_shape(raw: Mapping[str, Any]) -> ModelShape:
     """Parameter counts of a Llama-shaped decoder, dense or with experts, from its config.json."""
+    raw = language_part(raw)
     hidden, layers, heads = raw["hidden_size"], raw["num_hidden_layers"], raw["num_attention_heads"]
     family, head_dim = raw["model_type"], head_size(raw)
     q_width, kv_width = heads * head_dim, (raw.get("num_key_value_heads") or heads) * head_dim
@@ -149,7 +150,7 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
     latent = of_config.latent_sizes(raw) if family in LATENT else {}
     if latent:
         attention, kv_width = latent.pop("params"), latent.pop("kv_width")
-    qkv_bias = raw.get("qkv_bias", True) if family.startswith("qwen2") else raw.get("attention_bias")
+    qkv_bias = (family == "qwen2" or raw["qkv_bias"]) if family in _QWEN2 else raw.get("attention_bias")
     output_bias = raw.get("attention_out_bias") or (qkv_bias and family not in (*QKV_BIAS, *_QWEN2))
     attention += (q_width + 2 * kv_width) * bool(qkv_bias) + hidden * bool(output_bias)
     qk_norms = bool(raw.get("use_qk_norm")) or family.startswith("qwen3") or family in of_config.QK_NORMS
@@ -162,7 +163,7 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
     experts = of_config.experts_of(raw) if moe_layers else 0
     expert_width = raw.get("moe_intermediate_size") or raw["intermediate_size"]
     embedding = raw["vocab_size"] * hidden
-    copies = 1 if raw.get("tie_word_embeddings", family in of_config.TIED) else 2
+    copies = 1 if raw["tie_word_embeddings"] else 2
     return ModelShape(
         family=family,
         params=sum(per_layer) + hidden + copies * embedding,
@@ -177,7 +178,7 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
         kv_heads=heads if latent else raw.get("num_key_value_heads") or heads,
         tied=copies == 1,
         experts=experts,
-        top_k=raw.get("num_experts_per_tok", 0) if moe_layers else 0,
+        top_k=raw["num_experts_per_tok"] if moe_layers else 0,
         expert_width=expert_width,
         shared_width=of_config.shared_width(raw) if moe_layers else 0,
         expert_params=experts * of_config.expert_params(raw, expert_width),

@@ -1,5 +1,6 @@
 """Parameters of the parts of a layer, from a model's config.json. Pure."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from siirl.compiler.model_types import EXPERTS, GROUP_ROUTED
@@ -12,13 +13,11 @@ FUSED = ("glm4", "phi3")
 """Families whose files have gate and up in one tensor; phi3's queries, keys and values too."""
 FOUR_NORMS = ("glm4", "gemma3_text")
 """Families whose layers norm what attention and MLP give, too."""
-TIED = ("gemma3_text",)
-"""Families whose embedding is the output head where config.json does not say."""
 QK_NORMS = ("olmoe", "gemma3_text")
 """Families whose queries and keys have norms, besides the Qwen3 ones."""
 
 
-def latent_sizes(raw: dict[str, Any]) -> dict[str, int]:
+def latent_sizes(raw: Mapping[str, Any]) -> dict[str, int]:
     """Of attention whose keys and values, maybe queries too, are made of compressed ones.
 
     params: its weights; kv_width: the mean of what keys and values have; others are fields of ModelShape.
@@ -39,35 +38,34 @@ def latent_sizes(raw: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def experts_of(raw: dict[str, Any]) -> int:
+def experts_of(raw: Mapping[str, Any]) -> int:
     """Experts of a layer that has some."""
-    found = [raw[name] for name in EXPERTS if raw.get(name)]
-    return found[0] if found else raw[EXPERTS[0]]
+    return next(raw[name] for name in EXPERTS if raw.get(name))
 
 
-def shared_width(raw: dict[str, Any]) -> int:
+def shared_width(raw: Mapping[str, Any]) -> int:
     """Of the expert that all tokens pass; 0 without one."""
     own = (raw.get("n_shared_experts") or 0) * raw.get("moe_intermediate_size", 0)
     return own or raw.get("shared_expert_intermediate_size", 0)
 
 
-def has_experts(raw: dict[str, Any], layer: int) -> bool:
+def has_experts(raw: Mapping[str, Any], layer: int) -> bool:
     if raw["model_type"] in ONLY_EXPERTS:
         return True
     if raw["model_type"] not in GROUP_ROUTED and not raw["model_type"].endswith("_moe"):
         return False
-    dense = layer in raw.get("mlp_only_layers", []) or (layer + 1) % raw.get("decoder_sparse_step", 1)
+    dense = layer in (raw.get("mlp_only_layers") or ()) or (layer + 1) % raw.get("decoder_sparse_step", 1)
     dense = dense or layer < (raw.get("first_k_dense_replace") or 0)
     return not dense
 
 
-def expert_params(raw: dict[str, Any], width: int) -> int:
+def expert_params(raw: Mapping[str, Any], width: int) -> int:
     """Of one expert."""
     hidden = raw["hidden_size"]
     return 3 * hidden * width + (2 * width + hidden) * (raw["model_type"] in BIASED)
 
 
-def mlp_params(raw: dict[str, Any], layer: int) -> int:
+def mlp_params(raw: Mapping[str, Any], layer: int) -> int:
     hidden, width = raw["hidden_size"], raw["intermediate_size"]
     if raw["model_type"] in ONLY_EXPERTS:
         experts = experts_of(raw)

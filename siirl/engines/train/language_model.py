@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.log_probs import linear_log_prob_entropy
 from siirl.algorithms.top_log_probs import linear_log_probs_of, linear_top_log_probs
+from siirl.compiler.head_sizes import head_size
 from siirl.compiler.memory.estimate import LOGITS_CHUNK
 from siirl.compiler.model_types import EXPERTS
 from siirl.compiler.plan import Head
@@ -232,10 +233,10 @@ def pass_flops(num_weights: int, config: PretrainedConfig, lengths: list[int], b
     not), and causal attention. Source: Chowdhery et al., "PaLM" (2022), appendix B, with causal attention
     counted as half.
     """
-    head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    features = float(head_size(config.to_dict()))
     if getattr(config, "kv_lora_rank", None):  # a head's keys and values differ in size
-        head_size = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
-    heads_size = config.num_attention_heads * head_size
+        features = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
+    heads_size = config.num_attention_heads * features
     pairs = sum(length * length for length in lengths) / 2
     forward = 2.0 * num_weights * sum(lengths) + 4.0 * config.num_hidden_layers * heads_size * pairs
     return forward * (3.0 if backward else 1.0)

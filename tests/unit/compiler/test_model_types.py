@@ -132,7 +132,7 @@ def test_a_balancing_loss_is_for_experts(tmp_path, model, words):
     ],
 )
 def test_what_a_type_has_not_been_seen_with_is_refused(tmp_path, kind, key, words):
-    experts = {} if kind == "gpt2" else {"n_routed_experts": 8}
+    experts = {} if kind == "gpt2" else {"n_routed_experts": 8, "n_group": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **experts}))
     keys = f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=hf"
     compile_plan(load_dag(cfg := config(*keys)), cfg, 1)
@@ -318,7 +318,7 @@ def test_variants_that_megatron_would_build_differently_are_refused(model, words
             {"model_type": "deepseek_v3", "v_head_dim": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 4},
             r"v_head_dim=24 \(values wider than keys, of 20",
         ),
-        ({"n_group": 2, "topk_group": 1, "attention_bias": True}, ""),
+        ({"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "attention_bias": True}, ""),
         ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method=noaux_tc"),
         ({"model_type": "deepseek_v2", "n_group": 4, "topk_group": 1, "num_experts_per_tok": 2}, ""),
     ],

@@ -32,7 +32,7 @@ def checked(folder, *keys, **model):
 
 @pytest.mark.parametrize("kind", FULL_ATTENTION)
 def test_models_of_plain_attention_are_taken(tmp_path, kind):
-    cfg, _ = checked(tmp_path, SHARES, model_type=kind, num_experts=4, sliding_window=None)
+    cfg, _ = checked(tmp_path, SHARES, model_type=kind, num_experts=8, sliding_window=None)
     assert not [line for line in effect_warnings(cfg) if "share_prompts" in line]
 
 

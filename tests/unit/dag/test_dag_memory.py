@@ -83,7 +83,7 @@ def test_states_of_a_trained_model_are_sharded_and_offload_moves_them_to_the_hos
         (None, "cannot be read (FileNotFoundError)"),
         ("{", "cannot be read (JSONDecodeError)"),
         ('{"model_type": "gpt2"}', "model_type 'gpt2' is none of llama"),
-        ('{"model_type": "llama"}', "lacks 'hidden_size'"),
+        ('{"model_type": "llama", "hidden_size": null}', "has no hidden_size"),
     ],
 )
 def test_an_unknown_model_gives_a_reason_instead_of_an_estimate(text, reason, tmp_path):

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from siirl.compiler.head_sizes import head_size
 from siirl.compiler.model_types import SINKS, sees_images
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
@@ -337,7 +338,7 @@ def _unplain(model_cfg: ModelConfig, what: str) -> NotSupportedError:
 def _cache_bytes_per_token(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = head_size(config.to_dict())
     return 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
 
 

@@ -2,6 +2,8 @@
 
 from transformers import PretrainedConfig
 
+from siirl.compiler.head_sizes import head_size
+
 MAX_CPU_CACHE_BYTES = 4 << 30
 ROWS_BESIDE = 8
 """Rows that a cache has room for besides those that run at once."""
@@ -12,7 +14,7 @@ def cache_bytes_per_token(hf_config: PretrainedConfig) -> int:
     """Bytes of a token's keys and values in all layers, in float32, of which a CPU's cache is at most."""
     text = hf_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_dim = head_size(text.to_dict())
     return 2 * text.num_hidden_layers * heads * head_dim * NUMBER_BYTES
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from siirl.compiler.head_sizes import head_size
 from siirl.compiler.model_types import EXPERTS, why_not
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
@@ -286,7 +287,7 @@ def has_qk_norm(config: PretrainedConfig) -> bool:
 
 def head_dim(config: PretrainedConfig) -> int:
     """Size of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_size(config.to_dict())
 
 
 def entries(config: PretrainedConfig, head: Head = "lm") -> list[Entry]:
