@@ -1,5 +1,6 @@
 """Files where others may write: who may, and reads that follow no link, wait for nothing, have a bound."""
 
+import errno
 import grp
 import os
 import pwd
@@ -68,7 +69,21 @@ def open_regular(name: str | os.PathLike[str], folder: int | None = None) -> int
     opened = os.open(name, flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
-        raise OSError(f"{os.fspath(name)!r} is no regular file")
+        raise OSError("it is no regular file")
+    return opened
+
+
+def open_below(top: Path, path: Path) -> int:
+    """A descriptor to read a regular file by, that lies below a folder, whatever links led to it. OSError."""
+    try:
+        opened = open_regular(path)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        opened = open_regular(os.path.realpath(path))
+    if not Path(os.readlink(f"/proc/self/fd/{opened}")).is_relative_to(os.path.realpath(top)):
+        os.close(opened)
+        raise OSError("it leads out of the folder")
     return opened
 
 
@@ -76,3 +91,12 @@ def first_bytes(name: str | os.PathLike[str], folder: int | None = None, most: i
     """The beginning of a regular file. OSError."""
     with os.fdopen(open_regular(name, folder), "rb") as file:
         return file.read(most)
+
+
+def own_secret(path: Path) -> bytes:
+    """A small file that this user has written and nobody else may read or write. OSError for any other."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        about = os.fstat(file.fileno())
+        if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+            raise PermissionError(errno.EACCES, f"{path} is not this user's alone")
+        return file.read(MOST_BYTES)

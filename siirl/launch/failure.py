@@ -126,8 +126,16 @@ def write_failure(path: Path, failure: Failure) -> bool:
 
 def read_failure(path: Path) -> Failure | None:
     try:
-        return Failure(**json.loads(path.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+        return failure_in(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def failure_in(text: bytes) -> Failure | None:
+    """The failure that is written so; None if none is."""
+    try:
+        return Failure(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
         return None
 
 

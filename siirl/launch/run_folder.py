@@ -21,6 +21,7 @@ from siirl.checkpoint.files import current_step, pointer_problem, remove_checkpo
 from siirl.config import Config
 from siirl.config.roles import EXPORTS
 from siirl.errors import ConfigError
+from siirl.guarded_files import first_bytes, open_regular
 from siirl.observe.run_progress import PROGRESS_FILE
 
 log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ def refuse_busy(cfg: Config) -> None:
 
 def is_held(folder: Path) -> bool:
     """Whether a run that goes on now, on this machine, holds the folder. Writes nothing."""
-    with contextlib.suppress(OSError), (folder / LOCK).open() as file:
+    with contextlib.suppress(OSError), os.fdopen(open_regular(folder / LOCK)) as file:
         return not _try_lock(file.fileno(), fcntl.LOCK_SH)
     return False
 
@@ -155,7 +156,7 @@ def is_held(folder: Path) -> bool:
 def holder(folder: Path) -> dict[str, Any]:
     """Who held a folder last, and may hold it now: run_id, host, pid, since; empty if it cannot be read."""
     try:
-        told = json.loads((folder / LOCK).read_text())
+        told = json.loads(first_bytes(folder / LOCK))
     except (OSError, ValueError, RecursionError):
         return {}
     return told if isinstance(told, dict) else {}

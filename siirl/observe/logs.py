@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 from siirl.errors import ConfigError
+from siirl.guarded_files import open_regular
 from siirl.observe.printable import printable
 
 QUIET = (
@@ -87,12 +88,15 @@ def last_lines(path: Path, offset: int = 0) -> list[str]:
     All of one that is shorter than that: it was emptied since.
     """
     try:
-        with path.open("rb") as log:
+        with os.fdopen(open_regular(path), "rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(offset if offset <= size else 0, size - TAIL_BYTES))
-            lines = [
-                printable(line) for line in log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
-            ]
+            return log_lines(log.read(TAIL_BYTES))
     except OSError:
         return []
+
+
+def log_lines(data: bytes) -> list[str]:
+    """The last lines of a part of a log, as they are shown."""
+    lines = [printable(line) for line in data.decode(errors="replace").splitlines()[-TAIL_LINES:]]
     return [line if len(line) <= TAIL_COLUMNS else f"{line[:TAIL_COLUMNS]} ..." for line in lines]

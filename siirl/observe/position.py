@@ -55,9 +55,17 @@ class PositionFile:
 def read_position(path: Path) -> Position | None:
     """The position that a worker left in its file; None when it never entered a node."""
     try:
-        step, node, time_s, *place = path.read_text(errors="replace").strip().split("\t")
+        return position_in(path.read_text(errors="replace"))
+    except FileNotFoundError:
+        return None
+
+
+def position_in(text: str) -> Position | None:
+    """The position that is written so; None if none is."""
+    try:
+        step, node, time_s, *place = text.strip().split("\t")
         part, *order = place[0].split(" ") if place else [""]
         waits = place[1] if len(place) > 1 else ""
         return Position(int(step), node, float(time_s), part, tuple(int(number) for number in order), waits)
-    except (FileNotFoundError, ValueError):
+    except ValueError:
         return None

@@ -4,20 +4,30 @@ A folder may be written at the same moment, come from elsewhere, or be damaged; 
 What cannot be read, or was left out, is said in `LeftOut`.
 """
 
+import io
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
+from siirl.guarded_files import open_below
+from siirl.launch.run_record import CONFIG_FILE, RUN_FILE
+from siirl.observe.curve import METRICS_FILE
 from siirl.observe.printable import printable
 
 T = TypeVar("T")
 MOST_LINE_BYTES, MOST_REASON = 8 << 20, 300
+MOST_FILE_BYTES = 1 << 30
+MARKS = (RUN_FILE, CONFIG_FILE, METRICS_FILE)
+"""A folder with one of these is a run's."""
+LEVELS = 4
+"""Folders between a file of a run and the run."""
 
 
 class LeftOut(dict[str, str]):
@@ -68,41 +78,66 @@ def first_left_out(num_bytes: int) -> str:
     return f"its first {size} are left out"
 
 
+@contextmanager
+def opened(path: Path, left_out: LeftOut) -> Iterator[BinaryIO]:
+    """A file of a run to read from: a regular one below its folder; of all else nothing, which is noted.
+
+    All that is shown of a run is read by this: a link may lead to what is the reader's alone, and a pipe
+    nowhere.
+    """
+    try:
+        file: BinaryIO = os.fdopen(open_below(top_of(path), path), "rb")
+    except FileNotFoundError:
+        file = io.BytesIO()
+    except OSError as error:
+        left_out.add(path, error.strerror or error)
+        file = io.BytesIO()
+    with file:
+        try:
+            yield file
+        except OSError as error:
+            left_out.add(path, error.strerror or error)
+
+
+def top_of(path: Path) -> Path:
+    """The folder of the run that a file is of, by its MARKS; its own folder if it is of none.
+
+    A link is none: what it leads to may have marks of its own.
+    """
+    try:
+        return _marked(path.parent)
+    except LookupError:
+        return path.parent
+
+
+@lru_cache(maxsize=4096)
+def _marked(folder: Path) -> Path:
+    """The closest folder with marks, itself or above; LookupError if there is none, which may change."""
+    for one in (folder, *list(folder.parents)[: LEVELS - 1]):
+        if any(os.path.lexists(one / name) for name in MARKS) and not one.is_symlink():
+            return one
+    raise LookupError(folder)
+
+
 def tail(path: Path, most: int | None, left_out: LeftOut) -> tuple[bytes, int]:
     """(the last bytes of a file, how many come before them); nothing where there is no file.
 
-    most: how many; None: all of them. A pipe or device is not opened.
+    most: how many; None: all of a file, up to MOST_FILE_BYTES.
     """
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            left_out.add(path, "it is no regular file")
-            return b"", 0
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            before = 0 if most is None else max(0, size - most)
-            file.seek(before)
-            return file.read(-1 if most is None else size - before), before
-    except FileNotFoundError:
-        return b"", 0
-    except OSError as error:
-        left_out.add(path, error.strerror or error)
-        return b"", 0
+    with opened(path, left_out) as file:
+        size = file.seek(0, os.SEEK_END)
+        before = max(0, size - (MOST_FILE_BYTES if most is None else most))
+        file.seek(before)
+        return file.read(size - before), before
+    return b"", 0
 
 
 def part(path: Path, start: int, most: int, left_out: LeftOut) -> bytes:
     """At most `most` bytes of a regular file from `start` on; b"" at its end, or where there is none."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            left_out.add(path, "it is no regular file")
-            return b""
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(most)
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        left_out.add(path, error.strerror or error)
-        return b""
+    with opened(path, left_out) as file:
+        file.seek(start)
+        return file.read(most)
+    return b""
 
 
 def content(path: Path, left_out: LeftOut, last: int | None = None) -> bytes:
@@ -172,7 +207,7 @@ def numbered(folder: Path, before: str, after: str, left_out: LeftOut) -> list[t
             for entry in entries:
                 digits = entry.name.removeprefix(before).removesuffix(after)
                 named = entry.name == f"{before}{digits}{after}" and digits.isascii() and digits.isdigit()
-                if named and len(digits) < 10 and entry.is_file():
+                if named and len(digits) < 10 and not entry.is_dir(follow_symlinks=False):
                     found.append((int(digits), Path(entry.path)))
     except FileNotFoundError:
         return []

@@ -12,11 +12,11 @@ from typing import Any, get_args
 
 from siirl.compiler.plan import Plan
 from siirl.launch.attempts import ATTEMPTS_FILE, Attempt
-from siirl.launch.failure import Failure, read_failure
+from siirl.launch.failure import Failure, failure_in
 from siirl.launch.run_record import CONFIG_FILE, RUN_FILE
 from siirl.observe.columns import REWARD, VALIDATION_REWARD
 from siirl.observe.curve import METRICS_FILE
-from siirl.observe.position import Position, read_position
+from siirl.observe.position import Position, position_in
 from siirl.observe.run_progress import PROGRESS_FILE, How
 from siirl.runs.folder_reader import (
     LeftOut,
@@ -37,8 +37,6 @@ from siirl.runs.folder_reader import (
 )
 
 JOB_FILE, STATUS_DIR, ERRORS_DIR = "job.json", "status", "errors"
-MARKS = (RUN_FILE, CONFIG_FILE, METRICS_FILE)
-"""A folder with one of these is a run's."""
 TAIL_BYTES, LATEST_BYTES, RECENT_BYTES, PROGRESS_BYTES = 1 << 18, 1 << 20, 4 << 20, 8 << 20
 MOST_BYTES, MOST_JOB_BYTES, CHUNK_BYTES = 512 << 20, 64 << 20, 8 << 20
 PACE_STEPS = 20
@@ -341,11 +339,7 @@ def read_positions(folder: Path, unreadable: LeftOut) -> dict[int, Position]:
     """Rank -> the step and node that it entered last."""
     found: dict[int, Position] = {}
     for rank, path in numbered(folder / STATUS_DIR, "rank_", "", unreadable):
-        try:
-            position = read_position(path)
-        except OSError as error:
-            unreadable.add(path, error.strerror or error)
-            continue
+        position = position_in(tail(path, LATEST_BYTES, unreadable)[0].decode(errors="replace"))
         if position is not None and math.isfinite(position.time_s):
             found[rank] = replace(position, node=one_line(position.node), waits=one_line(position.waits))
     return found
@@ -355,11 +349,7 @@ def read_failures(folder: Path, unreadable: LeftOut) -> list[Failure]:
     """What ended the ranks of the last start, the likeliest first cause first."""
     found = []
     for _, path in numbered(folder / ERRORS_DIR, "rank_", ".json", unreadable):
-        try:
-            failure = read_failure(path)
-        except (OSError, RecursionError) as error:
-            unreadable.add(path, error)
-            continue
+        failure = failure_in(tail(path, PROGRESS_BYTES, unreadable)[0])
         texts = failure and (failure.error, failure.host, failure.traceback)
         if failure is None or not all(isinstance(text, str) for text in texts or ()):
             unreadable.add(path, "it is no record of a failure")

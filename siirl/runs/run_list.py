@@ -13,8 +13,7 @@ from siirl.config.roles import EXPORTS
 from siirl.errors import ConfigError
 from siirl.observe.columns import REWARD, VALIDATION_REWARD
 from siirl.observe.curve import of_column
-from siirl.runs.folder_reader import LeftOut, one_line
-from siirl.runs.run_files import MARKS
+from siirl.runs.folder_reader import MARKS, LeftOut, one_line
 from siirl.runs.run_state import RunState, read_run
 from siirl.runs.run_text import age_text, last_and_best, path_text, short_command, size_text, table
 
@@ -37,7 +36,7 @@ def find_runs(folder: Path, unreadable: LeftOut, depth: int = DEPTH) -> Iterator
     except OSError as error:
         unreadable[path_text(folder)] = one_line(error.strerror or str(error))
         return
-    is_run = any(entry.name in MARKS and not entry.is_dir() for entry in inside)
+    is_run = any(entry.name in MARKS and not entry.is_dir(follow_symlinks=False) for entry in inside)
     if is_run:
         yield folder
     for entry in inside if depth else ():

@@ -15,9 +15,8 @@ from siirl.launch.failure import Failure, cause_line
 from siirl.launch.run_folder import LOCK, holder, is_held
 from siirl.observe.columns import REWARD, VALIDATION_REWARD
 from siirl.observe.curve import Series, of_column
-from siirl.runs.folder_reader import LeftOut, content, one_line
+from siirl.runs.folder_reader import MARKS, LeftOut, content, one_line
 from siirl.runs.run_files import (
-    MARKS,
     TAIL_BYTES,
     MetricsScan,
     Progress,

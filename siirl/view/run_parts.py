@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.compiler.plan import Plan
+from siirl.guarded_files import who_may_change
 from siirl.observe.curve import METRICS_FILE
 from siirl.observe.trace import TRACE_DIR, TRACE_FILE
 from siirl.runs.folder_reader import LeftOut, attempt, numbered, whole
@@ -168,11 +169,16 @@ class RunParts:
             trainer = trainer_of(read_job(self.folder, LeftOut()))
             names = {kind: trainer.get(SAMPLE_KEYS[kind]) for kind in KINDS}
             if self._episodes is None or self._episodes[0] != names:
-                folders = {
-                    kind: Path(str(name or self.folder / "rollouts" / kind)) for kind, name in names.items()
-                }
+                folders = {kind: self._samples(kind, name) for kind, name in names.items()}
                 self._episodes = names, Episodes(folders, self.folder / TOKENS)
             return self._episodes[1]
+
+    def _samples(self, kind: str, name: Any) -> Path:
+        """Where samples are: elsewhere than in the run's folder only if nobody else can have said so."""
+        own = self.folder / "rollouts" / kind
+        named = Path(str(name or own))
+        elsewhere = not named.absolute().is_relative_to(self.folder.absolute())
+        return own if elsewhere and who_may_change(self.folder) else named
 
 
 @contextmanager

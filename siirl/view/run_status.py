@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from siirl.compiler.plan import Plan
-from siirl.observe.logs import last_lines
+from siirl.observe.logs import TAIL_BYTES, log_lines
 from siirl.observe.printable import printable
-from siirl.runs.folder_reader import LeftOut, attempt, mapping, whole, word
+from siirl.runs.folder_reader import LeftOut, attempt, content, mapping, whole, word
 from siirl.runs.rank_now import doing
 from siirl.runs.run_files import latest_metrics, read_starts
 from siirl.runs.run_state import RunState, attempt_text
@@ -130,4 +130,5 @@ def _logs(folder: Path, left_out: LeftOut) -> list[dict[str, Any]]:
     paths.sort(key=lambda path: (len(path.name), path.name))
     if len(paths) > MOST_LOGS:
         left_out.add("logs", f"the last lines of {MOST_LOGS} of {len(paths)} are shown")
-    return [{"name": printable(path.name), "lines": last_lines(path)} for path in paths[:MOST_LOGS]]
+    texts = ((path, content(path, left_out, TAIL_BYTES)) for path in paths[:MOST_LOGS])
+    return [{"name": printable(path.name), "lines": log_lines(text)} for path, text in texts]

@@ -18,6 +18,7 @@ from siirl.runs.folder_reader import (
     mapping,
     number,
     numbered,
+    opened,
     whole,
     whole_lines,
 )
@@ -91,7 +92,7 @@ def _merged_events(path: Path, left_out: LeftOut) -> list[tuple[int, Iterable[di
     found: dict[int, deque[dict[str, Any]]] = {}
     taken = 0
     try:
-        with gzip.open(path, "rb") as file:
+        with opened(path, left_out) as packed, gzip.open(packed) as file:
             for line in file:
                 taken += len(line)
                 if taken > MOST_MERGED_BYTES:

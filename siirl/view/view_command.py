@@ -30,7 +30,7 @@ def _view(args: argparse.Namespace, overrides: list[str]) -> None:
     from siirl.runs.run_state import run_folder
     from siirl.view.view_page import export
 
-    folders = [run_folder(name).absolute() for name in args.runs]
+    folders = [run_folder(name).resolve() for name in args.runs]
     if not folders and not args.demo:
         raise ConfigError(
             "no run is named: there is nothing to show. Give the trainer.output_dir of a run (`siirl ls` "

@@ -17,6 +17,7 @@ from typing import Any
 
 from siirl.agents.outside.program import SessionInfo
 from siirl.errors import ConfigError, UserCodeError
+from siirl.guarded_files import own_secret
 from siirl.observe.summary import duration
 
 log = logging.getLogger(__name__)
@@ -151,10 +152,16 @@ class Lobby:
 
 
 def _kept_token(file: Path) -> str | None:
-    """The token of an earlier start of this run: clients that have it come in again."""
+    """The token of an earlier start of this run: clients that have it come in again.
+
+    None if anybody else can have written or read it: whoever may write to the run's folder does not choose it.
+    """
     try:
-        token = json.loads(file.read_text())["token"]
-    except (OSError, ValueError, TypeError, KeyError):
+        token = json.loads(own_secret(file))["token"]
+    except PermissionError as error:
+        log.warning("%s: clients need a new token, which will be there", error.strerror)
+        return None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return token if isinstance(token, str) and token else None
 

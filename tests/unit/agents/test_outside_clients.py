@@ -1,5 +1,6 @@
 """Clients that come for episodes (serve.listen): who gets which, who leaves one, and who is missing."""
 
+import os
 import threading
 import time
 
@@ -90,6 +91,35 @@ def test_the_token_stays_the_same_from_start_to_start(tmp_path):
     assert lobby(tmp_path).token == first.token and lobby(tmp_path, token="mine").token == "mine"
     (tmp_path / "door.json").write_text("[damaged")
     assert lobby(tmp_path).token not in ("", first.token)
+
+
+@pytest.mark.parametrize(
+    "whose", ["all may write", "all may read", "a group's", "a link", "a pipe", "a stranger's"]
+)
+def test_a_token_that_somebody_else_can_have_written_or_read_is_not_taken(whose, tmp_path):
+    """Whoever may write to the folder would choose it, or know it."""
+    door, elsewhere = tmp_path / "door.json", tmp_path / "elsewhere"
+    door.write_text('{"token": "planted"}')
+    door.chmod(0o600)
+    assert lobby(tmp_path).token == "planted"
+    match whose:
+        case "a link":
+            door.rename(elsewhere)
+            door.symlink_to(elsewhere)
+        case "a pipe":
+            door.unlink()
+            os.mkfifo(door, 0o600)
+        case "a stranger's":
+            if os.geteuid():
+                pytest.skip("only root gives files away")
+            os.chown(door, 65534, 65534)
+        case _:
+            door.chmod({"all may write": 0o622, "all may read": 0o644, "a group's": 0o640}[whose])
+    opened = lobby(tmp_path)
+    assert opened.token not in ("", "planted")
+    opened.open("http://127.0.0.1:1")
+    assert door.lstat().st_mode & 0o777 == 0o600 and lobby(tmp_path).token == opened.token
+    assert not elsewhere.exists() or "planted" in elsewhere.read_text()
 
 
 @pytest.mark.parametrize("says", [0, 1])
