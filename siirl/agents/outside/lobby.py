@@ -154,7 +154,7 @@ class Lobby:
 def _kept_token(file: Path) -> str | None:
     """The token of an earlier start of this run: clients that have it come in again.
 
-    None if anybody else can have written or read it: whoever may write to the run's folder does not choose it.
+    None if anybody else can have written or read it: who may write to the folder does not choose it.
     """
     try:
         token = json.loads(own_secret(file))["token"]
