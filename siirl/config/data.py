@@ -40,6 +40,14 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "arguments of the chat template, e.g. {enable_thinking: false}"
     )
+    tokenizer_kwargs: dict[str, Any] = key(
+        {}, "arguments with which the tokenizer is loaded, e.g. {use_fast: true, extra_special_tokens: [...]}"
+    )
+    chat_template: str | None = key(
+        None,
+        "file of a chat template (Jinja), or the name of one of the tokenizer's; null: the tokenizer's, of "
+        "several that for tools (tool_use) where the model has some, else the default",
+    )
     template_date: str | None = key(
         None,
         "the date (YYYY-MM-DD) that chat templates write where they tell the model of today's; null: that of "

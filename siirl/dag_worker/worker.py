@@ -371,10 +371,12 @@ class DAGWorker:
         return with_overrides(self.cfg, self.plan.nodes[name].overrides)
 
     def _tokenizer(self, cfg: Config) -> PreTrainedTokenizerBase:
-        source = cfg.data.tokenizer or cfg.actor_rollout_ref.model.path
-        if source not in self._tokenizers:
-            self._tokenizers[source] = load_tokenizer(cfg)
-        return self._tokenizers[source]
+        data, rollout = cfg.data, cfg.actor_rollout_ref.rollout
+        source = data.tokenizer or cfg.actor_rollout_ref.model.path
+        key = repr((source, data.chat_template, data.tokenizer_kwargs, rollout.multi_turn.enable))
+        if key not in self._tokenizers:
+            self._tokenizers[key] = load_tokenizer(cfg)
+        return self._tokenizers[key]
 
     def _build_interaction(self, entry: str) -> Interaction:
         plan = self.plan.interactions[entry]

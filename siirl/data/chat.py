@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from siirl.config import Config
-from siirl.dialect.template import ChatTemplate, TemplateRefused
+from siirl.dialect.template import ChatTemplate, TemplateRefused, chosen_template
 from siirl.errors import DataError
 from siirl.model_files.directory import check_tokenizer_files
 
@@ -21,21 +22,33 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     DataError if there is none. A tokenizer without a pad token pads with its end-of-sequence token.
     """
     model = cfg.actor_rollout_ref.model
-    keys = "Check actor_rollout_ref.model.path, or set data.tokenizer"
-    return read_tokenizer(str(cfg.data.tokenizer or model.path), model.trust_remote_code, keys)
+    keys, name = "Check actor_rollout_ref.model.path, or set data.tokenizer", cfg.data.tokenizer or model.path
+    tokenizer = read_tokenizer(str(name), model.trust_remote_code, keys, cfg.data.tokenizer_kwargs)
+    tokenizer.chat_template = chosen_template(tokenizer.chat_template, cfg, str(name))
+    return tokenizer
 
 
-def read_tokenizer(name: str, trust_remote_code: bool, fix: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or of a name on the hub. DataError, which ends in `fix`, without one."""
+def read_tokenizer(
+    name: str, trust_remote_code: bool, fix: str, options: Mapping[str, Any] = MappingProxyType({})
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or of a name on the hub. DataError, which ends in `fix`, without one.
+
+    options: further arguments with which it is loaded.
+    """
     source = Path(name).expanduser()
     if source.is_dir():
         name = str(source)
         check_tokenizer_files(source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         where = "" if source.is_dir() else "it is no directory here, and as a name on a hub: "
-        why = str(error).strip().splitlines()[0].rstrip(".")
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        if not (source / "tokenizer.json").is_file() and (source / "tokenizer.model").is_file():
+            why += (
+                "; it is a tokenizer.model alone, which transformers reads with sentencepiece and protobuf: "
+                "install them, or save a tokenizer.json where they are"
+            )
         raise DataError(f"no tokenizer can be loaded from {name}: {where}{why}. {fix}.") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

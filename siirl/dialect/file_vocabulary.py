@@ -26,7 +26,7 @@ class FileVocabulary:
         self._core = Tokenizer.from_file(str(path / "tokenizer.json"))
         config = _object(path / "tokenizer_config.json") | _object(path / "special_tokens_map.json")
         self._named = {name: _content(config[name]) for name in NAMED if config.get(name)}
-        self.chat_template = _template_of(path, config)
+        self.chat_template: Any = _templates_of(path, config)
         eos = self._named.get("eos_token")
         self.eos_token_id: int | None = None if eos is None else self._core.token_to_id(eos)
         self._compiled: dict[str, jinja2.Template] = {}
@@ -80,15 +80,19 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _template_of(path: Path, config: Mapping[str, Any]) -> str | None:
-    """That of a file of its own, else of tokenizer_config.json; of several the one called default."""
+def _templates_of(path: Path, config: Mapping[str, Any]) -> Any:
+    """That of a file of its own, else those of tokenizer_config.json: a text, texts by name, or None."""
     for name in ("chat_template.jinja", "chat_template.json"):
         if (path / name).is_file():
             text = (path / name).read_text(encoding="utf-8")
-            return text if name.endswith(".jinja") else json.loads(text)["chat_template"]
+            own = text if name.endswith(".jinja") else json.loads(text)["chat_template"]
+            more = {
+                file.stem: file.read_text() for file in (path / "additional_chat_templates").glob("*.jinja")
+            }
+            return {"default": own, **more} if more else own
     found = config.get("chat_template")
     if isinstance(found, Sequence) and not isinstance(found, str):
-        return next((x["template"] for x in found if x.get("name") == "default"), None)
+        return {x["name"]: x["template"] for x in found}
     return found
 
 

@@ -5,11 +5,13 @@ Whatever a template raises is TemplateRefused, and the date that it may write is
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
 from siirl.config import Config
+from siirl.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -92,6 +94,35 @@ class ChatTemplate:
             return self.render(messages, tools, generation)
         except TemplateRefused:
             return ""
+
+
+def chosen_template(found: Any, cfg: Config, name: str) -> str | None:
+    """The template that a run uses, of those that a tokenizer has: a text, texts by name, or None.
+
+    DataError where data.chat_template names none, and where there are several and none is the default.
+    """
+    wanted, named = cfg.data.chat_template, found if isinstance(found, Mapping) else {}
+    if wanted is not None:
+        if wanted in named:
+            return named[wanted]
+        file = Path(wanted).expanduser()
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        known = f"; {name} names {', '.join(named)}" if named else ""
+        raise DataError(
+            f"data.chat_template={wanted}: there is no such file{known}. Give a file, or leave it out for "
+            "the tokenizer's own."
+        )
+    if not isinstance(found, Mapping):
+        return found
+    if cfg.actor_rollout_ref.rollout.multi_turn.enable and "tool_use" in named:
+        return named["tool_use"]
+    if "default" not in named:
+        raise DataError(
+            f"the tokenizer of {name} has chat templates called {', '.join(named)}, and none called default. "
+            "Set data.chat_template to one of these names."
+        )
+    return named["default"]
 
 
 def template_options(cfg: Config) -> dict[str, Any]:

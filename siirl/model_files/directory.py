@@ -128,6 +128,12 @@ def has_tokenizer_files(path: str | Path) -> bool:
 
 def check_tokenizer_files(path: Path) -> None:
     """DataError unless the directory holds a tokenizer."""
+    if not has_tokenizer_files(path) and (path / "tekken.json").is_file():
+        raise DataError(
+            f"{_here()}: model directory {path} has its tokenizer as tekken.json alone, which Mistral's own "
+            "package reads. Copy the tokenizer.json that the model's Hugging Face files have, or set "
+            "data.tokenizer to a directory with one."
+        )
     if not has_tokenizer_files(path):
         raise DataError(
             f"{_here()}: model directory {path} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is "

@@ -7,7 +7,7 @@ from siirl.compiler.plan import Plan
 from siirl.config import Config
 from siirl.dialect.dialect import TOOL, Dialect, dialect_of
 from siirl.dialect.file_vocabulary import FileVocabulary
-from siirl.dialect.template import ChatTemplate, TemplateRefused, template_options
+from siirl.dialect.template import ChatTemplate, TemplateRefused, chosen_template, template_options
 
 STOP, TRAINED, PLAIN = "\x1b[1;31m", "\x1b[32m", "\x1b[0m"
 EXAMPLE = (
@@ -35,6 +35,7 @@ def dialects_here(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[Spoke
             vocabulary = FileVocabulary(folder)
         except (OSError, ValueError, KeyError):  # said by the checks of model files
             continue
+        vocabulary.chat_template = chosen_template(vocabulary.chat_template, cfg, str(folder))
         template = ChatTemplate(vocabulary, template_options(cfg)) if vocabulary.chat_template else None
         yield name.partition(".")[0], dialect_of(cfg, vocabulary), template
 

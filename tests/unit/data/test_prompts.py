@@ -1,13 +1,18 @@
 """Where prompts end, and what counts in their length."""
 
+import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tokenizers import processors
 
-from siirl.data.chat import encode_prompts
+from siirl.config import load_config
+from siirl.data.chat import encode_prompts, load_tokenizer
 from siirl.data.dataset import PromptDataset
 from siirl.dialect.dialect import TOOL
+from siirl.dialect.file_vocabulary import FileVocabulary
+from siirl.dialect.template import chosen_template
 from siirl.errors import DataError
 from tests.unit.dialect.test_dialect import CHATML, tokenizer_of
 
@@ -105,3 +110,64 @@ def test_what_a_template_tells_of_tools_counts_in_the_length(tmp_path):
     assert len(told) == 1 and '"look"' in tokenizer.decode(told.rows([0])[0]["prompt_ids"])
     with pytest.raises(DataError, match="max_prompt_length is 260"):
         PromptDataset(file, tokenizer, max_prompt_length=260, tools=[TOOL])
+
+
+def save(folder, *, named=None, model_type="llama"):
+    """A tokenizer's directory, with templates by name where they are given."""
+    tokenizer_of(CHATML).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    if named:
+        (folder / "chat_template.jinja").unlink()
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("named", "keys", "template"),
+    [
+        (None, (), CHATML),
+        ({"default": "a", "tool_use": "b"}, (), "a"),
+        ({"default": "a", "tool_use": "b"}, ("actor_rollout_ref.rollout.multi_turn.enable=true",), "b"),
+        ({"rag": "a", "tool_use": "b"}, ("data.chat_template=rag",), "a"),
+        (None, ("data.chat_template=FOLDER/own.jinja",), "c"),
+    ],
+)
+def test_the_template_is_the_tokenizers_one_of_its_named_ones_or_a_file(tmp_path, named, keys, template):
+    save(tmp_path, named=named)
+    (tmp_path / "own.jinja").write_text("c")
+    keys = [key.replace("FOLDER", str(tmp_path)) for key in keys]
+    cfg = load_config([f"actor_rollout_ref.model.path={tmp_path}", *keys])
+    assert load_tokenizer(cfg).chat_template == template
+    found = FileVocabulary(tmp_path).chat_template
+    assert chosen_template(found, cfg, "a model") == template
+
+
+@pytest.mark.parametrize(
+    ("named", "key", "why"),
+    [
+        ({"rag": "a"}, "data.seed=1", "chat templates called rag, and none called default"),
+        ({"rag": "a"}, "data.chat_template=tools", "no such file; .* names rag"),
+        (None, "data.chat_template=nowhere.jinja", "no such file"),
+    ],
+)
+def test_a_template_that_is_not_there_is_refused(tmp_path, named, key, why):
+    save(tmp_path, named=named)
+    with pytest.raises(DataError, match=why):
+        load_tokenizer(load_config([f"actor_rollout_ref.model.path={tmp_path}", key]))
+
+
+@pytest.mark.parametrize(
+    ("file", "why"), [("tekken.json", "as tekken.json alone"), ("tokenizer.model", "tokenizer.model alone")]
+)
+def test_a_tokenizer_in_another_form_is_named(tmp_path, file, why):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / file).write_text("abc")
+    with pytest.raises(DataError, match=why):
+        load_tokenizer(load_config([f"actor_rollout_ref.model.path={tmp_path}"]))
+
+
+def test_arguments_of_the_tokenizer_are_handed_on(tmp_path):
+    save(tmp_path)
+    keys = [f"actor_rollout_ref.model.path={tmp_path}", "+data.tokenizer_kwargs.pad_token=<|im_end|>"]
+    assert load_tokenizer(load_config(keys)).pad_token == "<|im_end|>"
