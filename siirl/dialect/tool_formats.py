@@ -32,8 +32,8 @@ ToolParser = Callable[[str], Parsed]
 
 TOOL_FORMATS: dict[str, ToolParser] = {
     "hermes": json_calls.hermes,
-    "qwen3_coder": tagged_calls.qwen3_coder,
     "seed_oss": tagged_calls.seed_oss,
+    "qwen3_coder": tagged_calls.qwen3_coder,
     "glm": tagged_calls.glm,
     "hy3": tagged_calls.hy3,
     "mistral": json_calls.mistral,
@@ -57,6 +57,12 @@ TOOL_FORMATS: dict[str, ToolParser] = {
     "granite": json_calls.granite,
     "functools": json_calls.functools,
     "gigachat": json_calls.gigachat,
+    "longcat": json_calls.longcat,
+    "internlm": json_calls.internlm,
+    "granite_fc": json_calls.granite_fc,
+    "olmo3": python_calls.olmo3,
+    "functiongemma": python_calls.functiongemma,
+    "step3": tagged_calls.step3,
     "apertus": json_calls.apertus,
     "solar": json_calls.solar,
     "json": json_calls.json_blocks,

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from siirl.dialect.formats.call_marks import (
@@ -123,23 +124,28 @@ def arguments_at(turn: Turn, at: int, name: str) -> tuple[dict[str, Any], int]:
     return value, end
 
 
-def hermes(text: str) -> Parsed:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
-    return take_out(text, (Marks("<tool_call>", "</tool_call>", one_object()),))
+def between(begin: str, end: str, body: Body) -> Callable[[str], Parsed]:
+    """The reader of JSON between two marks."""
+    marks = Marks(begin, end, body)
+    return lambda text: take_out(text, (marks,))
 
 
-def tool_calls(text: str) -> Parsed:
-    """<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>, or one object a line."""
-    return take_out(text, (Marks("<tool_calls>", "</tool_calls>", objects()),))
-
-
-def nemotron(text: str) -> Parsed:
-    """<TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>."""
-    return take_out(text, (Marks("<TOOLCALL>", "</TOOLCALL>", objects()),))
+hermes = between("<tool_call>", "</tool_call>", one_object())
+"""<tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+longcat = between("<longcat_tool_call>", "</longcat_tool_call>", one_object())
+"""The same with marks of its own."""
+tool_calls = between("<tool_calls>", "</tool_calls>", objects())
+"""<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>, or one object a line."""
+nemotron = between("<TOOLCALL>", "</TOOLCALL>", objects())
+"""The same in <TOOLCALL>."""
+internlm = between("<|action_start|><|plugin|>", "<|action_end|>", one_object("parameters"))
+"""<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>."""
+granite_fc = between("<function_call>", "", one_object())
+"""<function_call>{"name": ..., "arguments": {...}}."""
 
 
 def granite(text: str) -> Parsed:
-    """<|tool_call|>[{"name": ..., "arguments": {...}}], and <|/tool_call|> behind it."""
+    """<|tool_call|> or <tool_call>, then [{"name": ..., "arguments": {...}}], then <|/tool_call|> or not."""
 
     def read(turn: Turn, at: int) -> tuple[list[Call], int]:
         calls, end = objects()(turn, at)
@@ -148,7 +154,7 @@ def granite(text: str) -> Parsed:
             "<|/tool_call|>", behind
         ) else end
 
-    return take_out(text, (Marks("<|tool_call|>", "", read),))
+    return take_out(text, [Marks(begin, "", read) for begin in ("<|tool_call|>", "<tool_call>")])
 
 
 def functools(text: str) -> Parsed:
@@ -259,7 +265,7 @@ def _called(name: str, arguments: dict[str, Any], known: str | None = None) -> C
 def deepseek_v3(text: str) -> Parsed:
     """Calls of DeepSeek R1, V3 and V3.1, between <｜tool▁calls▁begin｜> and <｜tool▁calls▁end｜>."""
     item = Marks("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek_call)
-    return take_out(text, (section("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", item),))
+    return take_out(text, (section("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", item), item))
 
 
 def kimi_k2(text: str) -> Parsed:
@@ -273,7 +279,7 @@ def kimi_k2(text: str) -> Parsed:
         return [_called(name, arguments, known)], end
 
     item = Marks("<|tool_call_begin|>", "<|tool_call_end|>", read)
-    return take_out(text, (section("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", item),))
+    return take_out(text, (section("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", item), item))
 
 
 def solar(text: str) -> Parsed:

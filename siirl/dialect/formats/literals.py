@@ -13,7 +13,7 @@ WORD = re.compile(r"\w+")
 KEY = re.compile(r"[^\s:,{}\[\]'\"<]+")
 WORDS = {"True": True, "true": True, "False": False, "false": False}
 WORDS |= {"None": None, "null": None}  # type: ignore[dict-item]
-GEMMA_QUOTE = '<|"|>'
+GEMMA_QUOTES = ('<|"|>', "<escape>")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "a": "\a", "v": "\v", "\n": ""}
 ESCAPES |= {quote: quote for quote in "\\'\"/"}
 ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
@@ -37,8 +37,9 @@ def literal_at(turn: Turn, at: int, depth: int = 0) -> tuple[Any, int]:
         return _mapping_at(turn, at, depth)
     if first in ("'", '"'):
         return _text_at(turn, at)
-    if text.startswith(GEMMA_QUOTE, at):
-        return turn.until(GEMMA_QUOTE, at + len(GEMMA_QUOTE), "a text")
+    for quote in GEMMA_QUOTES:
+        if text.startswith(quote, at):
+            return turn.until(quote, at + len(quote), "a text")
     if number := NUMBER.match(text, at):
         return _number(number[0]), number.end()
     word = WORD.match(text, at)
@@ -78,7 +79,7 @@ def _mapping_at(turn: Turn, at: int, depth: int) -> tuple[dict[Any, Any], int]:
     values: dict[Any, Any] = {}
     at = turn.skip(at + 1)
     while not turn.text.startswith("}", at):
-        if turn.text.startswith(("'", '"', GEMMA_QUOTE), at):
+        if turn.text.startswith(("'", '"', *GEMMA_QUOTES), at):
             name, at = literal_at(turn, at, depth + 1)
         else:
             bare = KEY.match(turn.text, at)

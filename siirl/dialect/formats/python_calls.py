@@ -69,6 +69,11 @@ def lfm2(text: str) -> Parsed:
     return take_out(text, (Marks("<|tool_call_start|>", "<|tool_call_end|>", calls_at, CALLED),))
 
 
+def olmo3(text: str) -> Parsed:
+    """<function_calls>, NAME(key='value') on each line, </function_calls>."""
+    return take_out(text, (Marks("<function_calls>", "</function_calls>", calls_at, CALLED),))
+
+
 def pythonic(text: str) -> Parsed:
     """[NAME(key='value')] on a line of its own; <|python_start|> and <|python_end|> around it are dropped."""
     for mark in PYTHON_MARKS:
@@ -104,6 +109,12 @@ def gemma4(text: str) -> Parsed:
     """<|tool_call>call:NAME{key:<|"|>value<|"|>}<tool_call|>."""
     marks = Marks("<|tool_call>", "<tool_call|>", _gemma_call, re.compile(r"\s*call:"), may_end_open=True)
     return take_out(text, (marks,), ("<|tool_response>",))
+
+
+def functiongemma(text: str) -> Parsed:
+    """<start_function_call>call:NAME{key:<escape>value<escape>}<end_function_call>."""
+    marks = Marks("<start_function_call>", "<end_function_call>", _gemma_call, re.compile(r"\s*call:"), True)
+    return take_out(text, (marks,), ("<start_function_response>",))
 
 
 OBJECT = re.compile(r'<\|python_tag\|>|\{\s*"(?:name|type|function|parameters|arguments|id)"\s*:')

@@ -13,6 +13,7 @@ from siirl.dialect.formats.call_marks import (
     ToolCall,
     Turn,
     section,
+    several,
     take_out,
 )
 from siirl.dialect.formats.json_calls import whole_json
@@ -88,8 +89,17 @@ LOOKS = re.compile(r"\s*<function")
 
 
 def qwen3_coder(text: str) -> Parsed:
-    """<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>."""
-    return take_out(text, (Marks("<tool_call>", "</tool_call>", _functions(_on_lines), LOOKS),))
+    """<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>.
+
+    Models leave out <tool_call> at times.
+    """
+    body = _functions(_on_lines)
+    looks = re.compile(r"[^>\s]+>\s*(?:<parameter=|</function>)")
+    bare = Marks("<function=", "", lambda turn, at: body(turn, at - len("<function=")), looks, is_part=True)
+    parsed = take_out(text, (Marks("<tool_call>", "</tool_call>", body, LOOKS), bare))
+    if not parsed.calls:
+        return parsed
+    return Parsed(parsed.content.removesuffix("</tool_call>").rstrip(), parsed.calls)
 
 
 def seed_oss(text: str) -> Parsed:
@@ -172,6 +182,17 @@ def deepseek_dsml(text: str) -> Parsed:
     """
     item, kinds = _invoked("｜DSML｜", _typed, False), ("function_calls", "tool_calls")
     return take_out(text, [section(f"<｜DSML｜{kind}>", f"</｜DSML｜{kind}>", item) for kind in kinds])
+
+
+def step3(text: str) -> Parsed:
+    """As minimax_m2 with steptml: before the name of each tag, in a call of a section."""
+    invoke = several(_invoked("steptml:", _as_it_is, True))
+
+    def read(turn: Turn, at: int) -> tuple[list[Call], int]:
+        return invoke(turn, turn.until("<｜tool_sep｜>", at, "the kind of the call")[1])
+
+    item = Marks("<｜tool_call_begin｜>", "<｜tool_call_end｜>", read)
+    return take_out(text, (section("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>", item),))
 
 
 def minicpm(text: str) -> Parsed:

@@ -110,6 +110,24 @@ EXAMPLES = {
         f"<|tool_calls|><|tool_call:begin|>x1<|tool_call:name|>f<|tool_call:args|>{SPELLED}<|tool_call:end|>",
         TYPED,
     ),
+    "longcat": (f'<longcat_tool_call>{{"name": "f", "arguments": {SPELLED}}}</longcat_tool_call>', TYPED),
+    "internlm": (
+        f'<|action_start|><|plugin|>\n{{"name": "f", "parameters": {SPELLED}}}<|action_end|>',
+        TYPED,
+    ),
+    "granite_fc": (f'<function_call> {{"name": "f", "arguments": {SPELLED}}}', TYPED),
+    "olmo3": (f"<function_calls>\nf(q={QUERY!r}, n=3)\n</function_calls>", TYPED),
+    "functiongemma": (
+        f"<start_function_call>call:f{{n:3,q:<escape>{QUERY}<escape>}}<end_function_call>",
+        TYPED,
+    ),
+    "step3": (
+        '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">'
+        f'<steptml:parameter name="q">{QUERY}</steptml:parameter><steptml:parameter name="n">3'
+        "</steptml:parameter></steptml:invoke>"
+        "<｜tool_call_end｜><｜tool_calls_end｜>",
+        TEXTS,
+    ),
     "json": (f'```json\n{{"name": "f", "arguments": {SPELLED}}}\n```', TYPED),
     "pythonic": (f"[f(q={QUERY!r}, n=3)]", TYPED),
     "llama3_json": (f'{{"name": "f", "parameters": {SPELLED}}}', TYPED),
@@ -246,6 +264,14 @@ MORE = [
         "<tool_call><function=f><parameter=a>x</parameter> y</parameter></function></tool_call>",
         [("f", {"a": "x</parameter> y"}, None)],
     ),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=a>x</parameter></function></tool_call>",
+        [("f", {"a": "x"}, None)],
+    ),
+    ("qwen3_coder", "<function=f><parameter=a>x</para", ["is not closed"]),
+    ("deepseek_v3", DEEPSEEK.format("f") + DEEPSEEK.format("g"), [("f", {}, None), ("g", {}, None)]),
+    ("granite", '<tool_call>[{"name": "f"}]', [("f", {}, None)]),
     ("glm", "<tool_call>f</tool_call>", [("f", {}, None)]),
     ("glm", "<tool_call>f(x)</tool_call>", ["name of a tool"]),
     (
