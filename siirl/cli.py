@@ -16,6 +16,7 @@ from pathlib import Path
 from siirl import main_dag
 from siirl.command_line import add_config_arguments, parse_settings, print_text, user_errors
 from siirl.commands.command_arguments import add_commands
+from siirl.compiler.choices import choice_lines
 from siirl.compiler.plan_warnings import plan_notes
 from siirl.completion import complete
 from siirl.config.load import read_config
@@ -83,6 +84,8 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
         print(f"note: {note}.")
     if not args.elsewhere:
         _print_dialects(run, args.dialect)
+    for line in choice_lines(plan):
+        print(f"chosen: {line}")
     if args.security:
         from siirl.launch.security import Subject, security_report
 
@@ -141,8 +144,9 @@ def _migrate(args: argparse.Namespace, overrides: list[str]) -> int:
             False,
             ["`siirl check --elsewhere` refuses the command:", *str(error).splitlines()],
         )
+    said_lines = [line for line in said.getvalue().splitlines() if not line.startswith("chosen: ")]
     title = f"siirl's command for {path.name} ({ORIGINS[source.origin]})"
-    print_text(page(title, translation, source.open, [*outcome, *said.getvalue().splitlines()]))
+    print_text(page(title, translation, source.open, [*outcome, *said_lines]))
     return 0 if accepted and not translation.of("impossible") else 1
 
 

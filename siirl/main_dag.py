@@ -8,8 +8,8 @@ import sys
 import time
 
 from siirl.command_line import parse_arguments, print_text, user_errors
+from siirl.compiler.choices import choice_lines
 from siirl.compiler.memory.phases import estimate_record
-from siirl.compiler.memory.staying_awake import awake_lines
 from siirl.compiler.plan import Plan
 from siirl.config import Config, to_dict
 from siirl.config.load import read_config
@@ -17,14 +17,14 @@ from siirl.config.tree import print_config
 from siirl.errors import Place, UserError
 from siirl.findings import Findings
 from siirl.launch.agent_memory import agent_folder, goes_on_from
-from siirl.launch.devices import check_gpus, device_memory_gib
+from siirl.launch.devices import check_gpus, device_memory_gib, machine_of
 from siirl.launch.job import Job
 from siirl.launch.launcher_choice import Launcher, choose_launcher
 from siirl.launch.local import run_local
-from siirl.launch.preflight import preflight
+from siirl.launch.preflight import kept_choices, preflight
 from siirl.launch.run_folder import held, with_absolute_folders, with_own_results
 from siirl.launch.run_record import command_line, open_folder
-from siirl.launch.survey import survey, survey_inputs, with_awake_engines
+from siirl.launch.survey import survey, survey_inputs, with_choices
 from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun, with_machines_there
 from siirl.model_files.local_models import token_to_environment
 from siirl.observe.logs import setup_logging
@@ -68,7 +68,7 @@ def run(cfg: Config, found: Findings) -> int:
     if len(found):
         survey_inputs(seen, launcher == "ray" or not is_first_on_machine(), found)
         found.close()
-    seen = with_awake_engines(seen, launcher)
+    seen = with_choices(seen, machine_of(cfg, launcher, here=launcher != "ray"), kept_choices(cfg))
     cfg, plan, node_cfgs = seen.cfg, seen.plan, seen.node_cfgs
     assert plan is not None, "without a plan there is a problem"
     output_dir = cfg.trainer.output_dir
@@ -87,7 +87,7 @@ def run(cfg: Config, found: Findings) -> int:
         too_much = memory_warnings(plan, node_cfgs, device_gib)
         for warning in [*seen.warnings, *too_much]:
             log.warning(warning)
-        setup = [model_setup(plan, node_cfgs), *batch_lines(plan, node_cfgs), *awake_lines(plan, node_cfgs)]
+        setup = [model_setup(plan, node_cfgs), *batch_lines(plan, node_cfgs), *choice_lines(plan)]
         print(*setup, sep="\n", flush=True)  # before what workers write to the same file
         return _launch(launcher, job, cfg, plan)
 
@@ -98,7 +98,7 @@ def _launch(launcher: Launcher, job: Job, cfg: Config, plan: Plan) -> int:
     if launcher != "ray" and is_first_on_machine():  # Ray: on the machines that it chooses
         preflight(with_own_results(cfg) if goes_on else cfg, plan)
     if is_first_process():
-        open_folder(cfg, job.run_id, command_line(), anew=not goes_on)
+        open_folder(cfg, job.run_id, command_line(), anew=not goes_on, plan=plan)
         workers = f"{job.world_size} worker{'s' * (job.world_size != 1)}"
         print(f"starting {workers}; all output is below {job.output_path}", flush=True)
     try:

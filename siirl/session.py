@@ -12,16 +12,16 @@ from siirl import main_dag
 from siirl.compiler.cost.device_kinds import chosen_device
 from siirl.compiler.cost.step_time import step_time
 from siirl.compiler.cost.work import row_tokens
-from siirl.compiler.memory.staying_awake import keep_awake
 from siirl.compiler.plan import Plan
 from siirl.compiler.plan_warnings import plan_notes
 from siirl.config import Config
 from siirl.errors import ConfigError, WorkerError
 from siirl.findings import Findings
-from siirl.launch.devices import device_memory_gib, device_name
+from siirl.launch.devices import device_memory_gib, device_name, machine_of, named_machine
 from siirl.launch.launcher_choice import choose_launcher
+from siirl.launch.preflight import kept_choices
 from siirl.launch.run_folder import absolute
-from siirl.launch.survey import survey, survey_inputs, with_awake_engines
+from siirl.launch.survey import Survey, survey, survey_inputs, with_choices
 from siirl.observe.curve import METRICS_FILE, Series, read_series
 from siirl.show.cost_text import explanation
 from siirl.show.memory_text import memory_warnings
@@ -45,22 +45,23 @@ class PlannedRun:
     """What will work, but perhaps not as meant: a line each."""
     data: list[str]
     """What the files of rows hold, where they are here: a line for each split."""
+    surveyed: Survey
+    """The same before anything was chosen for keys that nobody set."""
 
     def __str__(self) -> str:
         notes = "".join(f"note: {note}.\n" for note in plan_notes(self.plan))
         return report(self.plan, self.node_cfgs, device_memory_gib()) + notes
 
     def explain(self, device: str | None = None, tokens: str | None = None) -> str:
-        """Where the time of a step will go, by the cost model of docs/tuning.md.
+        """Where the time of a step will go, by the cost model of docs/tuning.md, with what is chosen for it.
 
         device: a kind, as in "h200"; else that of the GPUs here. tokens: the mean length of a row, as in
         "256+600"; else the longest. UserError for what cannot be predicted.
         """
         kind, lines = chosen_device(device, device_name())
-        trainer = self.cfg.trainer
-        gib = trainer.device_memory_gib or (kind.gib if trainer.nnodes == 1 else None)
-        plan, node_cfgs = keep_awake(self.plan, self.node_cfgs, gib)
-        found = step_time(plan, node_cfgs, kind, row_tokens(tokens))
+        chosen = with_choices(self.surveyed, named_machine(self.cfg, kind))
+        assert chosen.plan is not None, "without a plan there is a problem"
+        found = step_time(chosen.plan, chosen.node_cfgs, kind, row_tokens(tokens))
         if isinstance(found, str):
             raise ConfigError(f"the time of a step cannot be predicted: {found}.")
         found.assumed[:0] = lines
@@ -139,9 +140,10 @@ def train(cfg: Config) -> FinishedRun:
 
 def planned(cfg: Config, elsewhere: bool, found: Findings) -> PlannedRun:
     """The run that a configuration plans. UserError: all that is wrong, with what `found` has already."""
-    seen = survey_inputs(survey(cfg, found), elsewhere, found)
+    surveyed = survey_inputs(survey(cfg, found), elsewhere, found)
     found.close()
-    seen = with_awake_engines(seen, choose_launcher(cfg))
+    seen = with_choices(surveyed, machine_of(cfg, choose_launcher(cfg)), kept_choices(cfg))
     assert seen.plan is not None, "without a plan there is a problem"
     too_much = memory_warnings(seen.plan, seen.node_cfgs, device_memory_gib())
-    return PlannedRun(seen.cfg, seen.plan, seen.node_cfgs, [*seen.warnings, *too_much], seen.data)
+    warnings = [*seen.warnings, *too_much]
+    return PlannedRun(seen.cfg, seen.plan, seen.node_cfgs, warnings, seen.data, surveyed)

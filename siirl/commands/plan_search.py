@@ -4,19 +4,21 @@ Every candidate is compiled and checked as a run is, its memory estimated, its s
 change what is learned are left as they are. No torch.
 """
 
+import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from siirl.compiler.backends import backend_of
+from siirl.compiler.choices import Machine
+from siirl.compiler.choose import choose
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.cost.device_kinds import DeviceKind, chosen_device
 from siirl.compiler.cost.step_time import StepTime, step_time
 from siirl.compiler.cost.work import RowTokens, row_tokens
 from siirl.compiler.memory.estimate import GIB, read_shape
 from siirl.compiler.memory.phases import PhasePeak, memory_lines, phase_peaks
-from siirl.compiler.memory.staying_awake import keep_awake
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config, with_overrides
 from siirl.config.checks import find_contradictions
@@ -27,7 +29,7 @@ from siirl.dag.node_config import with_node_config
 from siirl.dag.spec import DagSpec
 from siirl.errors import ConfigError, UserError
 from siirl.findings import Findings
-from siirl.launch.devices import device_memory_gib, device_name
+from siirl.launch.devices import device_memory_gib, device_name, named_machine
 from siirl.launch.survey import Survey, survey, survey_inputs
 from siirl.parallel.placement import format_ranks
 
@@ -65,6 +67,7 @@ class Search:
     kind: DeviceKind
     gib: float
     """Memory of a device."""
+    machine: Machine
     tokens: RowTokens | None
     fitting: list[Candidate] = field(default_factory=list)
     tried: int = 0
@@ -79,10 +82,9 @@ class Search:
     def weigh(self, plan: Plan, configs: dict[str, Config]) -> tuple[StepTime, PhasePeak]:
         """The predicted step of a plan, and its fullest phase. ConfigError where there is no prediction.
 
-        Engines stay awake where they would in a run.
+        What nobody set is chosen as in a run.
         """
-        alone = self.cfg.trainer.nnodes == 1 or self.cfg.trainer.device_memory_gib
-        plan, configs = keep_awake(plan, configs, self.gib if alone else None)
+        plan, configs = choose(plan, configs, self.machine)
         lines, time = memory_lines(plan, configs), step_time(plan, configs, self.kind, self.tokens)
         for found in (lines, time):
             if isinstance(found, str):
@@ -105,7 +107,8 @@ def search(overrides: Sequence[str], config_name: str, device: str | None, token
     kind, said = chosen_device(device, device_name())
     here = None if device else device_memory_gib()
     gib = cfg.trainer.device_memory_gib or here or kind.gib
-    found = Search(cfg, load_dag(cfg), base, kind, gib, row_tokens(tokens))
+    machine = named_machine(cfg, dataclasses.replace(kind, gib=gib))
+    found = Search(cfg, load_dag(cfg), base, kind, gib, machine, row_tokens(tokens))
     found.weigh(found.plan, base.node_cfgs)
     for placement in _placements(found):
         for sizes in _trainer_sizes(found, placement):

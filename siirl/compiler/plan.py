@@ -348,6 +348,15 @@ Instruction = Load | Reshard | Run | Serve | SyncWeights | Free | Repeat | Colle
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Values of keys of speed or memory that nobody set, for a model; its nodes have them as overrides."""
+
+    model: str
+    keys: dict[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """The compiled workflow. `instructions` is one training step; `validation` one validation batch."""
 
@@ -369,6 +378,10 @@ class Plan:
     They are the ranks of the models, of their mesh axes, and of all layouts, routes and links."""
     instructions: tuple[Instruction, ...]
     validation: tuple[Instruction, ...]
+    choices: tuple[Choice, ...] = ()
+    """What was chosen for keys that nobody set, in the order in which it was."""
+    chosen_for: str | None = None
+    """The ranks and devices that the choices were made for."""
 
     def of_rank(self, rank: int, section: Literal["instructions", "validation"] = "instructions"):
         """The instructions of one rank, in the one global order."""

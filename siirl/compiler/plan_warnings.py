@@ -37,8 +37,16 @@ def _node_warnings(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]
     speaking = {stage.node for inter in plan.interactions.values() for stage in inter.stages}
     rollouts = {model.node for model in plan.models.values() if model.is_rollout} | speaking
     at_rollout = {(plan.nodes[node].agent, key) for node in rollouts for key in plan.nodes[node].overrides}
+    chosen = {
+        (node, key)
+        for choice in plan.choices
+        for node in (plan.models[choice.model].node, *plan.models[choice.model].nodes)
+        for key in choice.keys
+    }
     for name, node in plan.nodes.items():
         for key in node.overrides:
+            if (name, key) in chosen:
+                continue
             repeated = key.startswith(AGENT_WIDE) and (node.agent, key) in at_rollout and name not in rollouts
             if repeated or key not in all_keys():
                 continue

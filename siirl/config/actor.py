@@ -257,7 +257,11 @@ class RefConfig:
         when="log_prob_use_dynamic_bsz=false",
         low=1,
     )
-    log_prob_use_dynamic_bsz: bool = key(None, "fill micro-batches up to a token budget")
+    log_prob_use_dynamic_bsz: bool = key(None, "fill micro-batches up to a token budget", auto=True)
     log_prob_max_token_len_per_gpu: int = key(
-        None, "that budget: tokens of a micro-batch on each rank", when="log_prob_use_dynamic_bsz", low=1
+        None,
+        "that budget: tokens of a micro-batch on each rank",
+        when="log_prob_use_dynamic_bsz",
+        low=1,
+        auto=True,
     )

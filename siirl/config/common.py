@@ -42,6 +42,7 @@ class FSDPConfig:
         "free the weights of each layer when it has run; false: they stay gathered on every rank for a whole "
         "mini-batch, or pass without gradient, and gradients are added up whole and reduced once for an "
         "optimizer step, as those of models up to 2 GiB in fp32 are anyway",
+        auto=True,
     )
     model_dtype: str = key("float32", "type of the master weights", choices=("float32", "bfloat16"))
     float8: bool = key(
@@ -153,13 +154,13 @@ class TrainedConfig:
     """A model in training: batch arithmetic, optimizer, sharding."""
 
     strategy: str = key("fsdp", "training backend", **STRATEGY)
-    ppo_mini_batch_size: int = key(256, "prompts of one optimizer step, over all ranks", low=1)
+    ppo_mini_batch_size: int = key(None, "prompts of one optimizer step, over all ranks", low=1)
     ppo_micro_batch_size_per_gpu: int = key(
         1, "rows of a micro-batch on each rank, unless use_dynamic_bsz", when="use_dynamic_bsz=false", low=1
     )
-    use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget")
+    use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget", auto=True)
     ppo_max_token_len_per_gpu: int = key(
-        16384, "that budget: tokens of a micro-batch on each rank", when="use_dynamic_bsz", low=1
+        16384, "that budget: tokens of a micro-batch on each rank", when="use_dynamic_bsz", low=1, auto=True
     )
     ppo_epochs: int = key(1, "passes over each rollout batch", low=1)
     shuffle: bool = key(False, "shuffle the rows of a rollout batch before it is cut into mini-batches")
@@ -190,7 +191,7 @@ class ModelConfig:
     )
     external_lib: str | None = key(None, "Python module imported before the model is built")
     override_config: dict[str, Any] = key({}, "values that replace those of the model's config.json")
-    enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass")
+    enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass", auto=True)
     gradient_checkpointing_kwargs: dict[str, Any] = key(
         {}, "arguments of gradient checkpointing", when="enable_gradient_checkpointing"
     )
@@ -198,16 +199,18 @@ class ModelConfig:
     model_revision: str = key("main", "branch, tag or commit of a model on the hub")
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     hf_hub_token: str | None = key(None, "access token of the hub; null: HF_TOKEN, or a login")
-    use_liger: bool = key(False, "use Liger kernels (package liger-kernel)")
+    use_liger: bool = key(False, "use Liger kernels (package liger-kernel)", auto=True)
     compile_layers: bool = key(
         False,
         "fsdp: compile each layer (torch.compile), so that operations between matrix products are few;"
         " megatron's always are",
+        auto=True,
     )
     attention_kernels: str = key(
         "torch",
         "attention of the trainer in bf16 on a GPU: torch's kernels, or flash_attn_4 (package flash-attn-4)",
         choices=("torch", FLASH_4),
+        auto=True,
     )
     lora_rank: int = key(0, "rank of LoRA adapters; 0: train all weights", low=0)
     lora_alpha: int = key(16, "scale of LoRA adapters", when="lora_rank", low=1)

@@ -19,12 +19,12 @@ class CriticModelConfig(ModelConfig):
 class CriticConfig(TrainedConfig):
     """The value model of PPO: used with algorithm.adv_estimator=gae."""
 
-    use_dynamic_bsz: bool = key(None, "fill micro-batches up to a token budget")
+    use_dynamic_bsz: bool = key(None, "fill micro-batches up to a token budget", auto=True)
     ppo_max_token_len_per_gpu: int = key(
-        32768, "token budget of a training micro-batch on each rank", when="use_dynamic_bsz", low=1
+        32768, "token budget of a training micro-batch on each rank", when="use_dynamic_bsz", low=1, auto=True
     )
     forward_max_token_len_per_gpu: int = key(
-        32768, "token budget of a forward micro-batch on each rank", when="use_dynamic_bsz", low=1
+        32768, "token budget of a forward micro-batch on each rank", when="use_dynamic_bsz", low=1, auto=True
     )
     share_instance: int | None = key(
         None, "in the config of a CRITIC node: the agent whose value model it uses and trains; null: its own"

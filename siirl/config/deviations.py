@@ -14,6 +14,8 @@ class Deviation:
 
 FILLED_IN = "the same when unset; ours is filled in when the configuration is read"
 
+ONE_STEP = "an optimizer step on each batch where nobody asks for more: 256 does not divide every batch"
+
 SCHEDULE = "the schedule is warmup_style's under each strategy, so that changing the strategy changes nothing"
 
 DEVIATIONS: dict[str, Deviation] = {
@@ -21,6 +23,8 @@ DEVIATIONS: dict[str, Deviation] = {
     "actor_rollout_ref.actor.optim.lr_decay_style": Deviation("linear", SCHEDULE),
     "critic.optim.lr_decay_style": Deviation("linear", SCHEDULE),
     "trainer.device": Deviation("cuda", "auto takes cuda where there is one, and runs without a GPU as well"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": Deviation(256, ONE_STEP),
+    "critic.ppo_mini_batch_size": Deviation(256, ONE_STEP),
     "trainer.default_local_dir": Deviation(
         "checkpoints/siirl_examples/gsm8k", "everything that a run writes lies below trainer.output_dir"
     ),

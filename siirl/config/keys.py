@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Status = Literal["supported", "later", "ignored", "replaced"]
+AUTO = "auto"
+"""What a key that the plan chooses (Rule.auto) is called while nobody sets it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class Rule:
     """Name -> the name that it stands for."""
     user_code: bool = False
     """ "file.py:function" and "pkg.mod:function" are names, too."""
+    auto: bool = False
+    """Of speed or memory alone: where nobody sets it, or to AUTO, the plan chooses (compiler/choose.py). The
+    default is what holds where nothing can be chosen."""
 
     @property
     def status(self) -> Status:

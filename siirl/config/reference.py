@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from siirl.config.aliases import ALIASES
 from siirl.config.deviations import DEVIATIONS
-from siirl.config.keys import Key, has_one_value
+from siirl.config.keys import AUTO, Key, has_one_value
 from siirl.config.resolve import FOLLOWS
 from siirl.config.root import all_keys, get_group_class
 from siirl.config.unused_keys import group_docs
@@ -28,6 +28,8 @@ over the defaults below. `--cfg job` prints the outcome.
   `${other.key}` inserts another key.
 - Maps are free-form: any key may be set below them, with or without a leading `+`.
 - `~key` puts a key that a preset has set back to its default.
+- `auto`: the plan chooses, by what memory and packages there are; `siirl plan` says what and why
+  (docs/tuning.md). What is set is taken.
 - A node of the DAG may override keys for itself (`config:`).
 
 In brackets: the type of a key, and its default. Some keys do nothing. **Later**: known, but its feature
@@ -95,6 +97,8 @@ def _entry(key: Key) -> str:
 def _default(key: Key) -> str:
     if key.name in FOLLOWS:
         return f"`{FOLLOWS[key.name]}`"
+    if key.rule.auto:
+        return f"`{AUTO}`"
     return f"`{show(key, key.default)}`"
 
 

@@ -29,6 +29,7 @@ FOLLOWS: dict[str, str] = {
     f"{POLICY}.ref.log_prob_max_token_len_per_gpu": f"${{{POLICY}.actor.ppo_max_token_len_per_gpu}}",
     f"{POLICY}.rollout.log_prob_use_dynamic_bsz": f"${{{POLICY}.actor.use_dynamic_bsz}}",
     f"{POLICY}.rollout.log_prob_max_token_len_per_gpu": f"${{{POLICY}.actor.ppo_max_token_len_per_gpu}}",
+    f"{POLICY}.actor.ppo_mini_batch_size": "${data.train_batch_size}",
     "critic.model.path": f"${{{POLICY}.model.path}}",
     "critic.use_dynamic_bsz": f"${{{POLICY}.actor.use_dynamic_bsz}}",
     "critic.ppo_mini_batch_size": f"${{{POLICY}.actor.ppo_mini_batch_size}}",
@@ -73,6 +74,14 @@ def get(cfg: Config, name: str) -> Any:
     if name in unused_keys():
         return cfg.unused.get(name, all_keys()[name].default)
     return functools.reduce(getattr, name.split("."), cfg)
+
+
+def is_set(cfg: Config, name: str) -> bool:
+    """Whether somebody set a key, or the one that it follows."""
+    if name in cfg.explicit:
+        return True
+    followed = REFERENCE.fullmatch(FOLLOWS.get(name, ""))
+    return followed is not None and is_set(cfg, followed[1])
 
 
 def is_changed(cfg: Config, name: str) -> bool:

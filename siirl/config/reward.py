@@ -88,7 +88,7 @@ class RewardModelConfig(TrainedConfig):
         when="enable",
         low=1,
     )
-    use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget", when="enable")
+    use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget", when="enable", auto=True)
     reward_manager: str = key(
         "naive",
         "how rows are scored: naive, parallel and prime call a function for each row, in processes with a "
@@ -98,7 +98,7 @@ class RewardModelConfig(TrainedConfig):
         later_choices={"embodied": "rewards of environments"},
     )
     forward_max_token_len_per_gpu: int = key(
-        32768, "that budget: tokens of a micro-batch on each rank", when="use_dynamic_bsz", low=1
+        32768, "that budget: tokens of a micro-batch on each rank", when="use_dynamic_bsz", low=1, auto=True
     )
     reward_kwargs: dict[str, Any] = key({}, "arguments of the built-in reward functions")
     judge: JudgeConfig = group(JudgeConfig, "generative judge", when="enable")

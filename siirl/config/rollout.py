@@ -234,22 +234,23 @@ class RolloutConfig:
         low=0,
         high=1,
         excluded=0,
+        auto=True,
     )
     ignore_eos: bool = key(False, "never stop before response_length")
     enforce_eager: bool = key(
-        True, "run without CUDA graphs (vLLM: and torch.compile)", when="name=vllm|sglang"
+        True, "run without CUDA graphs (vLLM: and torch.compile)", when="name=vllm|sglang", auto=True
     )
     free_cache_engine: bool = key(
         True,
-        "give device memory back between rollouts (hf: the weights move to host memory; vllm, if this key is "
-        "not set: only where not all fits on a device of known size)",
+        "give device memory back between rollouts (hf: the weights move to host memory)",
+        auto=True,
     )
     tensor_model_parallel_size: int = key(1, "ranks that share one engine", low=1)
     max_num_batched_tokens: int = key(
         8192, "most tokens of an engine step (hf: padded prompt tokens of one prefill)", low=1
     )
     max_model_len: int | None = key(None, "most tokens of prompt and response together", low=1)
-    max_num_seqs: int = key(1024, "most sequences generated at once on each rank", low=1)
+    max_num_seqs: int = key(1024, "most sequences generated at once on each rank", low=1, auto=True)
     do_sample: bool = key(True, "sample; False: greedy")
     n: int = key(1, "responses of each prompt; the group of group-relative advantages", low=1)
     log_prob_micro_batch_size_per_gpu: int = key(
@@ -259,9 +260,9 @@ class RolloutConfig:
         low=1,
     )
     log_prob_max_token_len_per_gpu: int = key(
-        None, "its token budget on each rank", when="log_prob_use_dynamic_bsz", low=1
+        None, "its token budget on each rank", when="log_prob_use_dynamic_bsz", low=1, auto=True
     )
-    log_prob_use_dynamic_bsz: bool = key(None, "fill those micro-batches up to a token budget")
+    log_prob_use_dynamic_bsz: bool = key(None, "fill those micro-batches up to a token budget", auto=True)
     disable_log_stats: bool = key(True, "no statistics of the engine among the metrics", when="name=vllm")
     enable_chunked_prefill: bool = key(
         True,

@@ -66,9 +66,13 @@ class TeacherConfig:
         when="log_prob_use_dynamic_bsz=false",
         low=1,
     )
-    log_prob_use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget")
+    log_prob_use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget", auto=True)
     log_prob_max_token_len_per_gpu: int = key(
-        16384, "that budget: tokens of a micro-batch on each rank", when="log_prob_use_dynamic_bsz", low=1
+        16384,
+        "that budget: tokens of a micro-batch on each rank",
+        when="log_prob_use_dynamic_bsz",
+        low=1,
+        auto=True,
     )
     by: str = key(
         "data_source", "field of the row that says which teachers take it: data_source, or extra_info.NAME"

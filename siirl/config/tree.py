@@ -8,7 +8,8 @@ from typing import Any
 
 from siirl.config.aliases import ALIASES, RANGES
 from siirl.config.foreign import foreign, foreign_hint
-from siirl.config.resolve import FOLLOWS, expand_aliases, followed_value, get
+from siirl.config.keys import AUTO
+from siirl.config.resolve import FOLLOWS, expand_aliases, followed_value, get, is_set
 from siirl.config.root import Config, all_groups, all_keys
 from siirl.config.unused_keys import unused_keys
 from siirl.config.values import SECRET_KEYS, check_available, closest_name, convert, plain
@@ -28,8 +29,8 @@ def with_overrides(cfg: Config, updates: Mapping[str, Any]) -> Config:
     """A new configuration with some keys (full dotted names) set; shares all that did not change with `cfg`.
 
     Values are typed and checked as on the command line. Maps are merged. A null for a key that follows
-    another makes it follow again. ConfigError for unknown keys and wrong values, NotSupportedError for a
-    feature that does not exist: all of them at once.
+    another makes it follow again, and auto for one that the plan chooses has it chosen. ConfigError for
+    unknown keys and wrong values, NotSupportedError for a feature that does not exist: all at once.
     """
     found = Findings()
     result = overridden(cfg, updates, found)
@@ -46,7 +47,7 @@ def overridden(cfg: Config, updates: Mapping[str, Any], found: Findings) -> Conf
         found.add(problem)
     values, unset = {}, set()
     for name, value in flat.items():
-        if name in FOLLOWS and value is None:
+        if (name in FOLLOWS and value is None) or (value == AUTO and all_keys()[name].rule.auto):
             unset.add(name)
         elif name not in given and any(is_broken(values[alias]) for alias in _older_names(name, given)):
             values[name] = Broken(name)
@@ -56,7 +57,8 @@ def overridden(cfg: Config, updates: Mapping[str, Any], found: Findings) -> Conf
                 whole = _merged(get(cfg, name), value) if name in maps else value
                 values[name] = _typed(name, whole)
     explicit = tuple(sorted((set(cfg.explicit) | values.keys()) - unset))
-    result = _follow(dataclasses.replace(_with(cfg, values), explicit=explicit))
+    unset_values = {name: all_keys()[name].default for name in unset - FOLLOWS.keys()}
+    result = _follow(dataclasses.replace(_with(cfg, values | unset_values), explicit=explicit))
     suspects = {name for problem in found.problems for name in problem.breaks}
     return with_broken(result, suspects - values.keys())
 
@@ -116,14 +118,18 @@ def diff_keys(cfg: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def print_config(cfg: Config) -> str:
-    """All keys with their values as YAML, a preset as it stands; older names and secrets are left out."""
+    """All keys with their values as YAML, a preset as it stands; older names and secrets are left out.
+
+    A key that nobody has set and the plan chooses is auto.
+    """
     import yaml
 
     tree: dict[str, Any] = {}
     for name in all_keys():
         if name in ALIASES or name.endswith(SECRET_KEYS):
             continue
-        put(tree, name, plain(get(cfg, name)))
+        chosen = all_keys()[name].rule.auto and not is_set(cfg, name)
+        put(tree, name, AUTO if chosen else plain(get(cfg, name)))
     return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=110)
 
 

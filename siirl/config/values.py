@@ -141,7 +141,8 @@ def _range_words(rule: Rule) -> str:
 
 def _wrong_type(key: Key, value: Any) -> str:
     hint = " Write null for no value." if isinstance(value, str) and value.lower() == "none" else ""
-    return f"{key.name}={show(key, value)}: expected {type_name(key.type)}, got {type(value).__name__}.{hint}"
+    expected = f"{type_name(key.type)}{' or auto' if key.rule.auto else ''}"
+    return f"{key.name}={show(key, value)}: expected {expected}, got {type(value).__name__}.{hint}"
 
 
 def _cast(annotation: Any, value: Any) -> Any:

@@ -17,6 +17,7 @@ from siirl.checkpoint.hf_directory import save_hf
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
 from siirl.compiler.agent_steps import in_step, takes_part, window_of
+from siirl.compiler.choices import Kept
 from siirl.compiler.interactions.credit_reads import trains_in, warmup_of
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.compiler.resume_settings import settings_of
@@ -309,7 +310,8 @@ class Training:
             dist.all_gather_object(parts, mine, group=worker.groups.world)
         extra = {kind: {name: x for part in parts for name, x in part[kind].items()} for kind in mine}
         settings = settings_of(self.cfg, worker.plan)
-        return extra | {"buffers": worker.buffer_states(), "settings": settings}
+        chosen = Kept.of(worker.plan).to_dict()
+        return extra | {"buffers": worker.buffer_states(), "settings": settings, "chosen": chosen}
 
     def _require_progress(self, first_step: int, versions: dict[str, int]) -> None:
         """NumericsError on all ranks if a model that was due to train has taken no step in this run."""

@@ -1,11 +1,16 @@
-"""The GPUs that this machine offers, without torch: a run that cannot start is refused before its workers."""
+"""The devices that this machine offers, without torch: what cannot start is refused before its workers."""
 
+import contextlib
+import importlib.metadata
 import os
 import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from siirl.compiler.choices import Machine
+from siirl.compiler.choose import FLASH_4_SINCE, PACKAGES
+from siirl.compiler.cost.device_kinds import DeviceKind
 from siirl.config import Config
 from siirl.errors import ConfigError
 
@@ -26,6 +31,54 @@ def check_gpus(cfg: Config, env: Mapping[str, str] = os.environ, dev: Path = Pat
         f"GPU(s) (CUDA_VISIBLE_DEVICES: {env.get('CUDA_VISIBLE_DEVICES', 'not set')}): each rank needs its "
         f"own. Set {f'trainer.n_gpus_per_node={found}, or ' if found else ''}trainer.device=cpu."
     )
+
+
+def machine_of(cfg: Config, launcher: str, here: bool = False) -> Machine:
+    """What is known of the devices of a run: of a job of this machine alone all, of others what keys say.
+
+    here: the run starts here. Else `siirl plan` may be asked about GPUs that are elsewhere.
+    """
+    trainer, gib = cfg.trainer, cfg.trainer.device_memory_gib
+    alone = trainer.nnodes == 1 and launcher != "ray"
+    none_here = alone and count_gpus(os.environ, Path("/dev")) == 0
+    if trainer.device == "cpu" or (trainer.device == "auto" and none_here and (here or gib is None)):
+        return Machine("cpu", _process_gib(trainer.n_gpus_per_node))
+    if not alone:
+        return Machine() if gib is None else Machine("cuda", gib)
+    return Machine("cuda", gib or device_memory_gib(), _capability(), installed_packages())
+
+
+def named_machine(cfg: Config, kind: DeviceKind) -> Machine:
+    """A machine with devices of a kind, as `siirl plan --explain` assumes it, with the packages here."""
+    trainer = cfg.trainer
+    if trainer.device == "cpu":
+        return Machine("cpu", _process_gib(trainer.n_gpus_per_node))
+    gib = trainer.device_memory_gib or (kind.gib if trainer.nnodes == 1 else None)
+    hopper = kind.name.startswith(("h", "b"))
+    return Machine("cuda", gib, FLASH_4_SINCE if hopper else (0, 0), installed_packages())
+
+
+def installed_packages() -> frozenset[str]:
+    """Those of the packages that choices depend on that are installed."""
+    found = set()
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.add(importlib.metadata.version(name) and name)
+    return frozenset(found)
+
+
+def _process_gib(processes: int) -> float:
+    """What each of some processes may take of half of the host's memory."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # of a container
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total / 2 / processes / 2**30
+
+
+def _capability() -> tuple[int, int]:
+    """Of the least able NVIDIA GPU here; (0, 0) without one, or where its driver does not tell."""
+    told = [tuple(map(int, text.split("."))) for text in _told("compute_cap", os.environ, Path("/dev"))]
+    return min(((major, minor) for major, minor in told), default=(0, 0))
 
 
 def count_gpus(env: Mapping[str, str], dev: Path) -> int | None:

@@ -20,10 +20,11 @@ from siirl.checkpoint.files import (
     replaced,
 )
 from siirl.command_line import user_errors
+from siirl.compiler.choices import Kept
 from siirl.compiler.plan import Plan
 from siirl.compiler.resume_settings import differing, settings_of
 from siirl.config import Config, from_dict, with_overrides
-from siirl.errors import ConfigError, Place
+from siirl.errors import ConfigError, Place, UserError
 from siirl.findings import Findings
 from siirl.launch.job import Job
 from siirl.launch.run_folder import refuse_used, with_own_results
@@ -123,7 +124,7 @@ def check_resumed(cfg: Config, plan: Plan | None, found: Findings) -> None:
             resumed = check_given(trainer.resume_from_path, contents=False)
     with found.at(Place.MACHINE):
         root = Path(trainer.default_local_dir).expanduser()
-        goes_on = trainer.resume_mode == "auto" and not trainer.rollout_only
+        goes_on = _goes_on(cfg)
         saves = trainer.save_freq > 0 and (root / POINTER).is_dir()
         if (goes_on or saves) and (why := pointer_problem(root)):
             raise ConfigError(why)
@@ -134,6 +135,28 @@ def check_resumed(cfg: Config, plan: Plan | None, found: Findings) -> None:
     with found.at(Place.CONFIGURATION):
         if resumed is not None and plan is not None and not trainer.rollout_only:
             check_settings(cfg, plan, resumed)
+
+
+def _goes_on(cfg: Config) -> bool:
+    """Whether the run takes up the newest checkpoint of its folder, if there is one."""
+    return cfg.trainer.resume_mode == "auto" and not cfg.trainer.rollout_only
+
+
+def kept_choices(cfg: Config) -> Kept | None:
+    """What was chosen at the start of the run that this one goes on with; None if it goes on with none.
+
+    A checkpoint that cannot be read is left to check_resumed.
+    """
+    trainer, root = cfg.trainer, Path(cfg.trainer.default_local_dir).expanduser()
+    try:
+        if trainer.resume_mode == "resume_path":
+            resumed = check_given(trainer.resume_from_path, contents=False)
+        else:
+            resumed = newest_complete(root, contents=False) if _goes_on(cfg) and not replaced(root) else None
+        saved = json.loads((resumed / EXTRA_FILE).read_text()).get("chosen") if resumed else None
+    except (OSError, ValueError, AttributeError, UserError):
+        return None
+    return Kept.from_dict(saved) if saved else None
 
 
 def check_settings(cfg: Config, plan: Plan, checkpoint: Path) -> None:

@@ -1,7 +1,8 @@
 """What the folder of a run says of itself. No torch.
 
 run_config.yaml   the resolved configuration; --config-name .../run_config.yaml starts the same run
-run.yaml          a document for each start of a run there, the newest last: command, commits, versions
+run.yaml          a document for each start of a run there, the newest last: command, commits, versions, and
+                  what was chosen for keys that nobody set
 """
 
 import contextlib
@@ -18,6 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from siirl.compiler.choices import Kept
+from siirl.compiler.plan import Plan
 from siirl.config import Config
 from siirl.config.tree import print_config
 from siirl.config.values import SECRET_KEYS
@@ -29,23 +32,28 @@ CONFIG_FILE, RUN_FILE = "run_config.yaml", "run.yaml"
 _GIT_S = 5.0
 
 
-def open_folder(cfg: Config, run_id: str, command: Sequence[str], anew: bool = True) -> None:
+def open_folder(
+    cfg: Config, run_id: str, command: Sequence[str], anew: bool = True, plan: Plan | None = None
+) -> None:
     """Make the output folder that this start of a run holds its own: nothing stale in it, and its record.
 
-    anew: False where the run goes on from memory, and what is there is its own. ConfigError: it has an
-    earlier run's results, or cannot be written.
+    plan: with what was chosen. anew: False where the run goes on from memory, and what is there is its own.
+    ConfigError: it has an earlier run's results, or cannot be written.
     """
     if anew:
         refuse_used(cfg)
         clear(cfg)
-    write_record(absolute(cfg.trainer.output_dir), cfg, command, run_id)
+    write_record(absolute(cfg.trainer.output_dir), cfg, command, run_id, plan)
 
 
-def write_record(output: Path, cfg: Config, command: Sequence[str], run_id: str) -> None:
+def write_record(
+    output: Path, cfg: Config, command: Sequence[str], run_id: str, plan: Plan | None = None
+) -> None:
     """Write both files into the output folder, readable by this user alone. ConfigError if they cannot be."""
     import yaml
 
-    about = yaml.safe_dump({"run_id": run_id} | describe(command), sort_keys=False, width=110)
+    chosen = {} if plan is None else {"chosen": Kept.of(plan).to_dict()}
+    about = yaml.safe_dump({"run_id": run_id} | describe(command) | chosen, sort_keys=False, width=110)
     record = output / RUN_FILE
     try:
         output.mkdir(parents=True, exist_ok=True)

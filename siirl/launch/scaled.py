@@ -3,11 +3,11 @@
 import dataclasses
 import logging
 
+from siirl.compiler.choose import choose
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.memory.phases import estimate_record
-from siirl.compiler.memory.staying_awake import keep_awake
 from siirl.config import Config
-from siirl.launch.devices import device_memory_gib
+from siirl.launch.devices import device_memory_gib, machine_of
 from siirl.launch.job import Job
 from siirl.show.memory_text import memory_warnings
 
@@ -36,7 +36,7 @@ class Scaled:
             return job
         cfg = with_machines(self._cfg, nnodes)
         plan, node_cfgs = compile_plan(self._dag, cfg, world_size)
-        plan, node_cfgs = keep_awake(plan, node_cfgs, cfg.trainer.device_memory_gib)
+        plan, node_cfgs = choose(plan, node_cfgs, machine_of(self._cfg, "ray"))
         device_gib = device_memory_gib()
         for warning in memory_warnings(plan, node_cfgs, device_gib):
             log.warning(warning)

@@ -1,21 +1,22 @@
 """A command line looked at as a whole: every check goes as far as what is wrong lets it."""
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from siirl.compiler.choices import Kept, Machine
+from siirl.compiler.choose import choose
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.memory.staying_awake import keep_awake
 from siirl.compiler.model_types import check_trained_model
 from siirl.compiler.plan import Plan
 from siirl.compiler.plan_warnings import plan_warnings
 from siirl.config import Config
-from siirl.config.checks import find_contradictions
+from siirl.config.checks import contradictions, find_contradictions
 from siirl.config.roles import ROLES, role_model
 from siirl.dag.spec import DagSpec
 from siirl.errors import DataError, Place, PlacementError, UserError
 from siirl.findings import Findings
-from siirl.launch.devices import device_memory_gib
 from siirl.launch.preflight import check_code, check_resumed, check_reward_code
 from siirl.launch.run_folder import refuse_busy
 from siirl.model_files.directory import check_lengths, check_reward_model, check_stop_tokens
@@ -45,23 +46,30 @@ def survey(cfg: Config, found: Findings) -> Survey:
         dag = load_dag(cfg)
         plan, node_cfgs = compile_plan(dag, cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
         _check_fewest(dag, cfg)
-        warnings = [] if len(found) else plan_warnings(cfg, plan, node_cfgs)
-        return Survey(cfg, plan, node_cfgs, warnings)
+        return Survey(cfg, plan, node_cfgs)
     return Survey(cfg)
 
 
-def with_awake_engines(seen: Survey, launcher: str) -> Survey:
-    """The survey of a run whose engines stay awake if that fits (see keep_awake), on devices of known size.
+def with_choices(seen: Survey, machine: Machine, kept: Kept | None = None) -> Survey:
+    """The survey of a run in which the keys that nobody set are chosen (see choose), with its warnings.
 
-    Known is what trainer.device_memory_gib says, else, of a job of this machine alone, what its GPUs have.
+    kept: what was chosen at the start of the run that this one goes on with. UserError: what was set does not
+    go with what is chosen.
     """
-    gib = seen.cfg.trainer.device_memory_gib
-    if gib is None and seen.cfg.trainer.nnodes == 1 and launcher != "ray":
-        gib = device_memory_gib()
-    if seen.plan is None or seen.cfg.trainer.device == "cpu":
+    if seen.plan is None:
         return seen
-    plan, configs = keep_awake(seen.plan, seen.node_cfgs, gib)
-    return dataclasses.replace(seen, plan=plan, node_cfgs=configs)
+    configs = dict(seen.node_cfgs)
+    for model in seen.plan.models.values():
+        with contextlib.suppress(DataError):  # without its config.json there is no estimate
+            configs[model.node] = with_local_configs(configs[model.node], (model.role,))
+    plan, configs = choose(seen.plan, configs, machine, kept)
+    found = Findings(Place.CONFIGURATION)
+    known = {str(problem) for cfg in seen.node_cfgs.values() for problem in contradictions(cfg)}
+    for cfg in configs.values() if plan.choices else ():
+        found.take(problem for problem in contradictions(cfg) if str(problem) not in known)
+    found.close()
+    warnings = [*plan_warnings(seen.cfg, plan, configs), *seen.warnings]
+    return dataclasses.replace(seen, plan=plan, node_cfgs=configs, warnings=list(dict.fromkeys(warnings)))
 
 
 def _check_fewest(dag: DagSpec, cfg: Config) -> None:

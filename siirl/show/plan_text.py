@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from siirl.compiler.backends import backend_of
+from siirl.compiler.choices import choice_lines
 from siirl.compiler.instructions import ROUTING
 from siirl.compiler.memory.awake_engines import awake_shares, shares_text
 from siirl.compiler.memory.estimate import read_shape
-from siirl.compiler.memory.staying_awake import awake_lines
 from siirl.compiler.plan import (
     Collect,
     Free,
@@ -52,6 +52,7 @@ def report(plan: Plan, configs: dict[str, Config], device_gib: float | None = No
         ("batches", batch_lines(plan, configs)),
         ("a step", _instructions(plan)),
         ("process groups", _groups(plan)),
+        (f"chosen for {plan.chosen_for}, as nobody set it", choice_lines(plan)),
         ("memory per rank (estimate)", _memory(plan, configs, device_gib)),
         ("left out", [f"{node}: {why}" for node, why in plan.pruned.items()]),
     ]
@@ -345,7 +346,7 @@ def _groups(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan, configs: dict[str, Config], device_gib: float | None) -> list[str]:
-    return [*memory_table(plan, configs, device_gib), *awake_lines(plan, configs), *_awake(plan, configs)]
+    return [*memory_table(plan, configs, device_gib), *_awake(plan, configs)]
 
 
 def _awake(plan: Plan, configs: dict[str, Config]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from siirl.config.resolve import FOLLOWS
 from siirl.config.root import all_keys
 from siirl.config.values import show
 
@@ -41,4 +42,5 @@ def test_the_keys_that_matter_have_the_defaults_of_the_schema():
     assert 30 <= len(stated) <= 45
     for name, default in stated.items():
         key = all_keys()[name]
-        assert default in (None, show(key, key.default)), name
+        auto = "auto" if key.rule.auto else show(key, key.default)
+        assert default in (None, FOLLOWS.get(name, auto)), name

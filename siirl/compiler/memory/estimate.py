@@ -417,14 +417,18 @@ def micro_batch_tokens(model: ModelPlan, cfg: Config, trains: bool) -> int:
 
     trains: in a mini-batch, not in a pass without gradient.
     """
-    policy = cfg.actor_rollout_ref
-    row = policy.rollout.prompt_length + policy.rollout.response_length
-    if ROLES[model.role].head == "score":
-        row = cfg.reward_model.max_length or row
+    row = longest_row(cfg, model.role)
     keys = ROLES[model.role].train if trains else ROLES[model.role].forward
     assert keys is not None, f"{model.name} computes on no training engine"
     dynamic, rows = get(cfg, keys.dynamic), get(cfg, keys.max_rows)
     return (max(token_budget(cfg, model.role, keys) // row, 1) if dynamic else rows) * row
+
+
+def longest_row(cfg: Config, role: str) -> int:
+    """Tokens of the longest row that a role's model computes."""
+    rollout = cfg.actor_rollout_ref.rollout
+    row = rollout.prompt_length + rollout.response_length
+    return (cfg.reward_model.max_length or row) if ROLES[role].head == "score" else row
 
 
 def _own_tokens(model: ModelPlan, cfg: Config, trains: bool) -> int:

@@ -116,8 +116,9 @@ def memory_lines(plan: Plan, configs: Configs) -> dict[str, list[MemoryLine]] | 
 def phase_peaks(plan: Plan, lines: Mapping[str, list[MemoryLine]], device_bytes: int) -> list[PhasePeak]:
     """Each phase on each set of ranks that holds the same models, in the order of a step."""
     holders: dict[tuple[str, ...], list[int]] = {}
+    on = {model.name: frozenset(model.ranks) for model in plan.models.values()}
     for rank in range(plan.world_size):
-        here = tuple(model.name for model in plan.models.values() if rank in set(model.ranks))
+        here = tuple(name for name, ranks in on.items() if rank in ranks)
         holders.setdefault(here, []).append(rank)
     peaks = []
     for node, active in _phases(plan):

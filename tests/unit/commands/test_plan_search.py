@@ -2,17 +2,19 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from siirl.cli import main
+from siirl.compiler.choose import choose
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.cost.device_kinds import H200
 from siirl.compiler.cost.step_time import StepTime, step_time
 from siirl.compiler.memory.estimate import GIB
 from siirl.compiler.memory.phases import memory_lines, phase_peaks
-from siirl.compiler.memory.staying_awake import keep_awake
 from siirl.config import load_config, with_overrides
+from siirl.launch.devices import named_machine
 
 SHAPE = {
     "model_type": "qwen3",
@@ -134,7 +136,8 @@ def brute_force(base):
                 f"{policy}.ref.log_prob_max_token_len_per_gpu": 2 * budget,
             },
         )
-        plan, configs = keep_awake(*compile_plan(load_dag(cfg), cfg, 2), 139.8)
+        machine = named_machine(cfg, replace(H200, gib=139.8))
+        plan, configs = choose(*compile_plan(load_dag(cfg), cfg, 2), machine)
         lines, time = memory_lines(plan, configs), step_time(plan, configs, H200)
         assert isinstance(time, StepTime) and not isinstance(lines, str)
         if max(peak.device for peak in phase_peaks(plan, lines, int(139.8 * GIB))) <= 0.9 * 139.8 * GIB:

@@ -264,7 +264,7 @@ def test_the_page_shows_what_the_command_prints_today(model, capsys):
 
 
 def test_the_command_says_where_the_time_goes_what_it_assumes_and_what_it_does_not_count(model, capsys):
-    keys = [*BASE, f"{MODEL}={model}"]
+    keys = [*BASE, f"{MODEL}={model}", f"{WHOLE}=True", f"{WHOLE.replace('.actor.', '.ref.')}=True"]
     code, out, _ = explain(capsys, *keys)
     assert code == 0
     step_s = float(re.search(r"step: ([\d.]+) s", out)[1])

@@ -22,7 +22,7 @@ BASE = [
 POLICY, ROLLOUT = "actor_rollout_ref", "actor_rollout_ref.rollout"
 REFUSED = [
     [f"{POLICY}.actor.ppo_mini_batch_size=7"],
-    ["data.train_batch_size=12"],
+    ["data.train_batch_size=12", f"{POLICY}.actor.ppo_mini_batch_size=8"],
     [f"{ROLLOUT}.temperature=0"],
     [f"{ROLLOUT}.top_k=0"],
     [f"{ROLLOUT}.top_p=0"],

@@ -89,6 +89,12 @@ def test_a_sound_configuration_passes_without_warnings():
     assert effect_warnings(cfg) == []
 
 
+def test_mini_batches_follow_the_batch_that_was_set_alone():
+    cfg = configured(["data.train_batch_size=96", f"{ROLLOUT}.n=2"])
+    check_config(cfg)
+    assert cfg.actor_rollout_ref.actor.ppo_mini_batch_size == cfg.critic.ppo_mini_batch_size == 96
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -97,7 +103,7 @@ def test_a_sound_configuration_passes_without_warnings():
             ("does not divide", "ppo_mini_batch_size=50"),
         ),
         (
-            ["data.train_batch_size=64"],
+            ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=256"],
             ("ppo_mini_batch_size=256 is larger than data.train_batch_size=64", "=64"),
         ),
         ([f"{ROLLOUT}.n=1"], (f"{ROLLOUT}.n=1", "2 or more")),

@@ -12,10 +12,11 @@ from siirl.config import load_config, to_dict
 from siirl.config.checks import check_config
 from siirl.errors import ConfigError, PlacementError
 from siirl.findings import Findings
+from siirl.launch.devices import machine_of
 from siirl.launch.job import Job
 from siirl.launch.ray import RayTrainer
 from siirl.launch.scaled import Scaled
-from siirl.launch.survey import survey, with_awake_engines
+from siirl.launch.survey import survey, with_choices
 from siirl.launch.torchrun import with_machines_there
 
 TEMPLATES = Path(__file__).parents[3] / "dag_templates"
@@ -54,7 +55,7 @@ def test_the_check_compiles_the_plan_for_both_ends(tmp_path):
 
 def test_the_job_of_fewer_machines_has_their_plan_and_that_of_all_comes_back():
     cfg = between(1, 4)
-    seen = survey(cfg, Findings())
+    seen = with_choices(survey(cfg, Findings()), machine_of(cfg, "ray"))
     job = Job(to_dict(cfg), seen.plan.to_json(), "/nowhere", 8, 2, extra={"kept": 1})
     scaled = Scaled(cfg)
     assert (scaled.fewest, scaled.most, scaled.job(job, 4)) == (1, 4, job)
@@ -77,7 +78,7 @@ def test_engines_stay_awake_on_other_machines_where_they_do_at_the_start(tmp_pat
     memory = f"trainer.device_memory_gib={80 if awake else 4}"
     keys = ("actor_rollout_ref.rollout.name=vllm", "trainer.device=cuda", "data.max_response_length=256")
     cfg = between(1, 2, path, memory, *keys)
-    seen = with_awake_engines(survey(cfg, Findings()), "ray")
+    seen = with_choices(survey(cfg, Findings()), machine_of(cfg, "ray"))
     job = Job(to_dict(cfg), seen.plan.to_json(), "/nowhere", 4, 2)
     scaled = Scaled(cfg)
     few = scaled.job(job, 1)

@@ -10,9 +10,10 @@ import pytest
 from plan_cases import add_agent
 
 from siirl.cli import main
+from siirl.compiler.choices import FITS, Machine, choice_lines
+from siirl.compiler.choose import choose
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.memory.phases import memory_lines, phase_peaks
-from siirl.compiler.memory.staying_awake import FITS, awake_lines, keep_awake
 from siirl.compiler.plan import Plan
 from siirl.config import load_config, with_overrides
 from siirl.dag.spec import DagBuilder
@@ -24,6 +25,7 @@ GIB = 2**30
 H200_GIB = 139.8
 ROLLOUT = "actor_rollout_ref.rollout"
 AWAKE, SHARE = f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.gpu_memory_utilization"
+SEQUENCES = f"{ROLLOUT}.max_num_seqs"
 SMALL_BATCHES = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",)
 
 
@@ -51,7 +53,13 @@ def keys_of(folder: Path, workload: str, *more: str) -> list[str]:
 def planned(keys: list[str], gib: float | None, dag=None, world: int = 1):
     cfg = load_config(keys)
     plan, configs = compile_plan(dag or load_dag(cfg), cfg, world)
-    return plan, configs, *keep_awake(plan, configs, gib)
+    machine = Machine("cpu" if cfg.trainer.device == "cpu" else "cuda", gib)
+    return plan, configs, *choose(plan, configs, machine)
+
+
+def chosen(plan: Plan, *keys: str) -> dict:
+    """What was chosen for some keys."""
+    return {key: value for choice in plan.choices for key, value in choice.keys.items() if key in keys}
 
 
 def fullest(plan: Plan, configs: dict, gib: float) -> float:
@@ -71,10 +79,10 @@ def test_an_engine_stays_awake_with_the_share_that_its_rows_need(tmp_path):
     assert fullest(plan, configs, H200_GIB) < FITS * H200_GIB
     assert plan.nodes["rollout_actor"].overrides == {AWAKE: False, SHARE: rollout.gpu_memory_utilization}
     assert Plan.from_json(plan.to_json()) == plan
-    (line,) = awake_lines(plan, configs)
-    assert line.startswith(
-        f"agent_0.rollout: stays awake between rollouts, with {rollout.gpu_memory_utilization} "
-    )
+    (line,) = choice_lines(plan)
+    share = rollout.gpu_memory_utilization
+    start = f"rollout.free_cache_engine=false rollout.gpu_memory_utilization={share}: it stays awake between"
+    assert line.startswith(f"agent_0.rollout: {start}")
 
 
 @pytest.mark.parametrize(
@@ -98,10 +106,13 @@ def test_an_engine_stays_awake_with_the_share_that_its_rows_need(tmp_path):
         ("B", (), H200_GIB),
     ],
 )
-def test_all_stays_as_it_was_where_it_does_not_fit_or_is_not_known_or_was_set(tmp_path, workload, keys, gib):
-    before, configs_before, plan, configs = planned(keys_of(tmp_path, workload, *keys), gib)
-    assert (plan, configs) == (before, configs_before)
-    assert awake_lines(plan, configs) == []
+def test_an_engine_sleeps_where_all_does_not_fit_or_is_not_known_or_that_was_set(
+    tmp_path, workload, keys, gib
+):
+    _, configs_before, plan, configs = planned(keys_of(tmp_path, workload, *keys), gib)
+    awake = configs_before["rollout_actor"].actor_rollout_ref.rollout.free_cache_engine
+    assert configs["rollout_actor"].actor_rollout_ref.rollout.free_cache_engine == awake
+    assert chosen(plan, AWAKE) == {}
     if gib is None or keys[-1:] in ((), SMALL_BATCHES[-1:], (f"{SHARE}=0.6",)):
         tried = with_overrides(configs["rollout_actor"], {AWAKE: False})
         assert gib is None or fullest(plan, configs | {"rollout_actor": tried}, gib) > FITS * gib
@@ -123,10 +134,26 @@ def test_a_share_that_was_set_stays(tmp_path):
     assert configs["rollout_actor"].actor_rollout_ref.rollout.gpu_memory_utilization == 0.45
 
 
-def test_a_share_is_not_raised_to_what_all_rows_at_once_would_need(tmp_path):
+def test_a_share_of_an_engine_that_stays_awake_is_not_raised_to_what_all_rows_at_once_would_need(tmp_path):
     _, _, plan, configs = planned(keys_of(tmp_path, "B", *SMALL_BATCHES), H200_GIB)
     assert plan.nodes["rollout_actor"].overrides == {AWAKE: False}
     assert configs["rollout_actor"].actor_rollout_ref.rollout.gpu_memory_utilization == 0.5
+
+
+@pytest.mark.parametrize(("gib", "share"), [(H200_GIB, 0.57), (36.0, 0.35)])
+def test_the_share_of_an_engine_that_sleeps_holds_a_step_or_what_fits(tmp_path, gib, share):
+    keys = keys_of(tmp_path, "B", *SMALL_BATCHES, f"{AWAKE}=True")
+    _, _, plan, configs = planned(keys, gib)
+    assert chosen(plan, SHARE) == {SHARE: share}
+    lines = memory_lines(plan, configs)
+    sampling = [peak for peak in phase_peaks(plan, lines, int(gib * GIB)) if peak.node == "rollout_actor"]
+    assert sampling[0].device <= FITS * gib * GIB
+
+
+def test_an_engine_is_for_no_more_sequences_than_a_step_has(tmp_path):
+    keys = [key for key in keys_of(tmp_path, "A") if not key.startswith(SEQUENCES)]
+    _, _, plan, _ = planned(keys, H200_GIB)
+    assert chosen(plan, SEQUENCES) == {SEQUENCES: 256}
 
 
 def test_an_engine_on_devices_of_its_own_never_sleeps_and_is_left_alone(tmp_path):
@@ -136,8 +163,8 @@ def test_an_engine_on_devices_of_its_own_never_sleeps_and_is_left_alone(tmp_path
         for node in ("actor_old_log_prob", "reference_log_prob", "actor_train")
     ]
     keys = keys_of(tmp_path, "A", *SMALL_BATCHES, "trainer.n_gpus_per_node=2", *apart)
-    before, configs_before, plan, configs = planned(keys, H200_GIB, world=2)
-    assert (plan, configs) == (before, configs_before)
+    _, _, plan, _ = planned(keys, H200_GIB, world=2)
+    assert chosen(plan, AWAKE) == {}
 
 
 def test_engines_of_two_agents_on_one_device_sleep_as_ever(tmp_path):
@@ -146,14 +173,15 @@ def test_engines_of_two_agents_on_one_device_sleep_as_ever(tmp_path):
         add_agent(dag, agent)
     alone = ("actor_rollout_ref.actor.ppo_mini_batch_size=64", "actor_rollout_ref.actor.use_kl_loss=False")
     keys = keys_of(tmp_path, "B", *SMALL_BATCHES, *alone)
-    before, configs_before, plan, configs = planned(keys, 10_000.0, dag.build())
-    assert (plan, configs) == (before, configs_before)
+    _, _, plan, _ = planned(keys, 10_000.0, dag.build())
+    assert chosen(plan, AWAKE) == {}
 
 
 def test_the_plan_says_so(tmp_path, capsys):
     keys = keys_of(tmp_path, "A", *SMALL_BATCHES, "trainer.device=cuda")
     assert main(["plan", *keys, f"trainer.device_memory_gib={H200_GIB}"]) == 0
     said = capsys.readouterr().out
-    assert "agent_0.rollout: stays awake between rollouts, with 0.34 of the device" in said
+    what = "rollout.free_cache_engine=false rollout.gpu_memory_utilization=0.34"
+    assert f"agent_0.rollout: {what}: it stays awake between rollouts" in said
     assert main(["plan", *keys, "trainer.device_memory_gib=80"]) == 0
     assert "stays awake" not in capsys.readouterr().out
