@@ -45,11 +45,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from fixtures_tiny import make_tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from siirl.agents.contexts import ChatRenderer, Limits
+from siirl.agents.contexts import Limits
 from siirl.agents.environments import HostedEnvironment
 from siirl.agents.episode import Episode
 from siirl.agents.policy import Generated, Policy
 from siirl.agents.pump import Pump
+from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Speaker, run_all, turn_seed
 from siirl.compiler.plan import InteractionPlan, ModelPlan, StagePlan
 from siirl.config import load_config

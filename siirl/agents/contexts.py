@@ -1,66 +1,24 @@
 """What an agent has read and said, as tokens: rows that only grow at their end. No torch.
 
-Text becomes tokens once. What the model produced is kept as it is; what others said is rendered by the chat
-template behind a stand-in for the model's turn, and added.
+Text becomes tokens once. What the model produced is kept as it is; what follows it is what the chat template
+writes there (siirl/agents/renderer.py), so that a row is what the template makes of its messages. Where the
+template rewrites what a row holds already, a new row begins.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
-import numpy as np
-from jinja2 import TemplateError
-
+from siirl.agents.message_form import OwnTurn
 from siirl.agents.policy import Generated
-from siirl.agents.shown import for_template, images_in, parts_of
+from siirl.agents.renderer import Chat, ChatRenderer, Read, Spoken
 from siirl.data.chosen_experts import longer
 from siirl.data.seen import NO_IMAGES, Seen
-from siirl.dialect.template import Vocabulary
-from siirl.errors import DataError, EpisodeFailed
+from siirl.dialect.tool_formats import ToolParser
+from siirl.errors import EpisodeFailed
 
-Chat = list[dict[str, Any]]
-
-STAND_IN = "STANDINFORTHETURN"
-"""Stands for the model's own turn in templates; no letter of it is changed by trimming or escaping."""
-IMAGES = "images"
-"""Kind of EpisodeFailed: what an agent is shown has images that it cannot see, or no places for them."""
-MOST_KNOWN = 512
-MOST_TOOL_LISTS = 64
-
-
-def alternating(messages: Chat) -> Chat:
-    """The conversation for a template that knows users and assistants only, in turn (Gemma, Mistral).
-
-    What others say is the user's; neighbours of one role become one message, a blank line between them.
-    """
-    plain: Chat = []
-    for message in messages:
-        role = "assistant" if message["role"] == "assistant" else "user"
-        if plain and plain[-1]["role"] == role:
-            plain[-1]["content"] = _together(plain[-1]["content"], message["content"])
-        else:
-            plain.append({"role": role, "content": message["content"]})
-    return plain
-
-
-def _together(one: Any, other: Any) -> Any:
-    if isinstance(one, str) and isinstance(other, str):
-        return f"{one}\n\n{other}"
-    return [*parts_of(one), {"type": "text", "text": "\n\n"}, *parts_of(other)]
-
-
-class Sight(Protocol):
-    """What renders images: the ImageReader of a model."""
-
-    def expand(self, ids: Sequence[int], images: Sequence[str], where: str) -> tuple[list[int], Seen]: ...
-
-
-class Read(NamedTuple):
-    """Tokens, and the images among them."""
-
-    tokens: list[int]
-    seen: Seen = NO_IMAGES
+PROMPT_END = 64
+"""Characters of a prompt that show whether it opens the reasoning of the turn after it."""
 
 
 class ContextFull(Exception):
@@ -75,173 +33,8 @@ class Limits:
     response: int
     turn: int | None = None
     long_context: Literal["end", "truncate"] = "end"
-
-
-class ChatRenderer:
-    """Messages to tokens, by the tokenizer's chat template. One for each agent.
-
-    Samples of a prompt often hear the same: the tokens of up to MOST_KNOWN plain messages are kept.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Vocabulary,
-        template_kwargs: Mapping[str, Any],
-        tools: Sequence[dict] = (),
-        sight: Sight | None = None,
-    ) -> None:
-        """sight: of a model that sees images."""
-        self.tokenizer, self._sight = tokenizer, sight
-        self._template_kwargs = dict(template_kwargs)
-        self._options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
-        self._name = getattr(tokenizer, "name_or_path", "") or "a tokenizer"
-        self._known: dict[Any, Read] = {}
-        self._taken: dict[str, bool] = {}
-        self._end: list[int] | None = None
-        self._with_tools: dict[str, ChatRenderer] = {}
-
-    def with_tools(self, tools: Sequence[dict]) -> "ChatRenderer":
-        """One that tells the template of these tools; itself without any. MOST_TOOL_LISTS are kept."""
-        if not tools:
-            return self
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self._with_tools:
-            if len(self._with_tools) >= MOST_TOOL_LISTS:
-                self._with_tools.clear()
-            made = ChatRenderer(self.tokenizer, self._template_kwargs, tools, self._sight)
-            self._with_tools[key] = made
-        return self._with_tools[key]
-
-    @property
-    def takes_calls(self) -> bool:
-        """Whether the template writes the tool calls of an assistant's message."""
-        if "calls" not in self._taken:
-            call = {"type": "function", "function": {"name": STAND_IN, "arguments": {}}}
-            said = {"role": "assistant", "content": "", "tool_calls": [call]}
-            try:
-                text = self._templated([{"role": "user", "content": "..."}, said])
-            except (TemplateError, TypeError):
-                text = ""
-            self._taken["calls"] = STAND_IN in text
-        return self._taken["calls"]
-
-    def start(self, messages: Chat) -> Read:
-        """The tokens of a conversation, up to where the agent's turn begins."""
-        tokens, seen = self._once(False, messages)
-        return Read(list(tokens), seen)
-
-    def follow(self, messages: Chat, last_token: int | None) -> Read:
-        """The tokens that come after the agent's turn: its end, the messages, the beginning of its next turn.
-
-        last_token: the one that the agent ended its turn by, which then is not repeated, nor what a template
-        writes before it at the end of a turn (Cohere: <|END_RESPONSE|><|END_OF_TURN_TOKEN|>).
-        """
-        tokens, seen = self._once(True, messages)
-        end, said = self._turn_end() if last_token is not None else [], 0
-        if last_token in end:
-            said = end.index(last_token) + 1
-        if not said or tokens[:said] != end[:said]:
-            said = int(bool(tokens) and tokens[0] == last_token)
-        return Read(tokens[said:], seen.after(-said))
-
-    def _turn_end(self) -> list[int]:
-        """The tokens that the template writes after what an agent has said, if it does so by itself."""
-        if self._end is None:
-            asked = [{"role": "user", "content": "..."}, {"role": "assistant", "content": STAND_IN}]
-            try:
-                text = self._templated(asked, add_generation_prompt=False)
-            except TemplateError:
-                text = ""
-            self._end = self._tokens(text.partition(STAND_IN)[2])
-        return self._end
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """What was said, special tokens left out."""
-        array = np.array(token_ids, np.int64)  # of a list, transformers would look at each token first
-        return self.tokenizer.decode(array, skip_special_tokens=True)
-
-    def shortened(self, content: str, num_tokens: int) -> str:
-        """A text without its last num_tokens tokens."""
-        tokens = self._tokens(content)
-        return self.text(tokens[: max(0, len(tokens) - num_tokens)])
-
-    def _once(self, follows: bool, messages: Chat) -> Read:
-        """Tokens of a conversation, or of what follows a turn; the caller does not write to them."""
-        key = follows, tuple(tuple(message.items()) for message in messages)
-        if not all(isinstance(value, str) for message in messages for value in message.values()):
-            return self._rendered(follows, messages)
-        if key not in self._known:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = self._rendered(follows, messages)
-        return self._known[key]
-
-    def _rendered(self, follows: bool, messages: Chat) -> Read:
-        tokens, images = self._tokens(self._rendered_text(follows, messages)), images_in(messages)
-        if self._sight is not None:
-            try:
-                return Read(*self._sight.expand(tokens, images, "what an agent reads"))
-            except DataError as error:
-                raise EpisodeFailed(str(error), IMAGES) from error
-        if images:
-            raise EpisodeFailed(
-                f"an agent is shown {len(images)} images, and its model is given tokens alone. Set "
-                "data.dataset_type=vlm, with a vision model.",
-                IMAGES,
-            )
-        return Read(tokens)
-
-    def _rendered_text(self, follows: bool, messages: Chat) -> str:
-        if not follows:
-            return self._text(messages)
-        before = [{"role": "user", "content": "..."}, {"role": "assistant", "content": STAND_IN}]
-        text = self._text([*before, *messages])
-        if STAND_IN not in text:
-            raise DataError(
-                f"the chat template of {self._name} leaves out what an assistant has said as plain text: an "
-                "agent cannot go on after its turn. Give the tokenizer another template."
-            )
-        return text[text.index(STAND_IN) + len(STAND_IN) :]
-
-    def _text(self, messages: Chat) -> str:
-        messages = for_template(messages)
-        messages = [one if self._takes(one["role"]) else {**one, "role": "user"} for one in messages]
-        try:
-            return self._templated(messages)
-        except TemplateError:
-            plain = alternating(messages)
-        try:
-            return self._templated(plain)
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in plain)
-            raise DataError(
-                f"the chat template of {self._name} refuses a conversation of the roles {roles}: {error}. "
-                "Have the agent's pre_process give it one that it takes, or give the tokenizer another one."
-            ) from error
-
-    def _takes(self, role: str) -> bool:
-        """Whether what a message of this role says is in the text: some templates leave it out or refuse."""
-        if role in ("user", "assistant"):
-            return True
-        if role not in self._taken:
-            asked, said, probe = (
-                {"role": one, "content": text}
-                for one, text in (("user", "..."), ("assistant", "..."), (role, STAND_IN))
-            )
-            try:
-                text = self._templated([probe, asked] if role == "system" else [asked, said, probe])
-            except TemplateError:
-                text = ""
-            self._taken[role] = STAND_IN in text
-        return self._taken[role]
-
-    def _templated(self, messages: Chat, add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
-        )
-
-    def _tokens(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+    history: Literal["as_template", "grow"] = "as_template"
+    """What becomes of a row whose beginning the template rewrites: see rollout.agent.history."""
 
 
 @dataclass(eq=False)
@@ -256,7 +49,9 @@ class Row:
     seen: Seen = NO_IMAGES
     """The images among the tokens of the prompt and those after it."""
     shown: Chat = field(default_factory=list)
-    """All messages that it holds, its turns included."""
+    """All messages that it holds, its turns included, as others name them."""
+    spoken: Spoken | None = None
+    """The same for the template, the last turn apart; None before the first."""
     ids: list[int] = field(default_factory=list)
     """The tokens after the prompt; the lists that follow have an entry for each."""
     assistant_mask: list[bool] = field(default_factory=list)
@@ -312,6 +107,10 @@ class Opening:
     """All messages that the agent has read then."""
     room: int
     """Most tokens of the turn."""
+    spelled: Chat = field(default_factory=list)
+    """The messages as templates get them."""
+    text: str | None = None
+    """What the template makes of them; None: that is not known yet."""
 
     @property
     def tokens(self) -> list[int]:
@@ -337,6 +136,10 @@ class Context:
         self.rows: list[Row] = []
         self.texts: dict[int, str] = {}  # turn -> what the agent said, before any post-processing
         self.num_truncated = 0
+        self.num_rewritten = 0
+        """Rows that began because the template rewrites what another one holds."""
+        self.own_turns: dict[int, OwnTurn] = {}
+        self._own: dict[str, OwnTurn] = {}  # text -> the turn as templates get it
         self._where: dict[int, tuple[Row, int]] = {}  # turn -> its row, and position of its last token there
 
     def begin(
@@ -349,17 +152,29 @@ class Context:
         """Where the turn after a conversation begins; `speak` or `give_up` follows.
 
         messages: all that the agent sees, its own turns as it said them. They extend the row that holds most
-        of their beginning, if there is room; else a new row begins. prompt: what exactly these messages
-        are, where it is known. tools: those that the agent is told of, if they are not the
-        renderer's. spelled: the messages as templates get them. ContextFull if they fit nowhere, and are not
-        to be cut.
+        of their beginning, if there is room, and the template writes that as the row has it; else a new row
+        begins. prompt: what exactly these messages are, where it is known. tools: those that the agent is
+        told of, if they are not the renderer's. spelled: the messages as templates get them, if not as
+        `spell` has them. ContextFull if they fit nowhere, and are not to be cut.
         """
-        renderer, spelled = self._renderer.with_tools(tools), spelled or messages
+        renderer, spelled = self._renderer.with_tools(tools), spelled or self.spell(messages)
         opening = self._extended(renderer, messages, tools, spelled)
+        if isinstance(opening, list):  # as the template has it, in a row of its own
+            self.num_rewritten += 1
+            opening, spelled, prompt = None, opening, None
         if opening is None:
             opening = self._started(renderer, messages, prompt, tools, spelled)
         opening.row.busy = True
         return opening
+
+    def spell(self, messages: Chat) -> Chat:
+        """Messages with the agent's own turns as templates get them."""
+        return [
+            self._own.get(message["content"], message)
+            if message["role"] == "assistant" and len(message) == 2 and isinstance(message["content"], str)
+            else message
+            for message in messages
+        ]
 
     def give_up(self, opening: Opening) -> None:
         """There is no turn: the row stays as it was."""
@@ -371,8 +186,11 @@ class Context:
         generated: Generated,
         turn: int,
         as_message: Callable[[str], dict[str, Any]] = as_said,
+        parse: ToolParser | None = None,
     ) -> str:
-        """Keep a turn; returns its text. as_message: gives how messages will name it later."""
+        """Keep a turn; returns its text. as_message: gives how messages will name it later. parse: reads the
+        calls of tools in it.
+        """
         row = opening.row
         row.busy = False
         if not generated.token_ids or len(generated.token_ids) != len(generated.log_probs):
@@ -386,7 +204,12 @@ class Context:
         row.speak(generated, turn)
         self._where[turn] = row, len(row.ids) - 1
         self.texts[turn] = text = self._renderer.text(generated.token_ids)
+        stop = generated.token_ids[-1] if generated.finish_reason == "stop" else None
+        end = (opening.text or "")[-PROMPT_END:]
+        own = self._renderer.own_turn(generated.token_ids, stop is not None, turn, parse, end)
+        self.own_turns[turn] = self._own[text] = own
         row.shown = [*opening.shown, as_message(text)]
+        row.spoken = Spoken(opening.spelled, own, opening.text, stop)
         return text
 
     def num_known(self, messages: Chat) -> int:
@@ -405,8 +228,11 @@ class Context:
 
     def _extended(
         self, renderer: ChatRenderer, messages: Chat, tools: Sequence[dict], spelled: Chat
-    ) -> Opening | None:
-        """After the row that holds most of the messages' beginning; None: there is none with room."""
+    ) -> Opening | Chat | None:
+        """After the row that holds most of the messages' beginning; None: there is none with room.
+
+        The conversation as templates get it, if the template does not write it as the row goes on.
+        """
         going_on = [
             row
             for row in self.rows
@@ -415,10 +241,15 @@ class Context:
         if not going_on:
             return None
         row = max(going_on, key=lambda row: len(row.shown))
-        last = row.ids[-1] if row.finish_reason == "stop" else None
-        read = renderer.follow(spelled[len(row.shown) :], last)
+        spoken, new = row.spoken, spelled[len(row.shown) :]
+        assert spoken is not None, "a row is kept with its first turn"
+        chat = [*spoken.messages, spoken.own, *new]
+        read, text = renderer.continued(spoken, new)
+        if read is None and self._limits.history == "as_template":
+            return chat
+        read = read or renderer.follow(new, spoken.stop)
         room = self._limits.response - len(row.ids) - len(read.tokens)
-        return Opening(row, read, list(messages), self._most(room)) if room > 0 else None
+        return Opening(row, read, list(messages), self._most(room), chat, text) if room > 0 else None
 
     def _started(
         self,
@@ -429,6 +260,9 @@ class Context:
         spelled: Chat,
     ) -> Opening:
         """In a new row."""
+        for row in self.rows:
+            if row.spoken is not None and any(one is row.spoken.own for one in spelled):
+                renderer.settle(row.spoken)
         tokens, seen = renderer.start(spelled) if prompt is None else prompt
         shown = spelled
         while (excess := len(tokens) - self._limits.prompt) > 0:
@@ -440,8 +274,9 @@ class Context:
             shown = [*shown[:-1], {**last, "content": content}]
             tokens, seen = renderer.start(shown)
         self.num_truncated += shown is not spelled
-        row = Row(shown, tokens, tools, seen)
-        return Opening(row, Read([]), list(messages), self._most(self._limits.response))
+        plain = [as_said(one.said.raw) if isinstance(one, OwnTurn) else one for one in shown]
+        row = Row(plain, tokens, tools, seen)
+        return Opening(row, Read([]), list(messages), self._most(self._limits.response), shown)
 
     def _most(self, room: int) -> int:
         return min(room, self._limits.turn or room)

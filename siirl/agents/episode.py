@@ -29,6 +29,10 @@ class Message:
     """The agent that alone reads it; None: all do."""
     images: tuple[str, ...] = ()
     """In base64."""
+    name: str | None = None
+    """Of the tool whose answer it is."""
+    call_id: str | None = None
+    """Of the call that it answers."""
     info: dict[str, Any] = field(default_factory=dict)
     """weight_version, finish_reason, tool_calls, ..."""
 

@@ -11,15 +11,18 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from siirl.agents.contexts import Chat, ChatRenderer, Context, ContextFull, Limits, Opening, Read, as_said
+from siirl.agents.contexts import Context, ContextFull, Limits, Opening, as_said
 from siirl.agents.environments import HostedEnvironment, StepResult, Texts, reset_env, step_env
 from siirl.agents.episode import Episode, Message
 from siirl.agents.policy import Policy
+from siirl.agents.renderer import Chat, ChatRenderer, Read
 from siirl.agents.shown import PLACE, Shown, content_of
 from siirl.agents.tool_use import ToolUse
 from siirl.agents.user_thread import where_raised
 from siirl.compiler.plan import InteractionPlan, StagePlan
+from siirl.dialect.tool_formats import ToolParser
 from siirl.errors import EpisodeFailed, UserCodeError
+from siirl.observe.printable import encodable
 
 WAKE_S = 0.5
 Result = TypeVar("Result")
@@ -197,12 +200,11 @@ async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
     if speaker.tools is None:
         return
     for _ in range(speaker.tools.most_rounds):
-        answers = await speaker.tools.answer(turn, context.texts[turn.turn or 0], episode)
+        answers = await speaker.tools.answer(turn, context.own_turns[turn.turn or 0], episode)
         if not answers:
             return
         episode.messages += answers
-        more = [{"role": one.role, "content": content_of(one.content, one.images)} for one in answers]
-        opening = context.begin([*opening.row.shown, *more])
+        opening = context.begin([*opening.row.shown, *map(_heard, answers)])
         turn = await take_turn(speaker, stage, episode, context, opening)
 
 
@@ -214,8 +216,12 @@ async def take_turn(
     opening: Opening,
     most_tokens: int | None = None,
     as_message: Callable[[str], dict[str, Any]] = as_said,
+    parse: ToolParser | None = None,
 ) -> Message:
-    """Generate after an opening, and add the turn to its row and to the episode. as_message: see speak."""
+    """Generate after an opening, and add the turn to its row and to the episode. as_message: see speak.
+
+    parse: reads the calls of tools in it; None: the parser of the speaker's tools.
+    """
     turn, episode.turns = episode.turns, episode.turns + 1
     params = speaker.params
     room = min(opening.room, params.max_tokens, most_tokens or params.max_tokens)
@@ -227,7 +233,8 @@ async def take_turn(
     except BaseException:
         context.give_up(opening)
         raise
-    text = context.speak(opening, generated, turn, as_message)
+    parse = parse or (speaker.tools.parse if speaker.tools is not None else None)
+    text = context.speak(opening, generated, turn, as_message, parse)
     if speaker.post_process is not None:
         text = _called("post_process", stage, speaker.post_process, text, episode)
         if not isinstance(text, str):
@@ -268,7 +275,8 @@ def _observe(episode: Episode, texts: Texts, info: dict[str, Any], node: str, ag
     for agent, what in named.items():
         shown = what if isinstance(what, Shown) else Shown(what)
         if shown.text and (agent is None or agent in agents):
-            message = Message("user", shown.text, node=node, to=agent, images=shown.images)
+            text = encodable(shown.text)
+            message = Message("user", text, node=node, to=agent, images=shown.images)
             episode.messages.append(message)
 
 
@@ -325,12 +333,19 @@ def _view(episode: Episode, agent: int, context: Context) -> Chat:
         if message.to not in (None, agent):
             continue
         if message.agent is None:
-            view.append({"role": message.role, "content": content_of(message.content, message.images)})
+            view.append(_heard(message))
         elif message.agent == agent:
             view.append({"role": "assistant", "content": context.texts[message.turn or 0]})
         else:
             view.append({"role": "user", "content": message.content})
     return view
+
+
+def _heard(message: Message) -> dict[str, Any]:
+    """What others than agents said as a message of a chat."""
+    heard = {"role": message.role, "content": content_of(message.content, message.images)}
+    named = {"name": message.name, "tool_call_id": message.call_id}
+    return heard | {key: value for key, value in named.items() if value is not None}
 
 
 def _prompt_messages(task: dict[str, Any]) -> list[Message]:

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 
 from siirl.agents.episode import Episode, Message
+from siirl.agents.message_form import OwnTurn
 from siirl.agents.tool_files import load_tools
 from siirl.agents.tools import Toolbox, ToolLimits, run_tools
 from siirl.compiler.interactions.stages import assistant_turns
 from siirl.config.rollout import MultiTurnConfig
-from siirl.dialect.tool_formats import ToolParser, tool_parser
+from siirl.dialect.tool_formats import ToolCall, ToolParser, tool_parser
+from siirl.observe.printable import encodable
 
 
 @dataclass(frozen=True)
@@ -20,28 +22,31 @@ class ToolUse:
     most_rounds: int
     """How often an agent goes on after answers."""
 
-    async def answer(self, turn: Message, said: str, episode: Episode) -> list[Message]:
+    async def answer(self, turn: Message, own: OwnTurn, episode: Episode) -> list[Message]:
         """The answers to the calls in a turn, which its agent alone reads; none if it calls nothing.
 
-        said: the text of the turn, before any post-processing. A turn with calls is no longer read by others.
+        own: the turn before any post-processing. A turn with calls is no longer read by others.
         """
-        calls = self.parse(said).calls
+        calls = own.said.calls
         if not calls:
             return []
         responses = await run_tools(calls, self.toolbox, episode, self.limits)
         turn.to = turn.agent
         turn.info["tool_calls"] = len(calls)
         turn.info["tool_errors"] = [response.error for response in responses if response.error]
+        ids = iter(own.ids)
         return [
             Message(
                 "tool",
-                response.text,
+                encodable(response.text),
                 node=turn.node,
                 to=turn.agent,
                 images=response.images,
+                name=call.name if isinstance(call, ToolCall) else None,
+                call_id=next(ids) if isinstance(call, ToolCall) else None,
                 info={"tool": response.tool, **({"error": response.error} if response.error else {})},
             )
-            for response in responses
+            for call, response in zip(calls, responses, strict=True)
         ]
 
 

@@ -181,6 +181,12 @@ class AgentConfig:
         "a message that does not fit into prompt_length: end the episode, or truncate the message",
         choices=("end", "truncate"),
     )
+    history: str = key(
+        "as_template",
+        "what becomes of a row where the chat template writes earlier turns anew (it drops their reasoning): "
+        "the conversation goes on in a new row, as the template has it; or the row grows and keeps them",
+        choices=("as_template", "grow"),
+    )
 
 
 @dataclass(frozen=True)

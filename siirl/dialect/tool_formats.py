@@ -85,6 +85,11 @@ def register_tool_parser(name: str) -> Callable[[ToolParser], ToolParser]:
     return register
 
 
+def text_alone(text: str) -> Parsed:
+    """No calls: what a model writes where it was told of no tools."""
+    return Parsed(text)
+
+
 FORMAT = "actor_rollout_ref.rollout.multi_turn.format"
 
 

@@ -11,9 +11,10 @@ import torch
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from siirl.agents.contexts import ChatRenderer, Limits, Row
+from siirl.agents.contexts import Limits, Row
 from siirl.agents.environments import HostedEnvironment, load_environment
 from siirl.agents.episode import Episode
+from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Played, Speaker, run_all
 from siirl.agents.shown import as_written
 from siirl.agents.tool_use import ToolUse, tool_use
@@ -26,7 +27,7 @@ from siirl.data.image_reader import ImageReader
 from siirl.data.rows import make_rows, objects, seen_of
 from siirl.dialect.dialect import Dialect, dialect_of
 from siirl.dialect.template import template_options
-from siirl.dialect.tool_formats import tool_parser
+from siirl.dialect.tool_formats import AUTO, tool_parser
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError, UserCodeError
 from siirl.nodes.context import OpContext, sum_over_ranks
@@ -307,6 +308,8 @@ def _speaker(
     name = f"agent_{stage.policy}.rollout"
     counted = name not in shared.engines or shared.engines[name].vocabulary is None
     dialect = dialect_of(cfg, tokenizer) if counted else Dialect.of_service(tokenizer)
+    if tools is not None and rollout.multi_turn.format == AUTO and dialect.tool_format is not None:
+        tools = replace(tools, parse=tool_parser(AUTO, dialect=dialect.tool_format))
     first, *more = policies[name]
     return Speaker(
         policy=first,
@@ -318,12 +321,14 @@ def _speaker(
             template_options(cfg),
             tools.toolbox.schemas if tools else (),
             shared.readers.get(stage.node),
+            dialect,
         ),
         limits=Limits(
             rollout.prompt_length if counted else UNBOUNDED,
             rollout.response_length if counted else UNBOUNDED,
             rollout.agent.max_turn_tokens,
             "truncate" if rollout.agent.long_context == "truncate" else "end",
+            "grow" if rollout.agent.history == "grow" else "as_template",
         ),
         pre_process=shared.functions.get(f"{stage.node}.pre_process"),
         post_process=shared.functions.get(f"{stage.node}.post_process"),
@@ -467,6 +472,8 @@ def report_episodes(
         for agent, context in one.contexts.items():
             metrics.mean(f"interaction/agent_{agent}/rows", len(context.rows))
             metrics.mean(f"interaction/agent_{agent}/cut_messages", context.num_truncated)
+            if context.num_rewritten:
+                metrics.sum("interaction/rewritten_rows", context.num_rewritten)
     ctx.metrics.merge(metrics, "val/" if ctx.validate else "")
 
 

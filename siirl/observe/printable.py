@@ -7,6 +7,8 @@ UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 
+HALVES = re.compile("([\ud800-\udbff][\udc00-\udfff])|[\ud800-\udfff]")
+
 
 def printable(text: str) -> str:
     r"""The text with every character that a terminal obeys, or no file can hold, as its escape (\x1b).
@@ -16,6 +18,17 @@ def printable(text: str) -> str:
     if UNPRINTABLE.search(text) is None:
         return text
     return UNPRINTABLE.sub(_escaped, text.replace("\r\n", "\n"))
+
+
+def encodable(text: str) -> str:
+    r"""The text for tokenizers and files: halves of surrogate pairs are joined, one without its other is its
+    escape (\ud800). Nothing else changes.
+    """
+    return HALVES.sub(_whole, text) if HALVES.search(text) else text
+
+
+def _whole(found: re.Match[str]) -> str:
+    return found[1].encode("utf-16", "surrogatepass").decode("utf-16") if found[1] else _escaped(found)
 
 
 def _escaped(found: re.Match[str]) -> str:

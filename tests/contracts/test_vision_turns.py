@@ -10,9 +10,10 @@ import vision_cases as vision
 from episode_cases import play, stage
 from safetensors.torch import load_file
 
-from siirl.agents.contexts import ChatRenderer, Limits
+from siirl.agents.contexts import Limits
 from siirl.agents.environments import load_environment
 from siirl.agents.pump import Pump
+from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Speaker
 from siirl.agents.shown import Shown
 from siirl.agents.tool_use import ToolUse

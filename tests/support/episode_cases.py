@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.agents.contexts import ChatRenderer, Limits
+from siirl.agents.contexts import Limits
 from siirl.agents.episode import Episode
 from siirl.agents.policy import Generated
+from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Played, Speaker, run_all
 from siirl.compiler.plan import InteractionPlan, StagePlan
 

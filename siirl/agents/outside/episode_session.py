@@ -11,13 +11,14 @@ import time
 from functools import partial
 from typing import Any
 
-from siirl.agents.contexts import Chat, Context, ContextFull, Opening, as_said
+from siirl.agents.contexts import Chat, Context, ContextFull, Opening
 from siirl.agents.episode import Message
+from siirl.agents.message_form import OwnTurn
 from siirl.agents.outside.chat_wire import UNREWARDED, Asked, Said, as_message
 from siirl.agents.outside.content import BadRequest, understood
 from siirl.agents.runner import Game, Played, take_turn
 from siirl.compiler.plan import StagePlan
-from siirl.dialect.tool_formats import ToolParser
+from siirl.dialect.tool_formats import ToolParser, text_alone
 from siirl.errors import EpisodeFailed
 
 HUNG, FLOODED, SILENT, LEFT = "program_hung", "program_flooded", "program_silent", "program_left"
@@ -43,7 +44,7 @@ class Session:
         self._max_requests, self._num_requests = max_requests, 0
         self._num_open, self._own_s, self._since_s, self._heard_s = 0, 0.0, time.monotonic(), 0.0
         self._turning: set[asyncio.Task[Said]] = set()
-        self._spelled: dict[str, str] = {}
+        self._own: dict[str, OwnTurn] = {}  # key of the message by which it is named -> a turn
         self._over, self._ended, self._too_long = False, "", ""
 
     @property
@@ -194,13 +195,15 @@ class Session:
         opening = understood(UNREADABLE, self._opened, stage, context, asked)
         num_read = len(opening.tokens)
         said = partial(self._said, asked)
-        turn = await take_turn(speaker, stage, episode, context, opening, asked.most_tokens, said)
+        parse = self._parse if asked.tools else text_alone
+        turn = await take_turn(speaker, stage, episode, context, opening, asked.most_tokens, said, parse)
         at = len(episode.messages) - 1  # before the turn
         episode.messages[at:at] = [
             Message(one["role"], one["content"], node=stage.node, to=stage.agent) for one in heard
         ]
         assert turn.turn is not None
         message, num_said = opening.row.shown[-1], turn.info["tokens"]
+        self._own[_key(message)] = context.own_turns[turn.turn]
         reason = "tool_calls" if "tool_calls" in message else turn.info["finish_reason"]
         key = f"{episode.episode_id}-{turn.turn}"
         return Said(key, asked.model, turn.turn, message, reason, num_read, num_said)
@@ -217,17 +220,15 @@ class Session:
             raise BadRequest(reason, "context_length_exceeded") from error
 
     def _said(self, asked: Asked, text: str) -> dict[str, Any]:
-        """A turn as the message by which the program will name it, whose text is kept for other rows."""
-        message = as_message(self._parse(text), text, asked.tools)
-        self._spelled[_key(message)] = text
-        return message
+        """A turn as the message by which the program will name it."""
+        return as_message(self._parse(text), text, asked.tools)
 
     def _as_prompt(self, messages: Chat, takes_calls: bool) -> Chat:
-        """The messages for a template: the agents' own turns word for word."""
+        """The messages for a template: the agents' own turns as they said them."""
         spelled = []
         for index, message in enumerate(messages):
-            if message["role"] == "assistant" and (text := self._spelled.get(_key(message))) is not None:
-                spelled.append(as_said(text))
+            if message["role"] == "assistant" and (own := self._own.get(_key(message))) is not None:
+                spelled.append(own)
             elif "tool_calls" in message and not takes_calls:
                 raise BadRequest(
                     f"messages[{index}] has tool_calls that the model has not made, and its chat template "

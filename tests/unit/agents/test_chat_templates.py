@@ -4,9 +4,11 @@ import pytest
 from fixtures_tiny import make_tiny_tokenizer
 from transformers import AutoTokenizer
 
-from siirl.agents.contexts import ChatRenderer, Context, Limits
+from siirl.agents.contexts import Context, Limits
 from siirl.agents.policy import Generated
+from siirl.agents.renderer import ChatRenderer
 from siirl.data.chat import encode_prompts
+from siirl.dialect.tool_formats import TOOL_FORMATS
 from siirl.errors import DataError
 
 STRICT = """{%- for message in messages -%}
@@ -29,6 +31,9 @@ SYSTEM, ASKED, SOLVED = (
 )
 
 
+hermes = TOOL_FORMATS["hermes"]
+
+
 class Text:
     """A vocabulary of characters with a real chat template."""
 
@@ -36,6 +41,7 @@ class Text:
 
     def __init__(self, tokenizer):
         self.apply_chat_template = tokenizer.apply_chat_template
+        self.chat_template, self.eos_token_id = tokenizer.chat_template, None
 
     def encode(self, text, add_special_tokens):
         return [ord(letter) for letter in text]
@@ -144,3 +150,54 @@ def test_a_turn_end_of_two_tokens_is_not_repeated_whichever_of_them_was_said(ren
     answer = context.speak(opening, Generated(tokens, [0.0] * len(tokens), stopped, 0), 0)
     read = context.begin([ASKED, {"role": "assistant", "content": answer}, SOLVED]).tokens
     assert said(read) == whole
+
+
+CALLING = """{%- for message in messages -%}
+{{ message.role[0] }}={{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}</tool_call>
+{%- endfor -%}
+{%- if message.role == "tool" -%}@{{ message.name }}/{{ message.tool_call_id }}{%- endif -%};
+{%- endfor -%}
+{%- if add_generation_prompt -%}a={%- endif -%}"""
+FORGETFUL = """{%- for message in messages -%}
+{{ message.role[0] }}={{ message.content if loop.last else message.content.split("</think>")[-1] }};
+{%- endfor -%}
+{%- if add_generation_prompt -%}a={%- endif -%}"""
+
+
+def spoken(context, messages, text):
+    tokens = [ord(letter) for letter in text]
+    return context.speak(
+        context.begin(messages), Generated(tokens, [0.0] * len(tokens), "length", 0), 0, parse=hermes
+    )
+
+
+@pytest.mark.parametrize("space", ["", " "], ids=["as the template writes it", "with other spaces"])
+def test_answers_of_tools_have_the_name_and_id_of_their_call_whose_words_are_kept(renderer, space):
+    call = f'<tool_call>{{"name": "f",{space or ""} "arguments": {{"x": 1}}}}</tool_call>'
+    context = Context(renderer(CALLING), Limits(200, 200))
+    spoken(context, [ASKED], call)
+    (own,) = context.own_turns.values()
+    answer = {"role": "tool", "content": "2", "name": "f", "tool_call_id": own.ids[0]}
+    opening = context.begin([ASKED, {"role": "assistant", "content": call}, answer])
+    assert len(context.rows) == 1 and opening.row is context.rows[0]
+    assert said(opening.tokens) == f"u=q;a={call};t=2@f/c00000000;a="
+    assert own["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("history", "text"), [("as_template", "u=q;a=4;u=3;a="), ("grow", "u=q;a=hm</think>4;u=3;a=")]
+)
+def test_where_a_template_drops_earlier_reasoning_a_new_row_begins_or_the_row_grows(renderer, history, text):
+    context = Context(renderer(FORGETFUL), Limits(200, 200, history=history))
+    spoken(context, [ASKED], "hm</think>4")
+    opening = context.begin([ASKED, {"role": "assistant", "content": "hm</think>4"}, SOLVED])
+    assert said(opening.tokens) == text
+    assert (opening.row is context.rows[0]) == (history == "grow")
+    assert context.num_rewritten == (history == "as_template")
+
+
+def test_half_a_surrogate_pair_is_readable_and_a_whole_one_a_character(renderer):
+    halves = {"role": "user", "content": "\ud83d\ude00 \ud83d!"}
+    assert said(renderer(STRICT).start([halves]).tokens) == "u=😀 \\ud83d!;a="

@@ -10,10 +10,11 @@ from fixtures_tiny import make_tiny_tokenizer
 from plan_cases import add_agent, config
 from transformers import AutoTokenizer
 
-from siirl.agents.contexts import ChatRenderer, Limits
+from siirl.agents.contexts import Limits
 from siirl.agents.environments import load_environment
 from siirl.agents.episode import Episode
 from siirl.agents.policy import Generated
+from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Speaker, run_all, turn_seed
 from siirl.compiler.compile import compile_plan
 from siirl.dag.spec import DagBuilder

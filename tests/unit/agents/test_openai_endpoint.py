@@ -9,9 +9,10 @@ import torch
 from http_harness import serving
 
 from siirl import http_service
-from siirl.agents.contexts import ChatRenderer, Context, Limits
+from siirl.agents.contexts import Context, Limits
 from siirl.agents.policy import Generated
 from siirl.agents.pump import Pump
+from siirl.agents.renderer import ChatRenderer
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.engines.engine_registry import make_rollout_engine
