@@ -11,7 +11,7 @@ from typing import Any
 
 from siirl.agents.contexts import Chat
 from siirl.agents.episode import MOST_REWARD
-from siirl.agents.outside.content import BadRequest, check_bounds, is_reward, parsed
+from siirl.agents.outside.content import ENDS, BadRequest, check_bounds, is_reward, parsed, refuse
 from siirl.dialect.tool_formats import Parsed, ToolCall, from_texts
 from siirl.errors import EpisodeFailed
 
@@ -19,15 +19,16 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 ROLES |= {"tool": "tool", "function": "tool"}
 REFUSED = {
     "n": (1, "one answer is sampled for a request. Send several requests"),
-    "stop": ([], "a turn ends where the policy ends it, as its tokens are trained on"),
+    "stop": ([], ENDS),
     "logprobs": (False, "log-probs stay with siirl"),
     "logit_bias": ({}, "log-probs would not be the policy's"),
     "audio": (None, "there is text only"),
 }
 """Parameter -> (the value besides null that is taken, why another one is refused)."""
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty")
 UNREWARDED = "program_unrewarded"
 """Kind of EpisodeFailed: there is no reward."""
-OF_THE_RUN = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
+OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed", *PENALTIES)
 """Parameters that the run's configuration says, whatever a program asks."""
 
 
@@ -75,9 +76,7 @@ def asked_of(body: Any) -> Asked:
     """The request that a JSON body is. BadRequest if it is none, or asks for what siirl does not do."""
     if not isinstance(body, dict) or not isinstance(body.get("model"), str):
         raise BadRequest("a request is a JSON object with model and messages")
-    for name, (taken, why) in REFUSED.items():
-        if body.get(name) not in (None, taken):
-            raise BadRequest(f"{name} = {shown(body[name])}: {why}", "unsupported_parameter")
+    refuse(body, REFUSED)
     form = body.get("response_format")
     if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
         raise BadRequest(f"response_format = {shown(form)}: answers are text", "unsupported_parameter")

@@ -10,10 +10,10 @@ from typing import Any
 
 from siirl.agents.contexts import Chat
 from siirl.agents.outside.chat_wire import Asked, Said, call_id, shown, text_of
-from siirl.agents.outside.content import BadRequest
+from siirl.agents.outside.content import ENDS, BadRequest, refuse
 
 REFUSED = {
-    "stop_sequences": ([], "a turn ends where the policy ends it, as its tokens are trained on"),
+    "stop_sequences": ([], ENDS),
     "thinking": ({"type": "disabled"}, "a turn is text and calls"),
 }
 """Parameter -> (the value besides null that is taken, why another one is refused)."""
@@ -25,9 +25,7 @@ def asked_of(body: Any) -> Asked:
     """The request that a JSON body is. BadRequest if it is none, or asks for what siirl does not do."""
     if not isinstance(body, dict) or not isinstance(body.get("model"), str):
         raise BadRequest("a request is a JSON object with model, max_tokens and messages")
-    for name, (taken, why) in REFUSED.items():
-        if body.get(name) not in (None, taken):
-            raise BadRequest(f"{name} = {shown(body[name])}: {why}")
+    refuse(body, REFUSED)
     choice = body.get("tool_choice") or {"type": "auto"}
     if not isinstance(choice, dict) or choice.get("type") not in ("auto", "none"):
         raise BadRequest(f"tool_choice = {shown(choice)}: the policy chooses")

@@ -10,7 +10,7 @@ from typing import Any
 
 from siirl.agents.contexts import Chat
 from siirl.agents.outside.chat_wire import Asked, Said, call_id, call_of, message_of, shown, text_of
-from siirl.agents.outside.content import BadRequest
+from siirl.agents.outside.content import BadRequest, refuse
 
 _STATELESS = "no answer is kept here. Send the whole conversation as input"
 REFUSED = {
@@ -29,9 +29,7 @@ def asked_of(body: Any) -> Asked:
     """The request that a JSON body is. BadRequest if it is none, or asks for what siirl does not do."""
     if not isinstance(body, dict) or not isinstance(body.get("model"), str):
         raise BadRequest("a request is a JSON object with model and input")
-    for name, (taken, why) in REFUSED.items():
-        if body.get(name) not in (None, taken):
-            raise BadRequest(f"{name} = {shown(body[name])}: {why}", "unsupported_parameter")
+    refuse(body, REFUSED)
     form = (
         (body.get("text") or {}).get("format") if isinstance(body.get("text"), dict | None) else body["text"]
     )

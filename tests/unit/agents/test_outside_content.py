@@ -12,7 +12,7 @@ from outside_cases import play_outside
 
 from siirl.agents.outside import chat_wire, messages_wire, responses_wire
 from siirl.agents.outside.chat_wire import Said, as_message, reward_of
-from siirl.agents.outside.content import MOST_DEPTH, BadRequest, check_bounds, parsed, understood
+from siirl.agents.outside.content import MOST_DEPTH, TOKENS, BadRequest, check_bounds, parsed, understood
 from siirl.dialect.tool_formats import Parsed, ToolCall
 
 
@@ -175,3 +175,36 @@ def test_a_body_that_is_not_in_its_encoding_is_a_bad_request(caplog):
     assert all(400 <= status < 500 for status in statuses), statuses
     assert played.kind == "program_flooded"
     assert not [record for record in caplog.records if record.exc_info]
+
+
+ASKED = [{"role": "user", "content": "x"}]
+WIRES = {
+    "chat": (chat_wire, {"model": "a", "messages": ASKED}),
+    "messages": (messages_wire, {"model": "a", "max_tokens": 5, "messages": ASKED}),
+    "responses": (responses_wire, {"model": "a", "input": "x"}),
+}
+CHANGED = {
+    "chat_template_kwargs": {"enable_thinking": False},
+    "stop_token_ids": [5],
+    "min_tokens": 3,
+    "ignore_eos": True,
+    "structured_outputs": {"regex": "a"},
+    "guided_json": {},
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "reasoning_effort": "high",
+    "parallel_tool_calls": False,
+    "best_of": 2,
+    "functions": [],
+}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_parameter_that_changes_tokens_is_refused_by_name_and_its_plain_value_taken(wire, name):
+    module, body = WIRES[wire]
+    with pytest.raises(BadRequest, match=f"^{name} = ") as refused:
+        module.asked_of({**body, name: CHANGED[name]})
+    assert refused.value.status == 400
+    plain, _ = TOKENS[name]
+    module.asked_of({**body, name: plain})
