@@ -1,20 +1,30 @@
-"""Connections that have not shown a server's token yet: how many there may be, and a small web server.
+"""Connections that have not shown a server's token yet: how many there may be, how long, and a web server.
 
 Every server of ours counts its own. One who only connects costs the others nothing: when there are too many,
-the one that has waited longest is closed, of the address that has most.
+the one that has waited longest is closed, of the address that has most; and each after STRANGER_S, however it
+spends them.
 """
 
 import contextlib
 import hmac
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 
 MOST_STRANGERS = 64
 REQUEST_S = 30.0
+STRANGER_S = 30.0
+"""From its connection to its token, which stands in the first kilobytes that a client sends."""
+
+
+class _Stranger(NamedTuple):
+    address: str
+    close: Callable[[], object]
+    until_s: float
 
 
 class Strangers:
@@ -22,26 +32,46 @@ class Strangers:
 
     def __init__(self, most: int = MOST_STRANGERS) -> None:
         self.most = most
-        self._waiting: dict[
-            Hashable, tuple[str, Callable[[], object]]
-        ] = {}  # in the order in which they came
+        self._waiting: dict[Hashable, _Stranger] = {}  # in the order in which they came
         self._lock = threading.Lock()
+        self._looking = False
 
     def come(self, who: Hashable, address: str, close: Callable[[], object]) -> None:
         """One more, from an address; close ends its connection, from any thread. One may have to go."""
         with self._lock:
-            self._waiting[who] = address, close
+            self._waiting[who] = _Stranger(address, close, time.monotonic() + STRANGER_S)
+            self._look_later(STRANGER_S)
             if len(self._waiting) <= self.most:
                 return
-            ((crowd, _),) = Counter(address for address, _ in self._waiting.values()).most_common(1)
-            oldest = next(who for who, (address, _) in self._waiting.items() if address == crowd)
-            _, close = self._waiting.pop(oldest)
-        close()
+            ((crowd, _),) = Counter(one.address for one in self._waiting.values()).most_common(1)
+            oldest = next(who for who, one in self._waiting.items() if one.address == crowd)
+            gone = self._waiting.pop(oldest)
+        gone.close()
 
     def left(self, who: Hashable) -> None:
         """It has shown the token, or has gone. Idempotent."""
         with self._lock:
             self._waiting.pop(who, None)
+
+    def _look_later(self, wait_s: float) -> None:
+        """Whoever calls holds the lock. One thread at most, as long as there are strangers."""
+        if not self._looking:
+            self._looking = True
+            timer = threading.Timer(wait_s, self._send_away)
+            timer.daemon = True
+            timer.start()
+
+    def _send_away(self) -> None:
+        """Close those whose time is over."""
+        with self._lock:
+            self._looking, now_s = False, time.monotonic()
+            gone = [who for who, one in self._waiting.items() if one.until_s <= now_s]
+            closing = [self._waiting.pop(who).close for who in gone]
+            if self._waiting:
+                self._look_later(next(iter(self._waiting.values())).until_s - now_s)
+        for close in closing:
+            with contextlib.suppress(OSError, RuntimeError):  # its server has ended
+                close()
 
 
 class PageHandler(BaseHTTPRequestHandler):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, T
 
 from siirl.checkpoint.export import current, export_hf
 from siirl.checkpoint.files import MANIFEST, read_manifest
-from siirl.command_line import print_text
+from siirl.command_line import cleaning_up, print_text
 from siirl.commands.recorded_run import RecordedRun, run_of
 from siirl.compiler.plan import Plan
 from siirl.config import from_dict
@@ -121,7 +121,7 @@ class _Streamed(TextStreamer):
 
 def chat(name: str, agent: str | None, system: str, sampling: Sampling) -> int:
     """Read lines of the user and answer them until the input ends. ConfigError: nobody is there."""
-    with tempfile.TemporaryDirectory(prefix="siirl_chat_") as scratch:
+    with cleaning_up(), tempfile.TemporaryDirectory(prefix="siirl_chat_") as scratch:
         sources, template = _sources(name, Path(scratch))
         speakers: dict[str, Speaker] = {}
 

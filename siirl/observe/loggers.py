@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from siirl.addresses import is_loopback
 from siirl.errors import ConfigError
 from siirl.observe.console import ConsoleSink
 from siirl.observe.curve import METRICS_FILE
@@ -289,6 +290,7 @@ class MetricsServer(BoundedServer):
 
     def __init__(self, address: tuple[str, int], text: Callable[[], bytes], token: str):
         self.text, self.token = text, token
+        self.here_alone = not token and is_loopback(address[0])
         super().__init__(address, _MetricsHandler)
 
 
@@ -296,6 +298,9 @@ class _MetricsHandler(PageHandler):
     server: MetricsServer
 
     def do_GET(self) -> None:
+        if self.server.here_alone and not is_loopback(self._asked_host()):
+            self.send(403, "text/plain", "this address serves this machine alone, by a name of its own")
+            return
         shown = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if self.server.token and not is_same(shown, self.server.token):
             self.send(401, "text/plain", "the token is missing or wrong", WWW_Authenticate="Bearer")
@@ -305,6 +310,11 @@ class _MetricsHandler(PageHandler):
             self.send(200, "text/plain; version=0.0.4; charset=utf-8", self.server.text())
         else:
             self.send(404, "text/plain", "metrics are at /metrics")
+
+    def _asked_host(self) -> str:
+        """By what name it was asked; without a token a browser may have been led here by another one's."""
+        host = self.headers.get("Host", "localhost")
+        return host if host.endswith("]") else host.rpartition(":")[0] or host
 
 
 def _token(variable: str | None) -> str:

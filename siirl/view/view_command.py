@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from siirl.command_line import cleaning_up
 from siirl.errors import ConfigError
 
 DEMO = "demo.tar.gz"
@@ -36,7 +37,7 @@ def _view(args: argparse.Namespace, overrides: list[str]) -> None:
             "no run is named: there is nothing to show. Give the trainer.output_dir of a run (`siirl ls` "
             "lists them), or --demo for one that comes with siirl."
         )
-    with tempfile.TemporaryDirectory(prefix="siirl_demo_") as scratch:
+    with cleaning_up(), tempfile.TemporaryDirectory(prefix="siirl_demo_") as scratch:
         if args.demo:
             folders.append(_demo(Path(scratch)))
         if args.export is None:

@@ -173,7 +173,8 @@ class Endpoint:
         protocol = self._runner.server()
         loop = asyncio.get_running_loop()
         # Of many that come at once the first is not connected yet when the last one does.
-        self._strangers.come(protocol, HOST, lambda: loop.call_later(CLOSE_S, protocol.force_close))
+        close = partial(loop.call_soon_threadsafe, loop.call_later, CLOSE_S, protocol.force_close)
+        self._strangers.come(protocol, HOST, close)
         return protocol
 
     async def _end(self) -> None:

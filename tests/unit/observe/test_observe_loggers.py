@@ -160,6 +160,12 @@ def test_prometheus_gets_the_newest_numbers(tmp_path, monkeypatch):
     labels = '{experiment="experiment",project="project"}'
     assert f"siirl_step{labels} 7.0" in lines and f"siirl_reward_score{labels} 1.75" in lines
     assert f"siirl_val_gsm8k__main__reward_mean{labels} 3.5" in lines
+    for host, status in (("localhost:1", 200), ("127.0.0.1", 200), ("[::1]:9", 200), ("evil.example:1", 403)):
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": host})
+        try:
+            assert urllib.request.urlopen(request).status == status
+        except urllib.error.HTTPError as error:
+            assert error.code == status and b"siirl_step" not in error.read()
     monkeypatch.setenv("METRICS_TOKEN", "secret")
     asking = make_sinks(["prometheus"], replace(info, prometheus_token_env="METRICS_TOKEN"))
     asking.log(9, METRICS)

@@ -1,12 +1,29 @@
 """`siirl view --demo`: the recorded run that comes with siirl."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import tarfile
 from importlib.resources import files
 
 from siirl.cli import main
 from siirl.view.view_command import DEMO
+
+
+def test_a_demo_that_is_terminated_leaves_nothing(tmp_path):
+    command = [sys.executable, "-m", "siirl.cli", "view", "--demo"]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        viewing = subprocess.Popen(
+            command, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True
+        )
+        assert viewing.stdout.readline().startswith("http://127.0.0.1")
+        assert list(tmp_path.glob("siirl_demo_*"))
+        viewing.send_signal(number)
+        viewing.communicate(timeout=60)
+        assert viewing.returncode == 128 + number and not list(tmp_path.iterdir())
 
 
 def test_the_demo_is_a_whole_run_of_several_agents(tmp_path):
