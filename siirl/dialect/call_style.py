@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
 TYPES = {"q": "string", "n": "integer", "x": "number", "b": "boolean"}
 NAMES = ("look_up", "find")
 TEXT = "Well."
+IDS = ("call{index:05d}", "functions.{name}:{index}")
 
 
 def _tool(name: str) -> dict[str, Any]:
@@ -51,22 +52,24 @@ class CallStyle:
     """It takes arguments as JSON in a text only, no mapping."""
     keeps_text: bool
     """It writes text of a turn with calls, too, and not as reasoning."""
+    ids: str
+    """A pattern of the ids that calls need: nine letters and digits, or the name and number of the call."""
     exact: bool
     """What it writes reads back as it was, whatever the arguments are; else some texts do not."""
 
     def message(self, calls: Sequence[tuple[str, Mapping[str, Any]]], text: str = "") -> dict[str, Any]:
         """A turn with calls (name, arguments) as the template takes it."""
-        return assistant_turn(calls, text if self.keeps_text else "", self.spelled)
+        return assistant_turn(calls, text if self.keeps_text else "", self.spelled, self.ids)
 
 
 def assistant_turn(
-    calls: Sequence[tuple[str, Mapping[str, Any]]], text: str, spelled: bool
+    calls: Sequence[tuple[str, Mapping[str, Any]]], text: str, spelled: bool, ids: str
 ) -> dict[str, Any]:
     """A turn with calls as a message. spelled: their arguments are JSON in a text."""
     made = [
         {
             "type": "function",
-            "id": f"call{index:05d}",
+            "id": ids.format(name=name, index=index),
             "function": {
                 "name": name,
                 "arguments": json.dumps(arguments, ensure_ascii=False) if spelled else dict(arguments),
@@ -87,20 +90,27 @@ def turn_of(template: ChatTemplate, message: Mapping[str, Any], tools: Sequence[
     return ""
 
 
-def _styles() -> Iterator[tuple[dict[str, Any], int, bool, str]]:
-    """What is tried: arguments, number of calls, spelled, text; the first that is read says the style."""
-    yield from itertools.product(ARGUMENTS, (2, 1), (False, True), (TEXT, ""))
+FORMS = ((False, TEXT), (False, ""), (True, TEXT), (True, ""))
+"""(arguments spelled, text) of turns that are tried."""
 
 
 def call_style(template: ChatTemplate) -> CallStyle | None:
-    """How the template writes calls; None if it writes none that a format reads."""
-    for arguments, count, spelled, text in _styles():
+    """How the template writes calls; None if it writes none that a format reads.
+
+    The first form that is read says the style: arguments of all kinds before plain ones, two calls before
+    one.
+    """
+    plain, word = [(NAMES[0], ARGUMENTS[-1])], ARGUMENTS[-1]["q"]
+    tried = (assistant_turn(plain, text, spelled, ids) for ids in IDS for spelled, text in FORMS)
+    if not any(word in turn_of(template, message, TOOLS) for message in tried):
+        return None
+    for arguments, count, ids, (spelled, text) in itertools.product(ARGUMENTS, (2, 1), IDS, FORMS):
         calls = [(name, arguments) for name in NAMES[:count]]
-        written = turn_of(template, assistant_turn(calls, text, spelled), TOOLS)
+        written = turn_of(template, assistant_turn(calls, text, spelled, ids), TOOLS)
         name = format_of(written, calls, TOOLS) if NAMES[0] in written else None
         if name is not None:
             keeps = TEXT in TOOL_FORMATS[name](written).content
-            return CallStyle(name, count > 1, spelled, keeps, arguments is ARGUMENTS[0])
+            return CallStyle(name, count > 1, spelled, keeps, ids, arguments is ARGUMENTS[0])
     return None
 
 
@@ -130,13 +140,13 @@ TOLD = (
 
 
 def told_format(template: ChatTemplate, tokens: Collection[str]) -> str | None:
-    """The format of which the prompt tells a model that has tools, else that of a mark among its tokens, else
-    None. For templates that write no calls.
+    """The format of which the prompt tells a model that has tools, else that of a mark in the template, else
+    that of a mark among the tokens, else None. For templates that write no calls.
 
     tokens: those that were added to the vocabulary.
     """
     prompt = template.attempt([{"role": "user", "content": ASKED}], list(TOOLS), generation=True)
-    for where in (prompt, tokens):
+    for where in (prompt, str(template.tokenizer.chat_template), tokens):
         for mark, name in TOLD:
             if mark in where:
                 return name

@@ -15,20 +15,12 @@ from siirl.compiler.overridden import overridden
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.config.rollout import STOP_SOURCES
+from siirl.dialect.call_style import call_style, told_format
 from siirl.dialect.marks import KNOWN, ReasoningMarks
 from siirl.dialect.template import CLOCK, PROBE, ChatTemplate, Vocabulary, clock, template_options
-from siirl.dialect.tool_formats import format_of
 
 TURN_ENDS = ("<|call|>", "<|eom_id|>", "<|observation|>")
 """Marks by which families end a turn that calls a tool, where their templates write them."""
-CALL_MARKS = {
-    "<|tool_call_begin|>": "kimi_k2",
-    "<|tool_call|>": "granite",
-    "<\uff5ctool\u2581calls\u2581begin\uff5c>": "deepseek_v3",
-    "[TOOL_CALLS]": "mistral",
-    "<tool_call>": "hermes",
-}
-"""Marks of families whose templates write no calls that can be probed -> how their models write them."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 USER, OTHER = {"role": "user", "content": "..."}, {"role": "user", "content": "!!!"}
 TOOL: dict[str, Any] = {
@@ -175,7 +167,7 @@ def derive(
         tokenizer.eos_token_id if end is None else added[end],
         probe.last,
         reasoning_marks(template, probe, added),
-        _tool_format(template, stops, added),
+        _tool_format(template, added),
         _shows_tools(template),
         dated=_is_dated(template),
     )
@@ -213,7 +205,7 @@ def _probed(template: ChatTemplate) -> Probe:
     said = {"role": "assistant", "content": PROBE}
     asked = template.attempt([USER])
     prompt = template.attempt([USER], generation=True)
-    call = _call(CALL_ID, {"q": PROBE})
+    call = {"id": CALL_ID, "type": "function", "function": {"name": "look", "arguments": {"q": PROBE}}}
     calls = {"role": "assistant", "content": "", "tool_calls": [call]}
     answer = {"role": "tool", "name": "look", "tool_call_id": CALL_ID, "content": "!!!"}
     ended = template.attempt([USER, calls]).partition(PROBE)[2]
@@ -283,26 +275,9 @@ def _opened(marks: ReasoningMarks, prompt: str) -> ReasoningMarks:
     return replace(marks, opened=begin > end, closed=0 <= begin < end)
 
 
-def _tool_format(template: ChatTemplate, stops: Sequence[StopToken], added: Mapping[str, int]) -> str | None:
-    """The format in which the template writes two calls, or one where it takes no more; else its family's."""
-    spoken = template.attempt([USER, {"role": "assistant", "content": PROBE}], [TOOL])
-    before = spoken.partition(PROBE)[0] or template.attempt([USER], [TOOL], generation=True)
-    for count, id in itertools.product((2, 1), (CALL_ID[:-1] + "{}", "functions.look:{}")):
-        arguments = [{"q": f"{PROBE}, {n}"} for n in range(count)]
-        calls = [_call(id.format(n), x) for n, x in enumerate(arguments)]
-        text = template.attempt([USER, {"role": "assistant", "content": "", "tool_calls": calls}], [TOOL])
-        turn = text[len(_common(before, text)) :].rstrip()
-        for stop in stops:
-            turn = turn.removesuffix(stop.text).rstrip() if stop.text else turn
-        found = format_of(turn, [("look", x) for x in arguments], [TOOL])
-        if found is not None:
-            return found
-    source = f"{template.tokenizer.chat_template} {' '.join(added)}"
-    return next((name for mark, name in CALL_MARKS.items() if mark in source), None)
-
-
-def _call(id: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": "look", "arguments": dict(arguments)}}
+def _tool_format(template: ChatTemplate, added: Mapping[str, int]) -> str | None:
+    style = call_style(template)
+    return told_format(template, added) if style is None else style.format
 
 
 def _shows_tools(template: ChatTemplate) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from siirl.dialect.call_style import CallStyle, call_style, told_format, turn_of
+from siirl.dialect.call_style import IDS, CallStyle, call_style, told_format, turn_of
 from siirl.dialect.template import ChatTemplate
 from siirl.dialect.tool_formats import TOOL_FORMATS, reads
 
@@ -39,29 +39,35 @@ def template(source: str) -> ChatTemplate:
 EACH = "{% for call in m.tool_calls %}{% set f = call.function %}"
 SINGLE = "{{ raise_exception('one call') if m.tool_calls | length > 1 }}"
 TAGGED = "<tool_call>{{ f.name }}{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key><arg_value>"
+NINE = IDS[0]
 OWN = {
     "mapping": (
         "{{ m.content }}" + EACH + '<tool_call>{"name": "{{ f.name }}", "arguments": '
         "{{ f.arguments | tojson }}}</tool_call>{% endfor %}",
-        CallStyle("hermes", True, False, True, True),
+        CallStyle("hermes", True, False, True, NINE, True),
     ),
     "spelled": (
         "{{ m.content }}" + EACH + "{{ '[TOOL_CALLS]' + f.name + '[ARGS]' + f.arguments }}{% endfor %}",
-        CallStyle("mistral", True, True, True, True),
+        CallStyle("mistral", True, True, True, NINE, True),
     ),
     "single, without text": (
         SINGLE + EACH + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endfor %}',
-        CallStyle("llama3_json", False, False, False, True),
+        CallStyle("llama3_json", False, False, False, NINE, True),
     ),
     "tags": (
         "{{ m.content }}" + EACH + TAGGED + "{{ v if v is string else v | tojson }}</arg_value>{% endfor %}"
         "</tool_call>{% endfor %}",
-        CallStyle("glm", True, False, True, True),
+        CallStyle("glm", True, False, True, NINE, True),
     ),
     "tags that lose escapes": (
         "{{ m.content }}" + EACH + TAGGED + "{{ v | string | replace('\\n', ' ') }}</arg_value>{% endfor %}"
         "</tool_call>{% endfor %}",
-        CallStyle("glm", True, False, True, False),
+        CallStyle("glm", True, False, True, NINE, False),
+    ),
+    "the name stands in the id": (
+        "{{ m.content }}" + EACH + "{{ '[TOOL_CALLS]' + call.id.split('.')[1].split(':')[0] + '[ARGS]' }}"
+        "{{ f.arguments | tojson }}{% endfor %}",
+        CallStyle("mistral", True, False, True, IDS[1], True),
     ),
     "text only": ("{{ m.content }}", None),
     "calls that no format reads": (EACH + "CALL {{ f.name }} WITH {{ f.arguments }}{% endfor %}", None),
@@ -91,6 +97,7 @@ def test_where_a_template_writes_no_calls_the_prompt_or_a_token_tells_of_the_for
     tells = "{% if tools %}Write <|tool_call|> and a list.{% endif %}" + plain
     assert told_format(template(tells), ["<tool_call>"]) == "granite"
     assert told_format(template(plain), ["<tool_call>", "<pad>"]) == "hermes"
+    assert told_format(template(plain + "{{ x.append('[TOOL_CALLS]') if x }}"), ["<tool_call>"]) == "mistral"
     assert told_format(template(plain), ["<pad>"]) is None
 
 
