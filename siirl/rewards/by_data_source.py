@@ -1,6 +1,7 @@
 """Which reward functions score a row: chosen by its data source. No torch."""
 
 import fnmatch
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +9,17 @@ from typing import Any
 from siirl.config import Config
 from siirl.config.reward_weights import parse_parts
 from siirl.config.values import closest
-from siirl.errors import ConfigError, NotSupportedError
-from siirl.rewards import code, generated_answer, math_answer, reward_service, rules
+from siirl.errors import ConfigError
+from siirl.rewards import (
+    code,
+    countdown,
+    generated_answer,
+    instructions,
+    math_answer,
+    questions,
+    reward_service,
+    rules,
+)
 from siirl.rewards.fusion import MAX_CONCURRENT, check_fusion
 from siirl.rewards.reward_registry import REWARDS, Executor
 from siirl.rewards.reward_service import REMOTE, remote_settings
@@ -17,6 +27,9 @@ from siirl.rewards.reward_service import REMOTE, remote_settings
 BUILT_IN_MODULES = (
     rules,
     math_answer,
+    questions,
+    countdown,
+    instructions,
     code,
     generated_answer,
     reward_service,
@@ -25,28 +38,103 @@ BUILT_IN_MODULES = (
 CUSTOM = "custom"
 
 DATA_SOURCES = {
-    "openai/gsm8k": "gsm8k",
-    "lighteval/MATH": "math",
-    "DigitalLearningGmbH/MATH-lighteval": "math",
-    "HuggingFaceH4/MATH-500": "math",
-    "HuggingFaceH4/aime_2024": "math",
-    "agentica-org/DeepScaleR-Preview-Dataset": "math",
-    "deepscaler*": "math",
-    "aime*": "math",
-    "amc*": "math",
-    "math_dapo*": "math",
-    "numina_*": "math",
-    "arithmetic*": "exact_match",
-    "codecontests": "code",
-    "apps": "code",
-    "codeforces": "code",
-    "taco": "code",
-    "livecodebench*": "code",
-    "reasoning_gym/*": "reasoning_gym",
+    "gsm8k": ("gsm8k", "gsm8k_main"),
+    "math": (
+        *("math", "math500", "math_500", "math_lighteval", "math12k", "math_train", "math_test"),
+        *(
+            "hendrycks_math*",
+            "competition_math",
+            "prm800k*",
+            "deepscaler*",
+            "amc*",
+            "hmmt*",
+            "brumo*",
+            "cmimc*",
+        ),
+        *(
+            "numina*",
+            "olympiad*",
+            "minerva*",
+            "openr1_math*",
+            "open_r1_math*",
+            "openmath*",
+            "polaris*",
+            "orz*",
+        ),
+        *("open_reasoner_zero*", "big_math*", "omni_math*", "omnimath*", "simplelr*", "skywork_math*"),
+        *("geometry3k*", "geo3k*", "svamp*", "asdiv*", "mawps*", "multiarith*"),
+    ),
+    "math_dapo": ("math_dapo*", "dapo_math*", "aime*"),
+    "exact_match": ("arithmetic*",),
+    "code": ("codecontests", "code_contests", "apps", "codeforces", "taco", "livecodebench*"),
+    "multiple_choice": (
+        *(
+            "gpqa*",
+            "mmlu*",
+            "cmmlu*",
+            "ceval*",
+            "arc",
+            "arc_*",
+            "ai2_arc*",
+            "supergpqa*",
+            "medqa*",
+            "medmcqa*",
+        ),
+        *(
+            "commonsenseqa*",
+            "commonsense_qa*",
+            "openbookqa*",
+            "sciq",
+            "logiqa*",
+            "aqua*",
+            "race",
+            "hellaswag*",
+        ),
+    ),
+    "search_qa": (
+        *(
+            "nq",
+            "nq_open",
+            "nq_search",
+            "natural_questions*",
+            "triviaqa*",
+            "trivia_qa*",
+            "popqa*",
+            "musique*",
+        ),
+        *("hotpotqa*", "hotpot_qa*", "2wikimultihopqa*", "2wiki*", "bamboogle*", "searchr1_*"),
+    ),
+    "countdown": ("countdown*",),
+    "ifeval": ("ifeval*", "if_eval*"),
 }
-"""Data source (a name, or a pattern with *) -> reward function. A registered name is its own data source."""
+"""Reward function -> its data sources: names, or patterns with *, of what `known_as` makes of a name. A
+registered name is its own data source."""
 
-LATER_SOURCES = ("hiyouga/geometry3k", "searchR1_*")
+NAMES = sorted({pattern.rstrip("*_") for patterns in DATA_SOURCES.values() for pattern in patterns})
+
+EXACT_SOURCES = {"reasoning_gym/*": "reasoning_gym"}
+"""The same for names of our own, as they are written."""
+
+
+def known_as(data_source: str) -> tuple[str, str]:
+    """A data source as DATA_SOURCES has it, whole and without its owner: small letters, "_" for "-"."""
+    name = re.sub(r"[-\s]+", "_", data_source.strip().lower())
+    return name, name.rpartition("/")[2]
+
+
+def built_in(data_source: str) -> str | None:
+    """The reward function of a data source; None if it is not known."""
+    if data_source in REWARDS:
+        return data_source
+    for pattern, function in EXACT_SOURCES.items():
+        if fnmatch.fnmatchcase(data_source, pattern):
+            return function
+    names = known_as(data_source)
+    for function, patterns in DATA_SOURCES.items():
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns):
+            return function
+    return None
+
 
 Parts = tuple[tuple[str, float], ...]
 """(name of a reward function, weight), ...: the score of a row is the weighted sum, plus an offset."""
@@ -104,21 +192,15 @@ class RewardChooser:
             return Mix(((CUSTOM, 1.0),))
         if self.manager == REMOTE:
             return Mix(((REMOTE, 1.0),))
-        if data_source in REWARDS:
-            return self._usable(Mix(((data_source, 1.0),)), data_source)
-        for pattern, name in DATA_SOURCES.items():
-            if fnmatch.fnmatchcase(data_source, pattern):
-                return Mix(((name, 1.0),))
-        if any(fnmatch.fnmatchcase(data_source, pattern) for pattern in LATER_SOURCES):
-            raise NotSupportedError(
-                f"not supported yet: a built-in reward for data_source {data_source!r}. Give your own by "
+        function = built_in(data_source)
+        if function is None:
+            raise ConfigError(
+                f"data_source {data_source!r} has no reward function: it is none of those of docs/rewards.md."
+                f"{closest(data_source, NAMES)} Map it by +reward_model.reward_kwargs.functions, e.g. "
+                f"{{*:exact_match}} (known: {', '.join(REWARDS)}), or give your own by "
                 "custom_reward_function.path."
             )
-        raise ConfigError(
-            f"data_source {data_source!r} has no reward function: it is none of {', '.join(DATA_SOURCES)}. "
-            "Map it by +reward_model.reward_kwargs.functions, e.g. {*:exact_match} "
-            f"(known: {', '.join(REWARDS)}), or give your own by custom_reward_function.path."
-        )
+        return self._usable(Mix(((function, 1.0),)), data_source)
 
     def parts(self, data_source: str) -> Parts:
         """The functions that score rows of `data_source`, with weights. ConfigError if there are none."""

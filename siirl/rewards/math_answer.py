@@ -2,34 +2,24 @@
 
 import functools
 import logging
-import re
 import zlib
-from fractions import Fraction
 from math import isfinite
 from typing import Any
 
 from siirl.errors import ScoreTimeoutError
 from siirl.rewards.cpu_limit import cpu_limit
+from siirl.rewards.final_answer import (
+    boxed_answer,
+    concluded_answer,
+    stated_answer,
+    tagged_answer,
+)
+from siirl.rewards.math_text import NOTHING, compare_text, compare_values, labelled, residue_of, tidy
 from siirl.rewards.reward_registry import accepted_answers, register_reward
-from siirl.rewards.rules import last_boxed
+from siirl.rewards.rules import boxes, last_boxed
 
-TAIL_CHARS = 500  # an answer that is not boxed is looked for at the end of the response only
 MAX_ANSWER_CHARS = 2000  # a longer answer is wrong; parsing it would take the whole time
 DIGITS = 15
-CLEARLY = 1e-3  # values that differ by more than this share of them are not equal under any rounding
-# a space next to a comma or a point may mean something: "7,282" is one number, "7, 282" are two
-NO_MEANING = re.compile(r"\\(?:left|right)(?![A-Za-z])|(?<![0-9A-Za-z,.])\s+|\s+(?![0-9A-Za-z,.])")
-NOTHING = re.compile(
-    r"(?:\\(?:boxed|fbox|text|mathrm|mbox|left|right|quad|qquad)(?![A-Za-z])|\\[,;:! ]|[\s{}$~.,])*"
-)
-NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?")
-FRACTION = re.compile(
-    r"(?P<sign>-?)(\\[dt]?frac\{(?P<n1>[0-9]{1,30})\}\{(?P<d1>[0-9]{1,30})\}"
-    r"|(?P<n2>[0-9]{1,30})/(?P<d2>[0-9]{1,30}))"
-)
-THIN_GROUPS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:\\[,;]\s*[0-9]{3})+(?![0-9])")
-THIN = re.compile(r"(?<!\\)\\[,; ]\s*")
-BACKWARDS = re.compile(r"(?<![A-Za-z\\])\\!\s*|(?<!\\)\\!\s*(?![A-Za-z])")
 
 
 @register_reward("math", reads_truth=accepted_answers)
@@ -43,26 +33,45 @@ def math(
 ) -> float:
     r"""1 if the response's final answer equals the ground truth as a mathematical value, else 0.
 
-    The answer is the last \boxed{...}; without one (unless boxed_only) it is what math-verify finds at the
-    end of the response: "the answer is ...", else the last formula or number. Equal texts and integers are
-    settled without parsing; an answer that says nothing is never right. ScoreTimeoutError if math-verify
-    takes more than compare_timeout_s of processor time. Call it on the main thread of a process.
+    The answer is the last \boxed{...}, several together if they are offered together; without one (unless
+    boxed_only) what is stated near the end: in <answer> tags, "the answer is ...", "#### ...", the number or
+    formula that is the last line or with which the last sentence ends. A box, formula or sentence that is cut
+    off is no answer, and one that says nothing is never right. Texts, numbers, words and choices are compared
+    as such, the rest by math-verify. ScoreTimeoutError if that takes more than compare_timeout_s of processor
+    time. Call it on the main thread of a process.
     """
-    boxed = last_boxed(solution_str)
-    if boxed_only if boxed is None else NOTHING.fullmatch(boxed):
+    found, is_open = boxes(solution_str)
+    if solution_str.rfind("<think>") > solution_str.rfind("</think>"):
+        answer = None  # it has not ended to think
+    elif found or is_open or boxed_only:
+        answer = boxed_answer(solution_str)
+    else:
+        answer = tagged_answer(solution_str) or stated_answer(solution_str)
+        answer = concluded_answer(solution_str) if answer is None else answer
+    return _score(answer, ground_truth, compare_timeout_s)
+
+
+@register_reward("math_dapo", reads_truth=accepted_answers)
+def math_dapo(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, compare_timeout_s: float = 3.0
+) -> float:
+    r"""1 if the answer that is marked as such equals the ground truth, as `math` compares them, else 0.
+
+    It is what follows the last "Answer:" near the end, which prompts of DAPO ask for, else the last
+    \boxed{...}; a response without either has none.
+    """
+    stated = stated_answer(solution_str)
+    return _score(boxed_answer(solution_str) if stated is None else stated, ground_truth, compare_timeout_s)
+
+
+def _score(answer: str | None, ground_truth: Any, timeout_s: float) -> float:
+    accepted = accepted_answers(ground_truth)
+    if answer is None or NOTHING.fullmatch(answer):
         return 0.0
-    predicted = rf"\boxed{{{boxed}}}" if boxed is not None else solution_str[-TAIL_CHARS:]
     late: ScoreTimeoutError | None = None
-    for truth in accepted_answers(ground_truth):
-        truth = last_boxed(truth) or truth
-        if boxed is not None and (verdict := _compare_text(boxed.strip(), truth.strip())) is not None:
-            if verdict:
-                return 1.0
-            continue
-        if len(predicted) > MAX_ANSWER_CHARS:
-            continue
+    for truth in accepted:
         try:
-            if _equal(truth, predicted, compare_timeout_s):
+            if _is_right(answer, last_boxed(truth) or truth.rpartition("####")[2], timeout_s):
                 return 1.0
         except ScoreTimeoutError as error:
             late = error
@@ -71,41 +80,18 @@ def math(
     return 0.0
 
 
-def _compare_text(answer: str, truth: str) -> bool | None:
-    """Whether they are equal, when that is plain from the text; None when it needs mathematics."""
-    if answer == truth or _canonical(answer) == _canonical(truth):
-        return True
-    left, right = _rational(answer), _rational(truth)
-    if left is None or right is None:
-        return None
-    return _compare_values(left, right)
-
-
-def _canonical(text: str) -> str:
-    """The text without what has no meaning in a formula: spaces around signs, sizes."""
-    text = NO_MEANING.sub("", _without_thin_spaces(text))
-    return text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
-
-
-def _without_thin_spaces(text: str) -> str:
-    r"""The text without \!, with plain spaces for \, \; and "\ ", but none between groups of three digits."""
-    text = BACKWARDS.sub("", text)
-    return THIN.sub(" ", THIN_GROUPS.sub(lambda number: THIN.sub("", number[0]), text))
-
-
-def _rational(text: str) -> Fraction | None:
-    """The value of an integer, a decimal number, or a fraction of integers; None for anything else."""
-    if match := FRACTION.fullmatch(text):
-        sign, numerator, denominator = match["sign"], match["n1"] or match["n2"], match["d1"] or match["d2"]
-        return Fraction(f"{sign}{numerator}/{denominator}") if int(denominator) else None
-    return Fraction(text) if NUMBER.fullmatch(text) else None
-
-
-def _compare_values(left: Any, right: Any) -> bool | None:
-    """Equality of two numbers; None when they are so close that it is a matter of rounding."""
-    if left == right:
-        return True
-    return False if abs(left - right) > CLEARLY * max(1, abs(left), abs(right)) else None
+def _is_right(answer: str, truth: str, timeout_s: float) -> bool:
+    if len(answer) > MAX_ANSWER_CHARS:
+        return answer == truth
+    answer, truth = tidy(answer), tidy(truth)
+    (residue, modulus), (wanted, other) = residue_of(answer), residue_of(truth)
+    if (modulus or other) and not (modulus and other and modulus != other):
+        answer, truth = residue, wanted
+    if (verdict := compare_text(answer, truth)) is not None:
+        return verdict
+    if (rest := labelled(answer)) is not None:
+        return _is_right(rest, truth, timeout_s)
+    return _equal(truth, rf"\boxed{{{answer}}}", timeout_s)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -128,7 +114,7 @@ def _clearly_differ(gold: list[Any], answer: list[Any]) -> bool:
     if any("%" in str(text) for text in (gold[-1], answer[-1])):
         return False
     left, right = _value_at_point(gold[0]), _value_at_point(answer[0])
-    return left is not None and right is not None and _compare_values(left, right) is False
+    return left is not None and right is not None and compare_values(left, right) is False
 
 
 def _value_at_point(expression: Any) -> float | None:

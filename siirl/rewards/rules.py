@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -47,7 +48,9 @@ def gsm8k(
     if not found:
         return 0.0
     answer = _number(found[-1])
-    right = any(answer == _number(accepted) for accepted in accepted_answers(ground_truth))
+    right = any(
+        answer == _number(accepted.rpartition("####")[2]) for accepted in accepted_answers(ground_truth)
+    )
     return 1.0 if right else float(format_score)
 
 
@@ -70,22 +73,41 @@ def boxed_format(data_source: str, solution_str: str, ground_truth: Any, extra_i
     return float(bool((last_boxed(solution_str) or "").strip()))
 
 
-def last_boxed(text: str) -> str | None:
-    r"""The content of the \boxed{...} or \fbox{...} that opens last among the closed ones; None without one.
+@dataclass(frozen=True)
+class Box:
+    r"""A \boxed{...} in a text, by places of characters."""
 
-    Braces inside it are balanced; escaped ones (\{) do not count. One pass over the text.
+    start: int
+    """Of the command."""
+    inner: int
+    """Of what it holds."""
+    end: int
+    """Of the closing brace."""
+
+
+def boxes(text: str) -> tuple[list[Box], bool]:
+    r"""(the closed \boxed{...} and \fbox{...} that hold no other, in order; whether one after them is open).
+
+    Braces inside are balanced; escaped ones (\{) do not count. One pass over the text.
     """
-    opened: list[tuple[int, bool]] = []
-    best: tuple[int, int] | None = None
+    opened: list[tuple[int, int, bool]] = []
+    found: list[Box] = []
     for token in BRACES.finditer(text):
         if token[0] == "}":
             if opened:
-                start, boxed = opened.pop()
-                if boxed and (best is None or start > best[0]):
-                    best = (start, token.start())
+                start, inner, boxed = opened.pop()
+                if boxed and (not found or inner > found[-1].inner):
+                    found.append(Box(start, inner, token.start()))
         elif token[0][-1] == "{" and token[0] != r"\{":
-            opened.append((token.end(), token[0] != "{"))
-    return None if best is None else text[best[0] : best[1]]
+            opened.append((token.start(), token.end(), token[0] != "{"))
+    last = found[-1].end if found else -1
+    return found, any(boxed and start > last for start, _, boxed in opened)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the \boxed{...} or \fbox{...} holds that opens last among the closed ones; None without one."""
+    found, _ = boxes(text)
+    return text[found[-1].inner : found[-1].end] if found else None
 
 
 def _number(text: str) -> Decimal | str:

@@ -7,6 +7,7 @@ EXTRAS = {
     "gymnasium": ("gymnasium", "gymnasium"),
     "textarena": ("textarena", "textarena"),
     "mcp": ("mcp", "mcp"),
+    "langdetect": ("langdetect", "ifeval"),
 }
 """Module -> (its package, the extra of siirl that installs it)."""
 ENV_PACKAGES = ("gymnasium", "textarena", "openenv")

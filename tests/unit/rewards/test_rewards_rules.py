@@ -7,7 +7,7 @@ from siirl.config import load_config
 from siirl.dialect.dialect import Dialect
 from siirl.dialect.marks import KNOWN
 from siirl.dialect.parts import read_turn
-from siirl.errors import ConfigError, NotSupportedError
+from siirl.errors import ConfigError
 from siirl.rewards.by_data_source import RewardChooser
 from siirl.rewards.math_answer import math
 from siirl.rewards.reward_registry import REWARDS
@@ -169,7 +169,7 @@ def chooser(*overrides):
         ("openai/gsm8k", "gsm8k"),
         ("DigitalLearningGmbH/MATH-lighteval", "math"),
         ("HuggingFaceH4/MATH-500", "math"),
-        ("aime24", "math"),
+        ("aime24", "math_dapo"),
         ("deepscaler", "math"),
         ("arithmetic/sums", "exact_match"),
         ("think_format", "think_format"),
@@ -260,7 +260,7 @@ def test_a_manager_that_cannot_work_is_refused(overrides, message):
     ("overrides", "source", "error", "message"),
     [
         ([], "unheard/of", ConfigError, "'unheard/of' has no reward function.*custom_reward_function"),
-        ([], "searchR1_nq", NotSupportedError, "not supported yet: a built-in reward.*'searchR1_nq'"),
+        ([], "olimpiad", ConfigError, "'olimpiad' has no .*Did you mean 'olympiad'"),
         ([], "remote", ConfigError, "'remote' is scored by remote, and there is no service.*remote.url"),
         (["functions={a:{math:{low:1,high:1}}}"], "a", ConfigError, "low=1 and high=1: low must be less"),
         (["functions={a:{math:{scale:1}}}"], "a", ConfigError, "math has no option 'scale'"),

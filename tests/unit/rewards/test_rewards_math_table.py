@@ -1,0 +1,57 @@
+"""Answers with the value that a person gives each: how often `math` says otherwise, and where."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from siirl.rewards import math_answer
+from siirl.rewards.math_answer import math
+
+pytestmark = pytest.mark.heavy
+TABLE = Path(__file__).with_name("math_answers.tsv")
+STRICT_KINDS = ("cut off", "does not know")
+"""Of these no answer may be taken for right."""
+
+
+def table():
+    """(kind, value, truth, response) of each line."""
+    kind, rows = "", []
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            kind = line[2:]
+            continue
+        value, truth, response = line.split("\t")
+        rows.append((kind, int(value), truth, response.replace("↵", "\n")))
+    return rows
+
+
+def wrong(score):
+    """The lines of which a function (response, truth) says otherwise than a person."""
+    return [row for row in table() if score(row[3], row[2]) != row[1]]
+
+
+def of_math_verify(response, truth):
+    parse, verify = math_answer._library()
+    gold = parse(truth if "boxed" in truth else rf"\boxed{{{truth}}}", parsing_timeout=None)
+    return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
+
+
+def test_math_says_of_answers_what_a_person_does():
+    rows = table()
+    assert len(rows) > 300 and Counter(row[1] for row in rows)[0] > 100
+    missed = wrong(lambda response, truth: math("s", response, truth, None))
+    assert len(missed) <= len(rows) // 100, missed
+    assert not [row for row in missed if row[1] == 0], missed  # none is taken for right that is not
+    assert {kind for kind, *_ in rows} >= set(STRICT_KINDS)
+
+
+def test_math_verify_alone_says_otherwise_more_often():
+    """The figures of docs/rewards.md."""
+    missed = wrong(of_math_verify)
+    lenient = sum(row[1] == 0 for row in missed)
+    page = Path(__file__).parents[3].joinpath("docs", "rewards.md").read_text(encoding="utf-8")
+    assert f"| math-verify alone | {len(missed)} | {lenient} |" in page
+    mine = wrong(lambda response, truth: math("s", response, truth, None))
+    assert f"| `math` | {len(mine)} | 0 |" in page
+    assert f"{len(table())} answers" in page
