@@ -56,11 +56,16 @@ TOOL_FORMATS = (
 class ValKwargs:
     """How validation samples."""
 
-    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", low=-1, excluded=0)
+    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", low=-1, excluded=0, when="do_sample")
     top_p: float = key(
-        1.0, "sample among the likeliest tokens of this total probability", low=0, high=1, excluded=0
+        1.0,
+        "sample among the likeliest tokens of this total probability",
+        low=0,
+        high=1,
+        excluded=0,
+        when="do_sample",
     )
-    temperature: float = key(0.0, "sampling temperature; 0: greedy", low=0)
+    temperature: float = key(0.0, "sampling temperature; 0: greedy", low=0, when="do_sample")
     n: int = key(1, "responses of each prompt", low=1)
     do_sample: bool = key(False, "sample; False: greedy")
 
@@ -202,9 +207,14 @@ class RolloutConfig:
         None, "trainer.dump_rollouts_dir of the run whose rollouts are replayed", when="name=replay"
     )
     temperature: float = key(1.0, "sampling temperature; log-probs are taken at it", low=0, excluded=0)
-    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", low=-1, excluded=0)
+    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", low=-1, excluded=0, when="do_sample")
     top_p: float = key(
-        1.0, "sample among the likeliest tokens of this total probability", low=0, high=1, excluded=0
+        1.0,
+        "sample among the likeliest tokens of this total probability",
+        low=0,
+        high=1,
+        excluded=0,
+        when="do_sample",
     )
     prompt_length: int = key(None, "most tokens of a prompt", low=1)
     response_length: int = key(None, "most tokens of a response", low=1)

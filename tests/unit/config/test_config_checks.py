@@ -298,3 +298,14 @@ def test_a_default_that_is_not_the_one_of_the_loss_is_named():
     assert f"{mode}=token-mean is the default" in warning and f"Set {mode}=seq-mean-token-mean" in warning
     for chosen in ("token-mean", "seq-mean-token-mean"):
         assert effect_warnings(configured([gspo, f"{mode}={chosen}"])) == []
+
+
+@pytest.mark.parametrize("name", ["temperature=0.6", "top_p=0.9", "top_k=20"])
+def test_a_setting_of_validation_that_greedy_sampling_ignores_is_said(name):
+    key = f"{ROLLOUT}.val_kwargs.{name}"
+    (line,) = [one for one in effect_warnings(load_config([key])) if "val_kwargs" in one]
+    assert f"{key} has no effect: {ROLLOUT}.val_kwargs.do_sample is false" in line
+    sampled = load_config(
+        [key, f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.6"]
+    )
+    assert not [one for one in effect_warnings(sampled) if "val_kwargs" in one]

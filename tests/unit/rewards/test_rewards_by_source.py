@@ -20,9 +20,9 @@ SOURCES = {
     "orz_math hiyouga/geometry3k amc23 numina_olympiads deepscaler hendrycks_math "
     "agentica-org/DeepScaleR-Preview-Dataset HMMT25 AI-MO/NuminaMath-CoT",
     "math_dapo": "AIME2024 aime24 aime_2025 MathArena/aime_2025 BytedTsinghua-SIA/DAPO-Math-17k "
-    "HuggingFaceH4/aime_2024 BytedTsinghua-SIA/AIME-2024 math_dapo_reasoning",
+    "HuggingFaceH4/aime_2024 BytedTsinghua-SIA/AIME-2024 math_dapo",
     "gsm8k": "openai/gsm8k GSM8K",
-    "multiple_choice": "gpqa gpqa_diamond Idavidrein/gpqa mmlu_pro TIGER-Lab/MMLU-Pro cais/mmlu ARC-Challenge",
+    "multiple_choice": "gpqa gpqa_diamond Idavidrein/gpqa mmlu_pro TIGER-Lab/MMLU-Pro ARC-Challenge",
     "countdown": "countdown Jiayi-Pan/Countdown-Tasks-3to4",
     "ifeval": "ifeval google/IFEval",
     "search_qa": "nq searchR1_nq searchR1_hotpotqa searchR1_2wikimultihopqa triviaqa musique bamboogle popqa",
