@@ -15,14 +15,15 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
 from siirl.data.chat import Prompt, as_messages, encode_prompts
-from siirl.data.check_files import check_columns, is_plain_chat
+from siirl.data.check_files import check_columns
 from siirl.data.columns import EXTRA_KEY, GROUND_TRUTH_KEY, Columns
 from siirl.data.data_files import UNREADABLE, DataFile, list_files, read_columns
 from siirl.data.image_reader import ImageReader
 from siirl.data.images import num_images, read_images, with_image_parts
+from siirl.data.prompt_lengths import TEMPLATE_TOKENS, token_bounds
 from siirl.data.response_columns import ResponseColumns
 from siirl.data.row_checks import response_problems
-from siirl.data.row_values import chat_of, is_json, is_list, is_text, plain, text_bytes, truth_of, values_of
+from siirl.data.row_values import chat_of, is_json, is_list, plain, truth_of, values_of
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.dialect.dialect import dialect_of
 from siirl.dialect.template import ChatTemplate, template_options
@@ -31,8 +32,6 @@ from siirl.errors import DataError
 log = logging.getLogger(__name__)
 
 SCAN_ROWS = 1024  # prompts tokenised in one call when lengths are checked
-TEMPLATE_TOKENS = 64  # allowance for what a chat template adds to a prompt, and
-MESSAGE_TOKENS = 16  # to each of its messages
 UNBOUNDED = sys.maxsize
 
 
@@ -320,7 +319,7 @@ class PromptDataset:
 
     def _most_tokens(self, table: pa.Table) -> np.ndarray:
         """An upper bound of the number of tokens of each prompt."""
-        bounds = _token_bounds(table[self.prompt_key], self._num_template)
+        bounds = token_bounds(table[self.prompt_key], self._num_template)
         if self.image_reader is None:
             return bounds
         column = table[self.image_key]
@@ -334,7 +333,7 @@ class PromptDataset:
     def _overlong_given(self) -> Iterator[tuple[int, str, int]]:
         """(sample_index, column, tokens) of each row with a response above the limit, in order."""
         for start, table in zip(self._starts, self._tables, strict=False):
-            bounds = [_token_bounds(table[name], TEMPLATE_TOKENS) for name in self.responses.names]
+            bounds = [token_bounds(table[name], TEMPLATE_TOKENS) for name in self.responses.names]
             longest = np.max(bounds, axis=0) if bounds else np.zeros(0)
             suspects = [start + int(row) for row in np.flatnonzero(longest > self.max_response_length)]
             for first in range(0, len(suspects), SCAN_ROWS):
@@ -372,42 +371,3 @@ def _num_characters(prompt: Prompt) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     return sum(len((turn.get("content") or "").strip()) for turn in prompt if turn["role"] != "assistant")
-
-
-def _token_bounds(prompts: pa.ChunkedArray, beside: int) -> np.ndarray:
-    """An upper bound of the number of tokens of each prompt, from the bytes of its text.
-
-    beside: what a template adds to any.
-    """
-    bounds = []
-    for chunk in prompts.chunks:
-        if is_text(chunk.type):
-            bounds.append(_byte_lengths(chunk) + beside)
-            continue
-        if not is_plain_chat(chunk.type):
-            bounds.append(
-                np.array([_most_tokens_of(plain(cell)) + beside for cell in chunk.to_pylist()], np.int64)
-            )
-            continue
-        owner = _numbers(pc.list_parent_indices(chunk))
-        turns = pc.list_flatten(chunk)
-        sizes = _byte_lengths(pc.struct_field(turns, "content")) + _byte_lengths(
-            pc.struct_field(turns, "role")
-        )
-        per_row = np.bincount(owner, weights=sizes + MESSAGE_TOKENS, minlength=len(chunk))
-        bounds.append(per_row.astype(np.int64) + beside)
-    return np.concatenate(bounds) if bounds else np.zeros(0, dtype=np.int64)
-
-
-def _most_tokens_of(cell: Any) -> int:
-    turns = len(cell) if isinstance(cell, list) else 0
-    return sum(text_bytes(cell)) + MESSAGE_TOKENS * turns
-
-
-def _byte_lengths(texts: pa.Array) -> np.ndarray:
-    return _numbers(pc.fill_null(pc.binary_length(texts), 0)).astype(np.int64)
-
-
-def _numbers(of: pa.Array) -> np.ndarray:
-    """The values of an array without nulls. Its own `to_numpy` imports pandas, which takes a second."""
-    return np.from_dlpack(of)

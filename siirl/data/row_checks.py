@@ -13,6 +13,7 @@ from siirl.config import Config
 from siirl.data.check_files import is_plain_chat, splits_read
 from siirl.data.columns import GROUND_TRUTH_KEY, Columns
 from siirl.data.data_files import DataFile, list_files, read_columns
+from siirl.data.prompt_lengths import PromptLengths
 from siirl.data.row_values import (
     CHAT_START,
     CHAT_TEXT,
@@ -39,19 +40,30 @@ class RowCounts:
     rows: Counter[str] = field(default_factory=Counter)
     """By data source; "" where rows have none."""
     without_truth: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    """As longer than data.max_prompt_length."""
+    cut: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        lacks = sum(self.without_truth.values())
-        told = f"{self.split}: {sum(self.rows.values()):,} rows{_by_source(self.rows)}"
-        return f"{told}; {lacks:,} without ground truth{_by_source(self.without_truth)}" if lacks else told
+        told = [f"{self.split}: {sum(self.rows.values()):,} rows{_by_source(self.rows)}"]
+        for counts, what in (
+            (self.without_truth, "without ground truth"),
+            (self.dropped, "dropped as too long"),
+            (self.cut, "cut as too long"),
+        ):
+            if number := sum(counts.values()):
+                told.append(f"{number:,} {what}{_by_source(counts)}")
+        return "; ".join(told)
 
 
-def count_rows(cfg: Config, checks_truth: TruthCheck | None) -> list[RowCounts]:
+def count_rows(cfg: Config, checks_truth: TruthCheck | None, counts_tokens: bool = True) -> list[RowCounts]:
     """The rows of the files that this run reads, of each split.
 
     DataError, all of them at once, for prompts that are empty, no chats, or chats that nobody has read, and
-    for right answers that checks_truth refuses (None: nothing scores by them).
+    for right answers that checks_truth refuses (None: nothing scores by them); with the tokenizer here also
+    for prompts that are too long, unless they are dropped or cut.
     """
+    lengths = PromptLengths.of(cfg) if counts_tokens else None
     found, counts = Findings(Place.DATA), []
     columns = Columns.of(cfg.data)
     given = cfg.data.response_keys if cfg.actor_rollout_ref.rollout.gives_data else ()
@@ -63,11 +75,46 @@ def count_rows(cfg: Config, checks_truth: TruthCheck | None) -> list[RowCounts]:
                 names = (columns.prompt, columns.source, GROUND_TRUTH_KEY, *given)
                 held = [name for name in names if name in rows.schema.names]
                 table = read_columns(file, rows, held)
+                so_far = len(found)
                 found.take(_prompt_problems(file, table, columns.prompt, cfg.data.has_images))
                 found.take(response_problems(table, given, lambda row, file=file: f"{file}, row {row}"))
                 found.take(_count_truths(file, table, columns.source, counts[-1], checks_truth))
+                if lengths is not None and len(found) == so_far:
+                    _count_lengths(file, table, cfg, lengths, counts[-1])
     found.close()
+    for one in counts:
+        left, dropped = sum(one.rows.values()) - sum(one.dropped.values()), sum(one.dropped.values())
+        least = cfg.data.train_batch_size if one.split == "train" else 1
+        if dropped and left < least:
+            raise DataError(
+                f"data.filter_overlong_prompts=True drops {dropped} of {left + dropped} prompts of "
+                f"data.{one.split}_files, those of more than "
+                f"data.max_prompt_length={cfg.data.max_prompt_length} tokens: {left} are left, and {least} "
+                "are needed. Raise max_prompt_length."
+            )
     return counts
+
+
+def _count_lengths(
+    file: DataFile, table: pa.Table, cfg: Config, lengths: PromptLengths, counts: RowCounts
+) -> None:
+    """Add the prompts of a file that are too long to the counts. DataError if such prompts are refused."""
+    key, source_key = cfg.data.prompt_key, cfg.data.reward_fn_key
+    try:
+        overlong = lengths.overlong(table[key]) or []
+    except DataError as error:
+        raise DataError(f"{file}, {error}") from error
+    if overlong and not cfg.data.filter_overlong_prompts and cfg.data.truncation == "error":
+        row, tokens = overlong[0]
+        raise DataError(
+            f"{file}, row {row}: the prompt has {tokens} tokens, data.max_prompt_length is {lengths.limit}, "
+            f"and data.truncation=error{_and_others(len(overlong))}. Raise max_prompt_length to "
+            f"{max(tokens for _, tokens in overlong)}, drop such rows by data.filter_overlong_prompts=True, "
+            "or cut them by data.truncation=left|right|middle."
+        )
+    named = source_key in table.column_names
+    sources = [table[source_key][row].as_py() or "" if named else "" for row, _ in overlong]
+    (counts.dropped if cfg.data.filter_overlong_prompts else counts.cut).update(sources)
 
 
 def _prompt_problems(file: DataFile, table: pa.Table, name: str, images: bool) -> Iterator[DataError]:
@@ -219,4 +266,4 @@ def _by_source(counts: Counter[str]) -> str:
 
 def _numbers(mask: pa.ChunkedArray) -> np.ndarray:
     """The rows for which a mask holds."""
-    return np.flatnonzero(mask.to_numpy().astype(bool))
+    return np.array(pc.indices_nonzero(mask).to_pylist(), dtype=np.int64)

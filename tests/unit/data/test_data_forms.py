@@ -381,3 +381,30 @@ def test_a_response_that_is_written_with_its_end_gets_no_second_one(tmp_path, to
         "3<eos>",
         "3<eos>",
     ]
+
+
+def test_check_counts_prompts_that_are_too_long_by_source_as_the_run_does(tmp_path, tokenizer):
+    texts = ["1" * length for length in (3, 40, 9, 50)]
+    rows = [{**ROWS[n % 2], "prompt": [{"role": "user", "content": text}]} for n, text in enumerate(texts)]
+    model = make_tiny_tokenizer(tmp_path / "model")
+    keys = [f"actor_rollout_ref.model.path={model}", "data.max_prompt_length=20"]
+    for file in (write_parquet(tmp_path / "rows.parquet", rows), tmp_path / "rows.jsonl"):
+        if file.suffix == ".jsonl":
+            file.write_text(lines(rows))
+        with pytest.raises(DataError, match=r"row 1: the prompt has 43 tokens.*1 other rows.*to 53, drop"):
+            checked(file, *keys)
+        cfg, counts = checked(file, *keys, "data.filter_overlong_prompts=True")
+        assert str(counts).endswith("rows (math 2, gsm8k 2); 2 dropped as too long (gsm8k 2)")
+        assert len(PromptDataset.from_config(cfg, "train", tokenizer)) == 2
+        _, counts = checked(file, *keys, "data.truncation=left")
+        assert str(counts).endswith("; 2 cut as too long (gsm8k 2)")
+    few = ["data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3"]
+    with pytest.raises(DataError, match=r"drops 2 of 4 prompts of data\.train_files.*2 are left, and 3 are"):
+        checked(file, *keys, *few, "data.filter_overlong_prompts=True")
+
+
+def test_check_finds_prompts_that_the_chat_template_needs_and_does_not_have(tmp_path):
+    model = make_tiny_tokenizer(tmp_path / "model", chat_template=False)
+    keys = [f"actor_rollout_ref.model.path={model}", "data.max_prompt_length=3"]
+    with pytest.raises(DataError, match="has no chat template"):
+        checked(write_parquet(tmp_path / "rows.parquet", ROWS), *keys)

@@ -95,7 +95,7 @@ def test_an_answer_that_takes_too_long_to_compare_is_a_failure_by_the_users_poli
     strict = scorer_of(kwargs, "reward_model.on_error=raise")
     late = Outcome(error="no time", failure="timeout")
     strict._pool.run = lambda samples, is_fatal: [Outcome(1.0), late, Outcome(0.0)]
-    with pytest.raises(RewardError, match=r"math_dapo failed on sample_index 101.*reward_model\.on_error=zero"):
+    with pytest.raises(RewardError, match=r"math_dapo failed on sample_index 101.*model\.on_error=zero"):
         strict.submit(rows).result()
 
 
