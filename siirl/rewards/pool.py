@@ -1,11 +1,11 @@
 """Reward workers: processes that score samples in parallel, each sample with a time limit of its own.
 
-They are plain subprocesses that talk JSON over a socket: nothing is pickled, they do not import the rank's
-main module (and with it torch), and one can be killed at any time without harm to the others.
+They are plain subprocesses that talk in frames of JSON over a socket, each answer with the number of its
+sample: nothing is pickled, they do not import the rank's main module (and with it torch), and one can be
+killed at any time without harm to the others.
 """
 
 import contextlib
-import json
 import logging
 import math
 import multiprocessing.connection
@@ -18,18 +18,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import Any
 
 from siirl.errors import RewardError
 from siirl.rewards.sample import Outcome, Sample
+from siirl.sandbox import frames
 
 log = logging.getLogger(__name__)
 
 STARTUP_S = 120.0  # longest import of the user's module
 CHUNK_S = 0.02  # a worker is handed about so many seconds of work at once
 MAX_CHUNK = 64
+SEND_S = 10.0  # longest that a worker's keeper may take to accept samples
 
 END_S = 5.0  # a keeper has killed all that its worker started long before
 TWICE = ("died", "timeout")  # failures that may be the machine's: such a sample is scored once more
@@ -42,7 +43,8 @@ IsFatal = Callable[[Sample, Outcome], bool]
 @dataclass(eq=False)
 class _Worker:
     process: subprocess.Popen
-    pipe: Connection
+    pipe: socket.socket
+    reader: frames.FrameReader
     deadline: float
     ready: bool = False
     inbox: deque[int] = field(default_factory=deque)  # samples it was handed; it scores the first
@@ -97,10 +99,13 @@ class WorkerPool:
         self._longer = dict(longer)
         self.num_deaths = 0
         self.num_tried_again = 0
+        self.num_leaks = 0
         self._num_false_starts = 0
         self._chunk = 1
         self._batch = bool(setup["batch"])
-        self._setup = json.dumps(setup).encode()
+        self._setup = setup
+        custom = setup["custom"]
+        self._name = f"the reward function {custom['name']} of {custom['path']}" if custom else "the rewards"
         self._workers: list[_Worker] = []
 
     def start_one(self) -> None:
@@ -154,9 +159,10 @@ class WorkerPool:
                 stdout=2,  # what a reward function prints goes to our log
                 env=environment,
             )
-        pipe = Connection(ours.detach())
-        self._workers.append(_Worker(process, pipe, time.monotonic() + STARTUP_S))
-        pipe.send_bytes(self._setup)
+        ours.settimeout(SEND_S)
+        self._workers.append(_Worker(process, ours, frames.FrameReader(ours), time.monotonic() + STARTUP_S))
+        with contextlib.suppress(OSError):  # it has ended: what is read of it says so
+            frames.send(ours, self._setup)
 
     def _start_missing(self, num_waiting: int, most: int) -> None:
         busy = sum(bool(worker.inbox) for worker in self._workers)
@@ -174,10 +180,10 @@ class WorkerPool:
             worker.inbox.extend(work.waiting.popleft() for _ in range(count))
             worker.handed_s = time.monotonic()
             worker.deadline = worker.handed_s + self._limit_s(work.samples[worker.inbox[0]])
-            message = json.dumps([work.samples[index].__dict__ for index in worker.inbox]).encode()
+            message = {"samples": [(index, work.samples[index].__dict__) for index in worker.inbox]}
             try:
-                worker.pipe.send_bytes(message)
-            except OSError:  # it died while it was idle
+                frames.send(worker.pipe, message)
+            except OSError:  # it died while it was idle, or takes nothing
                 self._bury(worker, work)
 
     def _take_messages(self, work: _Work) -> None:
@@ -190,31 +196,41 @@ class WorkerPool:
         for worker in active:
             if worker.pipe in spoke:
                 self._hear(worker, work)
-            elif time.monotonic() >= worker.deadline:
+            waits = worker in self._workers and (worker.inbox or not worker.ready)
+            if waits and time.monotonic() >= worker.deadline:
                 self._time_out(worker, work)
 
     def _hear(self, worker: _Worker, work: _Work) -> None:
         try:
-            while True:
-                message = json.loads(worker.pipe.recv_bytes())
-                if not worker.ready:
+            for message in worker.reader.take():
+                if worker.ready:
+                    self._take_answer(worker, work, message)
+                else:
                     self._greet(worker, message)
-                    return
-                work.settle(worker.inbox.popleft(), Outcome(**message["outcome"]))
-                if message["last"]:
-                    self._replace(worker, work)
-                    return
-                if not worker.inbox or not worker.pipe.poll():
-                    break
-        except (EOFError, OSError):
-            lost = self._lost(worker)
-            how = self._bury(worker, work)
+        except (EOFError, OSError) as error:
+            lost, why = self._lost(worker), f"what its process answered cannot be used: {error}"
+            if isinstance(error, frames.FrameError):
+                log.warning("a reward worker is replaced: %s", why)
+                self._replace(worker, work)
+            else:
+                why = f"the process that scored it ended: {self._bury(worker, work)}"
             for index in lost:
-                error = f"the process that scored it ended: {how}"
-                work.settle(index, Outcome(error=error, failure="died"))
-            return
+                work.settle(index, Outcome(error=why, failure="died"))
+
+    def _take_answer(self, worker: _Worker, work: _Work, message: dict[str, Any]) -> None:
+        """What came of a sample. FrameError unless it is the one that the worker is at."""
+        if not worker.inbox or message["sample"] != worker.inbox[0]:
+            wanted = worker.inbox[0] if worker.inbox else "none"
+            raise frames.FrameError(f"an answer to sample {message['sample']}, where it is at {wanted}")
+        work.settle(worker.inbox.popleft(), Outcome(**message["outcome"]))
         now = time.monotonic()
-        if worker.inbox:
+        if leak := message["leak"]:
+            self.num_leaks += 1
+            if self.num_leaks == 1:
+                log.warning("a reward worker is replaced: %s. Check what %s keeps.", leak, self._name)
+        if message["last"]:
+            self._replace(worker, work)
+        elif worker.inbox:
             worker.deadline = now + self._limit_s(work.samples[worker.inbox[0]])
         else:
             took = now - worker.handed_s
@@ -226,14 +242,14 @@ class WorkerPool:
     def _greet(self, worker: _Worker, message: dict[str, Any]) -> None:
         if fatal := message.get("fatal"):
             self.close()
-            raise RewardError(f"a reward worker cannot start: {fatal}. Correct the reward function.")
+            raise RewardError(f"a reward worker cannot start: {fatal}. Correct {self._name}.")
         worker.ready, self._num_false_starts = True, 0
 
     def _time_out(self, worker: _Worker, work: _Work) -> None:
         if not worker.ready:
             self.close()
             raise RewardError(
-                f"a reward worker was not ready after {STARTUP_S:.0f} s: importing the reward function "
+                f"a reward worker was not ready after {STARTUP_S:.0f} s: importing {self._name} "
                 "hangs. Move slow work out of the module's top level."
             )
         for index in self._lost(worker):
@@ -258,7 +274,10 @@ class WorkerPool:
         self._num_false_starts += not worker.ready
         if self._num_false_starts > 1:
             self.close()
-            raise RewardError(f"reward workers end before they are ready: {how}. The log has their output.")
+            raise RewardError(
+                f"reward workers end before they are ready: {how}. The log has what they printed; check what "
+                f"{self._name} does when it is imported."
+            )
         self.num_deaths += 1
         log.warning("a reward worker ended by itself (%s); it is replaced", how)
         self._replace(worker, work)

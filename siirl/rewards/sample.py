@@ -13,6 +13,9 @@ from siirl.rewards.reward_registry import BATCH_ARGUMENTS, PARTS, REWARDS, Score
 
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 """The largest number of float32, in which scores are kept."""
+MOST_VALUES_BYTES = 1 << 20
+"""Of the further values of a sample, as JSON: they are kept with its row, logged and averaged."""
+MOST_ERROR_CHARS = 2000
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def score_batch(function: ScoreFn, samples: Sequence[Sample]) -> list[Outcome]:
     if hasattr(results, "tolist"):
         results = results.tolist()
     if not isinstance(results, Sequence) or isinstance(results, str):
-        raise ValueError(f"it returned {_short(results)} instead of a list of {len(samples)} scores")
+        raise ValueError(f"it returned {_short(repr(results))} instead of a list of {len(samples)} scores")
     if len(results) != len(samples):
         raise ValueError(f"it returned {len(results)} scores for {len(samples)} responses")
     outcomes = []
@@ -127,14 +130,15 @@ def describe(error: BaseException) -> str:
         text = str(error)
     except Exception:  # noqa: BLE001 - the edge to user code: the text of its exception is made by it, too
         text = "(its text cannot be made)"
-    return f"{type(error).__name__}: {printable(text)}{where}"
+    return f"{type(error).__name__}: {printable(_short(text, MOST_ERROR_CHARS))}{where}"
 
 
 def _read_result(result: Any) -> tuple[float, dict[str, Any]]:
     more: dict[str, Any] = {}
     if isinstance(result, Mapping):
         if "score" not in result:
-            raise ResultError(f'it returned a dict without "score": its keys are {sorted(map(str, result))}')
+            keys = _short(str(sorted(map(str, result))), MOST_ERROR_CHARS)
+            raise ResultError(f'it returned a dict without "score": its keys are {keys}')
         more = {printable(str(key)): _plain(value) for key, value in result.items() if key != "score"}
         result = result["score"]
     value = _plain(result)
@@ -142,13 +146,19 @@ def _read_result(result: Any) -> tuple[float, dict[str, Any]]:
         kind = (
             ": does a path end without return?" if result is None else f" (it is a {type(result).__name__})"
         )
-        raise ResultError(f"it returned {_short(result)} instead of a number{kind}")
+        raise ResultError(f"it returned {_short(repr(result))} instead of a number{kind}")
     if not abs(value) <= LARGEST_SCORE:
         raise ResultError(f"it returned {value}: a score must be finite, in float32")
     try:
-        json.dumps(more)
+        num_bytes = len(json.dumps(more))
     except (TypeError, ValueError) as error:
         raise ResultError(f"its further values must be numbers or texts: {error}") from error
+    if num_bytes > MOST_VALUES_BYTES:
+        largest = max(more, key=lambda key: len(json.dumps(more[key])))
+        raise ResultError(
+            f"its further values take {num_bytes / 2**20:.1f} MiB, most of them {_short(largest)!r}: at most "
+            f"{MOST_VALUES_BYTES >> 20} MiB a sample are kept"
+        )
     return float(value), more
 
 
@@ -157,6 +167,5 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _short(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -93,7 +93,8 @@ class RewardScorer:
         return self._thread.submit(self._traced, rows, by_domain, names)
 
     def drain_metrics(self) -> Metrics:
-        """What happened since the last call: reward/failed, /timeout, /tried_again, /worker_death, scoring_s.
+        """What happened since the last call: reward/failed, /timeout, /tried_again, /worker_death and
+        /worker_leak, scoring_s.
 
         By domain also reward/SOURCE/mean, and the means of further values, reward/SOURCE/NAME/mean.
         """
@@ -149,10 +150,11 @@ class RewardScorer:
         outcomes = {index: self._asked(samples[index]) for index in indices["inline"]}
         asked = {self._askers.submit(self._asked, samples[index]): index for index in indices["thread"]}
         if indices["process"]:
-            deaths, again = self._pool.num_deaths, self._pool.num_tried_again
+            deaths, again, leaks = self._pool.num_deaths, self._pool.num_tried_again, self._pool.num_leaks
             pooled = self._pool.run([samples[index] for index in indices["process"]], self._is_fatal)
             outcomes |= dict(zip(indices["process"], pooled, strict=True))
             self._metrics.sum("reward/worker_death", self._pool.num_deaths - deaths)
+            self._metrics.sum("reward/worker_leak", self._pool.num_leaks - leaks)
             self._metrics.sum("reward/tried_again", self._pool.num_tried_again - again)
         for future in as_completed(asked):
             index = asked[future]

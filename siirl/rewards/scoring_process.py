@@ -1,19 +1,20 @@
 """A reward worker: a process, started by WorkerPool, that scores one sample after another.
 
-Its pipe carries JSON: first the setup {"kwargs": {reward: {...}}, "custom": {path, name, reward_kwargs} or
+Frames carry JSON: first the setup {"kwargs": {reward: {...}}, "custom": {path, name, reward_kwargs} or
 null, "batch": whether that function takes many samples at once, "imports": modules that take seconds},
-which it answers by {"ready": true} or {"fatal": message}; then lists of samples, each sample answered by
-{"outcome": {...}, "last": whether the worker ends now}, at once or after the whole list.
+which it answers by {"ready": true} or {"fatal": message}; then {"samples": [[number, sample], ...]}, each
+sample answered by {"sample": number, "outcome": {...}, "last": whether the worker ends now, "leak": why, if
+it holds too much}, at once or after the whole list. The socket is the keeper's: user code runs in a process
+that has no descriptor of ours.
 """
 
 import functools
 import importlib
-import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 from siirl.rewards import by_data_source
@@ -21,33 +22,73 @@ from siirl.rewards.cpu_limit import was_interrupted
 from siirl.rewards.reward_registry import REWARDS, ScoreFn
 from siirl.rewards.sample import Outcome, Sample, describe, failed, score_batch, score_sample
 from siirl.rewards.user_function import load_user_function
+from siirl.sandbox import frames
 from siirl.sandbox.keeper import keep
+from siirl.sandbox.shared_frames import SharedFrames
+from siirl.user_code.forks import this_process_only
+
+MOST_GROWTH_BYTES = 1 << 30
+
+
+class Leak:
+    """Whether this process holds ever more: memory, or files and sockets (descriptors)."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, int] | None = None
+        self._most_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+
+    def found(self) -> str | None:
+        """In half a sentence, what has leaked since the first look, if the process must go for it.
+
+        That is the memory of the first look once more and MOST_GROWTH_BYTES, as functions load things when
+        they are first called; or half of the descriptors that a process may have.
+        """
+        memory, descriptors = _memory_bytes(), len(os.listdir("/proc/self/fd"))
+        if self._first is None:
+            self._first = memory, descriptors
+        if memory > 2 * self._first[0] + MOST_GROWTH_BYTES:
+            return f"it holds {memory >> 20} MiB, {self._first[0] >> 20} after its first samples"
+        if descriptors > max(self._first[1], self._most_descriptors):
+            return f"it holds {descriptors} files and sockets, {self._first[1]} after its first samples"
+        return None
+
+
+def _memory_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:
-    """Serve the pipe whose descriptor is argv[1], until it closes."""
+    """Serve the socket whose descriptor is argv[1], until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the pool ends us
     os.set_inheritable(int(sys.argv[1]), False)
-    keep(int(sys.argv[1]))
-    pipe = Connection(int(sys.argv[1]))
+    shared = SharedFrames()
+    keep(int(sys.argv[1]), shared)
+    setup = _next(shared)
     try:
-        setup = json.loads(pipe.recv_bytes())
-        functions = _load(setup)
+        with this_process_only():
+            functions = _load(setup)
     except BaseException as error:  # noqa: BLE001 - the edge of the process, and to user code
-        pipe.send_bytes(json.dumps({"fatal": describe(error)}).encode())
+        shared.send(frames.packed({"fatal": describe(error)}))
         return
-    pipe.send_bytes(json.dumps({"ready": True}).encode())
+    shared.send(frames.packed({"ready": True}))
+    leak = Leak()
+    score = _score_batch if setup["batch"] else _score_each
     while True:
-        try:
-            samples = [Sample(**given) for given in json.loads(pipe.recv_bytes())]
-        except (EOFError, ConnectionResetError):  # the pool has closed, or died with answers unread
-            return
-        outcomes = _score_batch(functions, samples) if setup["batch"] else _score_each(functions, samples)
-        for outcome in outcomes:
-            last = was_interrupted()
-            pipe.send_bytes(json.dumps({"outcome": outcome.__dict__, "last": last}).encode())
+        given = _next(shared)["samples"]
+        outcomes = score(functions, [Sample(**sample) for _, sample in given])
+        for (number, _), outcome in zip(given, outcomes, strict=True):
+            leaks = leak.found() if number == given[-1][0] else None
+            last = was_interrupted() or leaks is not None
+            answer = {"sample": number, "outcome": outcome.__dict__, "last": last, "leak": leaks}
+            shared.send(frames.packed(answer))
             if last:
                 return
+
+
+def _next(shared: SharedFrames) -> dict[str, Any]:
+    frame = shared.receive()
+    return frames.unpacked(frame[: frames.HEADER.size], frame[frames.HEADER.size :])
 
 
 def _load(setup: dict[str, Any]) -> dict[str, ScoreFn]:
@@ -65,7 +106,8 @@ def _load(setup: dict[str, Any]) -> dict[str, ScoreFn]:
 def _score_each(functions: dict[str, ScoreFn], samples: list[Sample]) -> Iterator[Outcome]:
     for sample in samples:
         try:
-            outcome = score_sample(functions, sample)
+            with this_process_only():
+                outcome = score_sample(functions, sample)
         except BaseException as error:  # noqa: BLE001 - the edge to user code
             outcome = failed(error)
         yield outcome
@@ -73,7 +115,8 @@ def _score_each(functions: dict[str, ScoreFn], samples: list[Sample]) -> Iterato
 
 def _score_batch(functions: dict[str, ScoreFn], samples: list[Sample]) -> list[Outcome]:
     try:
-        return score_batch(functions[by_data_source.CUSTOM], samples)
+        with this_process_only():
+            return score_batch(functions[by_data_source.CUSTOM], samples)
     except BaseException as error:  # noqa: BLE001 - the edge to user code
         return [failed(error)] * len(samples)
 

@@ -9,15 +9,20 @@ import os
 import resource
 import select
 import signal
+import socket
 import sys
 
 from siirl.sandbox.linux import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from siirl.sandbox.shared_frames import SharedFrames
 
 WATCH_S = 1.0
+LAST_WORDS_S = 5.0  # for what a worker has said before it ended
 
 
-def keep(pipe: int) -> None:
+def keep(pipe: int, frames: SharedFrames | None = None) -> None:
     """Fork: returns in the new process, the worker. This one, the keeper, ends when the worker does.
+
+    frames: how the worker talks; what goes to and fro is handed on over `pipe`, which the worker then lacks.
 
     It ends the same way, with the same exit code or signal, once no process is left; and after a SIGTERM, or
     when the other end of `pipe`, a socket, is closed, once it has killed them all.
@@ -40,8 +45,15 @@ def keep(pipe: int) -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:
             os._exit(1)
+        if frames is not None:
+            os.close(pipe)
+            frames.in_fork()
         return
+    relay = frames.relay(socket.socket(fileno=pipe)) if frames is not None else None
     status = _watch(worker, parent, pipe, news)
+    if frames is not None and relay is not None:
+        frames.end()
+        relay.join(LAST_WORDS_S)
     _end_children()
     _end_like(status)
 

@@ -31,6 +31,7 @@ ENGINES = {
     "rollout/vllm_preemptions_total": "requests preempted for lack of KV cache since the start",
     "rollout/prefix_cache_hits": "share of prompt tokens that were in the engine's cache",
     "reward/worker_death": "reward processes that died and were started anew",
+    "reward/worker_leak": "reward processes that were replaced because they held ever more memory or files",
     "sampling/groups_left": "prompts kept for the next step",
     "perf/idle_s_max": "seconds, most that a rank waited for others",
 }

@@ -71,7 +71,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return share(data_source, solution_str, ground_truth, extra_info)
 '''
 MEASURED = re.compile(
-    r"time|perf/|memory/|.*_s$|weight_sync/|reward/(timeout|tried_again|worker_death)$|rollout/engine_restarts"
+    r"time|perf/|memory/|.*_s$|weight_sync/|reward/(timeout|tried_again|worker_death|worker_leak)$|rollout/engine_restarts"
 )
 """Metrics that differ between two runs of the same command, or say what came of a reward worker; a new engine
 gets weights that an older one has already."""
