@@ -5,10 +5,11 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from siirl.errors import UserError
 
@@ -82,10 +83,43 @@ def parse_settings(
 
 def print_text(text: str) -> None:
     """Print a text of many lines; a reader who has seen enough of it (`| head`) is no error."""
-    try:
+    with readers_may_leave():
         print(text, flush=True)
-    except BrokenPipeError:  # what is still buffered goes nowhere, or Python would complain at its exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def readers_may_leave() -> Iterator[None]:
+    """Inside, what this process prints goes nowhere once the reader of its output has gone (`| head`)."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Unbroken(sys.stdout), _Unbroken(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = before
+
+
+class _Unbroken:
+    """A text stream that drops what nobody reads any more."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except BrokenPipeError:  # what is still buffered goes nowhere, or Python would complain at its exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @contextmanager

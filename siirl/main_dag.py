@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 
-from siirl.command_line import parse_arguments, print_text, user_errors
+from siirl.command_line import parse_arguments, print_text, readers_may_leave, user_errors
 from siirl.compiler.choices import choice_lines
 from siirl.compiler.memory.phases import estimate_record
 from siirl.compiler.plan import Plan
@@ -27,6 +27,7 @@ from siirl.launch.run_record import command_line, open_folder
 from siirl.launch.survey import survey, survey_inputs, with_choices
 from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun, with_machines_there
 from siirl.model_files.local_models import token_to_environment
+from siirl.model_files.run_inputs import RunInputs, inputs_of
 from siirl.observe.logs import setup_logging
 from siirl.observe.run_progress import record_end
 from siirl.show.batch_text import batch_lines
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 it ended well, 2 the user's input cannot work, 1 it failed, 130 or 143 it was stopped."""
-    with user_errors() as outcome:
+    with readers_may_leave(), user_errors() as outcome:
         arguments = parse_arguments(argv)
         found = Findings()
         cfg = read_config(arguments.overrides, arguments.config_name, found)
@@ -74,7 +75,13 @@ def run(cfg: Config, found: Findings) -> int:
     output_dir = cfg.trainer.output_dir
     run_id = f"{socket.gethostname()} {os.getpid()} {time.time()}"
     job = Job(
-        to_dict(cfg), plan.to_json(), output_dir, plan.world_size, cfg.trainer.n_gpus_per_node, run_id=run_id
+        to_dict(cfg),
+        plan.to_json(),
+        output_dir,
+        plan.world_size,
+        cfg.trainer.n_gpus_per_node,
+        run_id=run_id,
+        inputs=dataclasses.asdict(inputs_of(cfg, plan)),
     )
     if launcher == "torchrun":
         job = dataclasses.replace(job, memory_dir=agent_folder(cfg))
@@ -98,7 +105,8 @@ def _launch(launcher: Launcher, job: Job, cfg: Config, plan: Plan) -> int:
     if launcher != "ray" and is_first_on_machine():  # Ray: on the machines that it chooses
         preflight(with_own_results(cfg) if goes_on else cfg, plan)
     if is_first_process():
-        open_folder(cfg, job.run_id, command_line(), anew=not goes_on, plan=plan)
+        inputs = RunInputs(**job.inputs)
+        open_folder(cfg, job.run_id, command_line(), anew=not goes_on, plan=plan, inputs=inputs)
         workers = f"{job.world_size} worker{'s' * (job.world_size != 1)}"
         print(f"starting {workers}; all output is below {job.output_path}", flush=True)
     try:

@@ -14,6 +14,7 @@ from siirl.agents.tool_schema import check_schema
 from siirl.agents.tools import Tool, Toolbox
 from siirl.config.rollout import MultiTurnConfig
 from siirl.errors import ConfigError, UserError
+from siirl.user_code.kept_code import read_text
 from siirl.user_code.load_object import load_object
 from siirl.user_code.signatures import Call, misfits, needed_names, signature_of
 from siirl.user_code.source import (
@@ -146,7 +147,7 @@ def _entries(multi_turn: MultiTurnConfig, who: str) -> list[tuple[Any, str, Path
         return []
     path = Path(multi_turn.tool_config_path).expanduser()
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(read_text(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{who}: {KEY}={path}: it cannot be read as YAML: {error}. Correct it.") from error
     entries = content.get("tools") if isinstance(content, dict) else content

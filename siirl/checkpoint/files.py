@@ -36,6 +36,17 @@ STATE_FILE = "state.json"
 """Of each model: JSON of what surrounds its tensors."""
 EXTRA_FILE = "extra.json"
 """The state of the run that is the same on all ranks."""
+FOREIGN = {
+    "actor/model_world_size_*_rank_*.pt": "verl or siiRL",
+    "actor/dist_ckpt": "verl with Megatron",
+    "iter_*/mp_rank_*": "Megatron-LM",
+    "mp_rank_*/model_optim_rng.pt": "Megatron-LM",
+    "*_model_states.pt": "DeepSpeed",
+    "global_step*/*_model_states.pt": "DeepSpeed",
+    ".metadata": "torch.distributed.checkpoint",
+    "trainer_state.json": "the Trainer of transformers",
+}
+"""Pattern of a file in a checkpoint of another program -> which."""
 ASIDE, OLD, DELETED = ".tmp", ".old", ".deleted"
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 
@@ -87,10 +98,8 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint folder."""
-    found = _STEP_FOLDER.fullmatch(checkpoint.name)
-    assert found is not None, f"{checkpoint} is not named global_step_N"
-    return int(found[1])
+    """The step of a complete checkpoint, as its manifest says: a copy may have any name. CheckpointError."""
+    return int(read_manifest(checkpoint)["step"])
 
 
 def saved_steps(root: Path) -> list[int]:
@@ -140,7 +149,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{checkpoint} is not complete: it has no {MANIFEST}.") from None
+        why = foreign(checkpoint) or "it is not complete"
+        raise CheckpointError(f"{checkpoint} has no {MANIFEST}: {why}.") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -159,6 +169,9 @@ def _misfit(manifest: dict[str, Any]) -> str:
         return "it names no models"
     if not isinstance(listed, list) or not all(_is_record(entry) for entry in listed):
         return "an entry is not the path of a file in it, a size and a checksum"
+    step = manifest.get("step")
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        return f"step = {step!r}"
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 0 < world_size <= len(listed):
         return f"world_size = {world_size!r}"
     return ""
@@ -366,7 +379,8 @@ def check_given(from_path: str | Path | bool | None, contents: bool = True) -> P
     try:
         verify(checkpoint, contents=contents)
     except (CheckpointError, OSError) as error:
-        others = [step for step in saved_steps(checkpoint.parent) if step != step_of(checkpoint)]
+        beside = saved_steps(checkpoint.parent)
+        others = [step for step in beside if step_folder(checkpoint.parent, step) != checkpoint]
         raise StorageError(
             f"trainer.resume_from_path: {error} Restore it, or give another one; beside it: {_named(others)}."
         ) from error
@@ -383,13 +397,29 @@ def given_checkpoint(from_path: str | Path | bool | None) -> Path:
             "trainer.resume_mode=resume_path needs trainer.resume_from_path: set it to a global_step_N."
         )
     checkpoint = Path(from_path).expanduser()
-    if not checkpoint.is_dir() or _STEP_FOLDER.fullmatch(checkpoint.name) is None:
-        reason = "it is not named global_step_N" if checkpoint.is_dir() else "no such folder"
+    if (checkpoint / MANIFEST).is_file():
+        return checkpoint
+    reason = foreign(checkpoint) if checkpoint.is_dir() else "no such folder"
+    if not reason and _STEP_FOLDER.fullmatch(checkpoint.name) is None:
+        reason = f"it has no {MANIFEST}"
+    if reason:
         raise ConfigError(
             f"trainer.resume_from_path={str(from_path)!r} is no checkpoint: {reason}. "
-            "Give a global_step_N folder."
+            "Give a global_step_N folder, or a copy of one."
         )
     return checkpoint
+
+
+def foreign(checkpoint: Path) -> str:
+    """Of whom a folder without a manifest may be a checkpoint, and the way out; empty if nothing says it."""
+    for pattern, whose in FOREIGN.items():
+        if found := next(checkpoint.glob(pattern), None):
+            return (
+                f"it has {found.relative_to(checkpoint)}, as {whose} writes it, and siirl reads its own "
+                "checkpoints only. Export it there as a Hugging Face folder, and start from that "
+                "(actor_rollout_ref.model.path)"
+            )
+    return ""
 
 
 def _leftovers(root: Path, *suffixes: str) -> list[Path]:

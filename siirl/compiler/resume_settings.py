@@ -72,16 +72,24 @@ def settings_of(cfg: Config, plan: Plan) -> dict[str, Any]:
 
     Keys that act and are not FREE; those of a node are named "node NAME: key". Of free-form maps, a digest.
     """
-    names = [name for name, key in all_keys().items() if key.rule.status == "supported"]
-    acting = [name for name in names if name not in ALIASES and not is_free(name, cfg)]
-    found = {name: _value(name, get(cfg, name)) for name in acting if not why_no_effect(cfg, name)}
+    found = {name: _value(name, value) for name, value in counting_values(cfg, plan).items()}
     for node in plan.nodes.values():
         found[f"node {node.name}"] = [node.op, node.executable, *node.dependencies]
+    return found
+
+
+def counting_values(cfg: Config, plan: Plan | None) -> dict[str, Any]:
+    """Name -> value, as it is, of all settings that count; of a node also its code and its options."""
+    names = [name for name, key in all_keys().items() if key.rule.status == "supported"]
+    acting = [name for name in names if name not in ALIASES and not is_free(name, cfg)]
+    found = {name: get(cfg, name) for name in acting if not why_no_effect(cfg, name)}
+    for node in plan.nodes.values() if plan is not None else ():
+        found[f"node {node.name}"] = node.executable
         if node.options:
-            found[f"node {node.name}: options"] = _digest(node.options)
+            found[f"node {node.name}: options"] = dict(node.options)
         for name, value in node.overrides.items():
             if not is_free(name, cfg):
-                found[f"node {node.name}: {name}"] = _value(name, value)
+                found[f"node {node.name}: {name}"] = value
     return found
 
 

@@ -29,6 +29,7 @@ from siirl.dag_worker.step import run_step
 from siirl.dag_worker.step_report import Report, closing_report
 from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import CheckpointError, NumericsError
+from siirl.model_files.run_inputs import ChangeWatch, RunInputs, began_with
 from siirl.nodes.trained_tokens import TrainedTokens
 from siirl.observe.loggers import make_sinks
 from siirl.observe.metrics import Metrics
@@ -126,6 +127,7 @@ class Training:
         first_step = self.step
         versions = {name: engine.version for name, engine in self.worker.train_engines.items()}
         report = Report(self.worker, self._make_sinks() if self.worker.rank == 0 else None)
+        changes = ChangeWatch(began_with() if self.worker.rank == 0 else RunInputs())
         if trainer.val_only or (trainer.val_before_train and self.step == 0):
             validated = self.validate()
             report.samples(self.step, "validation", self.samples)
@@ -142,6 +144,8 @@ class Training:
                 val_metrics = self.validate()
                 report.samples(self.step, "validation", self.samples)
             saved = self.save_if_due() if trains else Metrics()
+            for line in changes.look():
+                log.warning(line)
             report.log(self.step, val_metrics, train_metrics, saved)
         if trains:
             self._require_progress(first_step, versions)
@@ -309,7 +313,7 @@ class Training:
         with waiting():
             dist.all_gather_object(parts, mine, group=worker.groups.world)
         extra = {kind: {name: x for part in parts for name, x in part[kind].items()} for kind in mine}
-        settings = settings_of(self.cfg, worker.plan)
+        settings = settings_of(self.cfg, worker.plan) | began_with().digests
         chosen = Kept.of(worker.plan).to_dict()
         return extra | {"buffers": worker.buffer_states(), "settings": settings, "chosen": chosen}
 

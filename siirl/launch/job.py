@@ -34,6 +34,8 @@ class Job:
     memory_estimate: dict[str, Any] = field(default_factory=dict)
     """What the phases of a step were estimated to take of a device, for readers of the folder; workers do not
     look at it. See siirl/compiler/memory/phases.py, estimate_record."""
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """What the run reads of the user's, as it was when it began: RunInputs as a dict."""
     memory_dir: str = ""
     """Folder in host memory for checkpoints between those on disk; "" if there are none."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from siirl.observe.logs import logging_file
 
 MOST_BYTES = 64 << 20
-LOOK_EVERY_S = 10.0
+LOOK_EVERY_S = 0.5
 
 
 class LogSizes:
@@ -25,7 +25,7 @@ class LogSizes:
         self._folder, self._most_bytes, self._next_s = folder, most_bytes, 0.0
 
     def look(self) -> None:
-        """If it is time: empty the logs that are full, each after a copy.
+        """If it is time: empty the logs that are full, each after a copy of its last most_bytes.
 
         Who writes them appends, and goes on; a line that comes in between may be lost.
         """
@@ -42,8 +42,12 @@ class LogSizes:
         """Unless another process does so just now, or has."""
         with log.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_size > self._most_bytes:
-                shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+            size = os.fstat(file.fileno()).st_size
+            if size > self._most_bytes:
+                file.seek(size - self._most_bytes)  # whole lines of the end
+                file.readline()
+                with log.with_name(f"{log.name}.1").open("wb") as kept:
+                    shutil.copyfileobj(file, kept, 1 << 20)
                 os.truncate(log, 0)
 
     def look_on(self) -> None:

@@ -30,6 +30,7 @@ from siirl.launch.job import Job
 from siirl.launch.run_folder import refuse_used, with_own_results
 from siirl.launch.run_record import is_recorded
 from siirl.model_files.local_models import with_local_models
+from siirl.model_files.run_inputs import inputs_of
 from siirl.rewards.by_data_source import RewardChooser
 from siirl.rewards.judge import check_judge
 from siirl.rewards.user_function import check_user_function
@@ -168,7 +169,8 @@ def check_settings(cfg: Config, plan: Plan, checkpoint: Path) -> None:
         saved = json.loads((checkpoint / EXTRA_FILE).read_text()).get("settings")
     except (OSError, ValueError, AttributeError):
         return
-    changes = differing(saved, settings_of(cfg, plan)) if isinstance(saved, dict) else []
+    now = settings_of(cfg, plan) | inputs_of(cfg, plan).digests
+    changes = differing(saved, now) if isinstance(saved, dict) else []
     if not changes:
         return
     listed = "".join(f"\n  {line}" for line in changes)

@@ -1,8 +1,9 @@
 """What the folder of a run says of itself. No torch.
 
 run_config.yaml   the resolved configuration; --config-name .../run_config.yaml starts the same run
-run.yaml          a document for each start of a run there, the newest last: command, commits, versions, and
-                  what was chosen for keys that nobody set
+run.yaml          a document for each start of a run there, the newest last: command, commits, inputs,
+                  packages, and what was chosen for keys that nobody set
+code/             the code, tools and templates that its workers keep to, each below its whole path
 """
 
 import contextlib
@@ -27,13 +28,20 @@ from siirl.config.values import SECRET_KEYS
 from siirl.errors import ConfigError
 from siirl.launch.job import write_private
 from siirl.launch.run_folder import absolute, clear, refuse_used
+from siirl.model_files.run_inputs import RunInputs
 
-CONFIG_FILE, RUN_FILE = "run_config.yaml", "run.yaml"
+CONFIG_FILE, RUN_FILE, CODE_DIR = "run_config.yaml", "run.yaml", "code"
+NOTHING = RunInputs()
 _GIT_S = 5.0
 
 
 def open_folder(
-    cfg: Config, run_id: str, command: Sequence[str], anew: bool = True, plan: Plan | None = None
+    cfg: Config,
+    run_id: str,
+    command: Sequence[str],
+    anew: bool = True,
+    plan: Plan | None = None,
+    inputs: RunInputs = NOTHING,
 ) -> None:
     """Make the output folder that this start of a run holds its own: nothing stale in it, and its record.
 
@@ -43,22 +51,35 @@ def open_folder(
     if anew:
         refuse_used(cfg)
         clear(cfg)
-    write_record(absolute(cfg.trainer.output_dir), cfg, command, run_id, plan)
+    write_record(absolute(cfg.trainer.output_dir), cfg, command, run_id, plan, inputs)
 
 
 def write_record(
-    output: Path, cfg: Config, command: Sequence[str], run_id: str, plan: Plan | None = None
+    output: Path,
+    cfg: Config,
+    command: Sequence[str],
+    run_id: str,
+    plan: Plan | None = None,
+    inputs: RunInputs = NOTHING,
 ) -> None:
-    """Write both files into the output folder, readable by this user alone. ConfigError if they cannot be."""
+    """Write them into the output folder, readable by this user alone. ConfigError if they cannot be."""
     import yaml
 
-    chosen = {} if plan is None else {"chosen": Kept.of(plan).to_dict()}
-    about = yaml.safe_dump({"run_id": run_id} | describe(command) | chosen, sort_keys=False, width=110)
+    told = {"run_id": run_id} | describe(command)
+    packages = told.pop("packages")
+    told |= {"inputs": inputs.digests, "packages": packages}
+    if plan is not None:
+        told |= {"chosen": Kept.of(plan).to_dict()}
+    about = yaml.safe_dump(told, sort_keys=False, width=110)
     record = output / RUN_FILE
     try:
         output.mkdir(parents=True, exist_ok=True)
         write_private(output / CONFIG_FILE, print_config(cfg))
         write_private(record, f"{record.read_text() if record.exists() else ''}---\n{about}")
+        for path, text in inputs.texts.items():
+            copy = output / CODE_DIR / path.lstrip("/")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write_private(copy, text)
     except OSError as error:
         raise ConfigError(
             f"trainer.output_dir={str(output)!r} cannot be written: {error}. Choose a folder that this user "

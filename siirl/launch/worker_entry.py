@@ -28,6 +28,7 @@ from siirl.launch.job import Job
 from siirl.launch.rendezvous import store_of_ranks
 from siirl.launch.standby import stand_by
 from siirl.model_files.local_models import with_local_models
+from siirl.model_files.run_inputs import RunInputs, began_with, begin_with
 from siirl.observe.heartbeat import start_heartbeat
 from siirl.observe.logs import setup_logging
 from siirl.observe.position import read_position
@@ -115,6 +116,9 @@ def _run(job: Job, place: ProcessPlace) -> None:
         entry = _load_entry(job.entry)
     disable_progress_bar()
     cfg = from_dict(job.config)
+    begin_with(RunInputs(**job.inputs))
+    if place.rank == 0:
+        refuse_changed(cfg)
     plan = with_local_models(cfg, Plan.from_json(job.plan), cached_first=True)
     os.environ.update(cuda_variables(plan, place.rank, os.environ))
     device = pick_device(cfg.trainer.device, place)
@@ -131,6 +135,22 @@ def _run(job: Job, place: ProcessPlace) -> None:
     )
     entry(cfg, plan, place.rank, place.world_size, device, job)
     dist.destroy_process_group()
+
+
+def refuse_changed(cfg: Config) -> None:
+    """ConfigError if a model or a dataset is another one than when the run began; code is kept.
+
+    An attempt after the first would read it and be another run.
+    """
+    inputs = began_with()
+    changed = {name: path for name, path in inputs.changed().items() if not inputs.is_kept(name)}
+    if changed and not cfg.trainer.resume_changed:
+        listed = "".join(f"\n  {name}: {path}" for name, path in changed.items())
+        raise ConfigError(
+            f"what the run reads was changed since it began: its workers would go on with other data or "
+            f"other weights.{listed}\nPut back what was there; or set trainer.resume_changed=true; or start "
+            "another run (trainer.output_dir)."
+        )
 
 
 def refuse_public(cfg: Config) -> None:

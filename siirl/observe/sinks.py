@@ -1,17 +1,19 @@
 """Where metrics and sampled texts go: one protocol, and the files that every run has. See also loggers.py."""
 
 import json
+import logging
 import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from siirl.observe.printable import printable
 from siirl.observe.step_files import StepFiles
 
+log = logging.getLogger(__name__)
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -86,7 +88,8 @@ class JsonlSink:
     """One JSON object per call: step, time_s (since the epoch), metric: number, ...; NaN and inf are null.
 
     first_step: the step that the run goes on from; lines of later steps, which it repeats, are removed, and
-    what a killed run wrote of a line. 0: the file starts anew. None: nothing is removed.
+    what a killed run wrote of a line. 0: the file starts anew. None: nothing is removed. If the file is
+    removed or replaced while it is written, all lines so far are written anew.
     """
 
     def __init__(self, path: Path, first_step: int | None = None):
@@ -96,10 +99,12 @@ class JsonlSink:
             with aside.open("w") as kept:
                 kept.writelines(_lines_until(path, first_step) if first_step and path.exists() else ())
             os.replace(aside, path)
-        self._file = path.open("a")
+        self._path, self._file = path, path.open("a+")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        if not _is_at(self._file, self._path):
+            self._write_anew()
         self._file.write(json.dumps({"step": step, "time_s": round(time.time(), 3), **numbers}) + "\n")
         self._file.flush()
 
@@ -107,7 +112,27 @@ class JsonlSink:
         """Samples have files of their own."""
 
     def close(self) -> None:
+        if not _is_at(self._file, self._path):
+            self._write_anew()
         self._file.close()
+
+    def _write_anew(self) -> None:
+        """What was written is still in the open file, though no folder has it."""
+        log.warning("%s was removed while the run goes on: it is written anew", self._path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file.seek(0)
+        lost, lines = self._file, self._file.read()
+        self._file = self._path.open("a+")
+        self._file.write(lines)
+        lost.close()
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    """Whether an open file is still the one that lies there."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
 
 
 def _lines_until(path: Path, last_step: int) -> Iterator[str]:

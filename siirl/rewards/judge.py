@@ -13,6 +13,7 @@ from siirl.config.roles import judge_config
 from siirl.errors import ConfigError
 from siirl.http_service import Endpoint, EndpointSettings
 from siirl.model_files.directory import model_positions
+from siirl.user_code.kept_code import is_there, read_text
 from siirl.user_code.load_object import load_object
 
 PROMPT = """Grade the answer of an assistant from 0 to 10: 10 is right and helpful, 0 is wrong or useless.
@@ -148,9 +149,9 @@ def read_template(text: str | None) -> str:
     key = "reward_model.judge.prompt"
     if "{" not in text and "\n" not in text:
         file = Path(text).expanduser()
-        if not file.is_file():
+        if not is_there(file):
             raise ConfigError(f"{key}={text}: it is neither a template nor a file. Correct the path.")
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     if "{response}" not in text:
         raise ConfigError(
             f"{key} has no {{response}}: the judge would not see what it judges. Put it in; known are "

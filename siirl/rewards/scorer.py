@@ -27,6 +27,7 @@ from siirl.rewards.reward_registry import REWARDS, Executor
 from siirl.rewards.reward_service import REMOTE
 from siirl.rewards.sample import Outcome, Sample, failed, score_sample
 from siirl.rewards.user_function import check_user_function
+from siirl.user_code.kept_code import kept_texts
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class RewardScorer:
             "kwargs": self.chooser.kwargs,
             "custom": custom,
             "batch": self.chooser.manager == "batch",
+            "kept": kept_texts(),
             "imports": ["reasoning_gym"] * any(name.startswith(PREFIX) for name in files),
         }
         workers = cfg.reward_model.num_workers or _default_workers(cfg.trainer.n_gpus_per_node)

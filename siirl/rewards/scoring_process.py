@@ -1,11 +1,11 @@
 """A reward worker: a process, started by WorkerPool, that scores one sample after another.
 
 Frames carry JSON: first the setup {"kwargs": {reward: {...}}, "custom": {path, name, reward_kwargs} or
-null, "batch": whether that function takes many samples at once, "imports": modules that take seconds},
-which it answers by {"ready": true} or {"fatal": message}; then {"samples": [[number, sample], ...]}, each
-sample answered by {"sample": number, "outcome": {...}, "last": whether the worker ends now, "leak": why, if
-it holds too much}, at once or after the whole list. The socket is the keeper's: user code runs in a process
-that has no descriptor of ours.
+null, "batch": whether that function takes many samples at once, "imports": modules that take seconds, "kept":
+the user's code as it was when the run began}, which it answers by {"ready": true} or {"fatal": message}; then
+{"samples": [[number, sample], ...]}, each sample answered by {"sample": number, "outcome": {...}, "last":
+whether the worker ends now, "leak": why, if it holds too much}, at once or after the whole list. The socket
+is the keeper's: user code runs in a process that has no descriptor of ours.
 """
 
 import functools
@@ -26,6 +26,7 @@ from siirl.sandbox import frames
 from siirl.sandbox.keeper import keep
 from siirl.sandbox.shared_frames import SharedFrames
 from siirl.user_code.forks import this_process_only
+from siirl.user_code.kept_code import keep_to
 
 MOST_GROWTH_BYTES = 1 << 30
 
@@ -92,6 +93,7 @@ def _next(shared: SharedFrames) -> dict[str, Any]:
 
 
 def _load(setup: dict[str, Any]) -> dict[str, ScoreFn]:
+    keep_to(setup["kept"])
     for module in setup.get("imports", ()):
         importlib.import_module(module)
     functions: dict[str, ScoreFn] = {

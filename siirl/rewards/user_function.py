@@ -3,7 +3,6 @@
 import ast
 import difflib
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 from siirl.config import Config
 from siirl.errors import ConfigError
 from siirl.rewards.reward_registry import BATCH_ARGUMENTS, PARTS, SAMPLE_ARGUMENTS, ScoreFn
+from siirl.user_code.kept_code import is_there, module_of_file
 from siirl.user_code.signatures import Call, Function, misfits, signature_of
 from siirl.user_code.source import import_problem, may_define, module_source, parse_source, top_functions
 
@@ -64,11 +64,10 @@ def load_user_function(
     if _is_file(path):
         file = Path(path).expanduser().resolve()
         sys.path.append(str(file.parent))  # last, so that a neighbour called json.py hides no library
-        spec = importlib.util.spec_from_file_location("custom_reward_function", file)
-        assert spec is not None and spec.loader is not None, f"{file} has no loader"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        module = module_of_file("custom_reward_function", file)
+        assert module.__spec__ is not None and module.__spec__.loader is not None, f"{file} has no loader"
+        sys.modules["custom_reward_function"] = module
+        module.__spec__.loader.exec_module(module)
     else:
         module = importlib.import_module(path)
     function = getattr(module, name, None)
@@ -90,7 +89,7 @@ def _is_file(path: str) -> bool:
 def _source(path: str) -> Path | None:
     if _is_file(path):
         file = Path(path).expanduser()
-        if not file.is_file():
+        if not is_there(file):
             raise ConfigError(
                 f"custom_reward_function.path={path}: there is no such file. Give a file.py, or a module "
                 "pkg.mod that can be imported."

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -300,7 +300,7 @@ def strongest_isolation() -> Isolation:
     """
     refusals = []
     for mode in MODES:
-        if mode == "namespaces" and os.geteuid() != 0:
+        if mode == "namespaces" and os.geteuid() != 0:  # nothing that a plain user could mend
             continue
         try:
             with Box(mode) as box:
@@ -309,8 +309,8 @@ def strongest_isolation() -> Isolation:
             refusals.append(f"{mode}: {error}")
             continue
         if result.stdout == "42\n":
-            found = box.isolation
-            assert found is not None
+            assert box.isolation is not None
+            found = replace(box.isolation, refused=tuple(refusals))
             for gap in found.gaps():
                 log.warning("sandbox (mode %s): %s", found.mode, gap)
             return found

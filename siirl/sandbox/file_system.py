@@ -24,14 +24,17 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache")
 KEPT_FLAGS = MS_NOSUID | MS_NODEV | MS_NOEXEC  # statvfs and mount use the same bits
 MAX_FILES = 4096
+BELOW_TMP = "/.below_tmp"
+"""Where what is readable below /tmp (a Python installed there) is kept: each /tmp in memory lies over it."""
 
 
 def enter(stage: str, readable: list[str]) -> None:
     """Make `stage`, an empty folder, the root; it has only `readable`, devices and an empty /tmp then."""
     mount("", "/", "", MS_REC | MS_PRIVATE)
     mount("", stage, "tmpfs", MS_NOSUID | MS_NODEV, f"size=1m,nr_inodes={MAX_FILES},mode=755")
+    os.mkdir(stage + BELOW_TMP)
     for path in readable:
-        _show(path, stage)
+        _show(path, stage + (BELOW_TMP if is_below_tmp(path) else "") + path)
     os.mkdir(f"{stage}/dev")
     for device in DEVICES:
         _touch(stage + device)
@@ -45,12 +48,22 @@ def enter(stage: str, readable: list[str]) -> None:
     os.chdir("/")
 
 
-def renew_tmp(file_bytes: int) -> None:
-    """A new /tmp of this size; what was written in an earlier one goes away, however it was written."""
+def is_below_tmp(path: str) -> bool:
+    return path.startswith("/tmp/")
+
+
+def renew_tmp(file_bytes: int, readable: list[str]) -> None:
+    """A new /tmp of this size; what was written in an earlier one goes away, however it was written.
+
+    What of `readable` lies below /tmp is there again.
+    """
     if os.path.ismount("/tmp"):
         unmount("/tmp")
     options = f"size={file_bytes},nr_inodes={MAX_FILES},mode=1777"
     mount("", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for path in filter(is_below_tmp, readable):
+        if os.path.lexists(BELOW_TMP + path):
+            _show(BELOW_TMP + path, path)
 
 
 def pivot_root_number() -> int:
@@ -63,9 +76,8 @@ def pivot_root_number() -> int:
     return number
 
 
-def _show(path: str, stage: str) -> None:
-    """Bind a path read-only at the same place below `stage`; a symbolic link is copied."""
-    target = stage + path
+def _show(path: str, target: str) -> None:
+    """Bind a path read-only at `target`; a symbolic link is copied."""
     if os.path.islink(path):
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.symlink(os.readlink(path), target)

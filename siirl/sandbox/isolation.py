@@ -29,10 +29,12 @@ class Isolation:
     """Whether the kernel filters its system calls."""
     landlock: int
     """The kernel's Landlock version, 0 for none."""
+    refused: tuple[str, ...] = ()
+    """Why stronger modes do not work here, one line each."""
 
     def gaps(self) -> list[str]:
         """What cannot be guaranteed here, one line each."""
-        found = []
+        found = [f"a stronger mode does not work here: {why}" for why in self.refused]
         if self.mode == "process" and not self.landlock:
             found.append("it can read, and where its user may also write, files of this machine")
         if self.mode == "process":

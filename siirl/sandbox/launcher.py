@@ -65,7 +65,7 @@ def _run(
         folder = os.path.join(confinement.folder, f"run_{number}")
     else:
         folder = confinement.folder
-        file_system.renew_tmp(request["limits"]["file_bytes"])
+        file_system.renew_tmp(request["limits"]["file_bytes"], confinement.readable)
     standard_input = _memory_file(request["stdin"].encode("utf-8", "replace"))
     pid = os.fork()
     if pid == 0:

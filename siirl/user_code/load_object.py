@@ -1,7 +1,6 @@
 """Load an object from a file or a module that the user names."""
 
 import importlib
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from siirl.errors import DagError
+from siirl.user_code.kept_code import module_of_file
 from siirl.user_code.source import import_problem, split_reference
 
 
@@ -40,13 +40,11 @@ def _module_of_file(path: Path) -> ModuleType:
     name = "siirl_user_" + re.sub(r"\W", "_", str(path.resolve()))
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    module = importlib.util.module_from_spec(spec)
+    module = module_of_file(name, path)
+    assert module.__spec__ is not None and module.__spec__.loader is not None, f"{path} has no loader"
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        module.__spec__.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]  # half of a module would be taken for the whole the next time
         raise

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.machinery
 import importlib.util
 import inspect
 import re
@@ -23,13 +24,19 @@ _WRITE = {"function": "file.py:fn or pkg.mod:fn", "class": "file.py:Class or pkg
 
 
 def module_source(module: str) -> Path | None:
-    """The file of an importable module; None for one without Python source. Parent packages are imported.
+    """The file of an importable module; None for one without Python source. Nothing is imported.
 
     ModuleNotFoundError if there is no such module.
     """
+    top, *inner = module.split(".")
+    name = top
     try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # a parent that is missing or fails; a module without a spec
+        spec = importlib.util.find_spec(top)
+        for part in inner:
+            name = f"{name}.{part}"
+            places = spec.submodule_search_locations if spec is not None else None
+            spec = importlib.machinery.PathFinder.find_spec(name, list(places)) if places else None
+    except (ImportError, ValueError):  # a module without a spec
         spec = None
     if spec is None:
         raise ModuleNotFoundError("there is no such module")

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -163,10 +164,54 @@ def test_a_given_path_is_checked_and_never_replaced_by_another(tmp_path):
         files.find_resume(tmp_path, "resume_path", str(bad))
     with pytest.raises(ConfigError, match="no such folder"):
         files.find_resume(tmp_path, "resume_path", str(tmp_path / "global_step_7"))
-    with pytest.raises(ConfigError, match="not named global_step_N"):
+    with pytest.raises(ConfigError, match="it has no manifest"):
         files.find_resume(tmp_path, "resume_path", str(tmp_path))
     with pytest.raises(ConfigError, match=r"trainer\.resume_from_path"):
         files.find_resume(tmp_path, "resume_path", False)
+
+
+@pytest.mark.parametrize("name", ["best", "global_step_900", "best of all, 2", "global_step_3 (copy)"])
+def test_a_copy_of_a_checkpoint_may_have_any_name(tmp_path, name):
+    """Its step is that of the manifest, also where the name says another."""
+    copy = tmp_path / "kept" / name
+    shutil.copytree(write_checkpoint(tmp_path, 3), copy)
+    assert files.find_resume(tmp_path, "resume_path", str(copy)) == copy
+    assert files.step_of(copy) == 3
+    cut_short(copy / "extra.json")
+    with pytest.raises(CheckpointError, match="corrupted"):
+        files.find_resume(tmp_path, "resume_path", str(copy))
+
+
+@pytest.mark.parametrize("step", [None, -1, "3", True, 2.5])
+def test_a_manifest_without_a_step_is_corrupted(tmp_path, step):
+    checkpoint = write_checkpoint(tmp_path, 3)
+    manifest = json.loads((checkpoint / files.MANIFEST).read_text())
+    (checkpoint / files.MANIFEST).write_text(json.dumps(manifest | {"step": step}))
+    with pytest.raises(CheckpointError, match="step = "):
+        files.step_of(checkpoint)
+
+
+FOREIGN = {
+    "actor/model_world_size_8_rank_0.pt": "verl",
+    "actor/dist_ckpt/x": "verl",
+    "iter_0000100/mp_rank_00/model_optim_rng.pt": "Megatron-LM",
+    "global_step100/mp_rank_00_model_states.pt": "DeepSpeed",
+    "zero_pp_rank_0_mp_rank_00_model_states.pt": "DeepSpeed",
+    ".metadata": "torch.distributed.checkpoint",
+    "trainer_state.json": "transformers",
+}
+
+
+@pytest.mark.parametrize(("file", "whose"), FOREIGN.items())
+def test_a_checkpoint_of_another_program_is_named_as_that(tmp_path, file, whose):
+    path = tmp_path / "global_step_100" / file
+    path.parent.mkdir(parents=True)
+    path.touch()
+    (tmp_path / files.POINTER).write_text("100")
+    with pytest.raises(ConfigError, match=f"as .*{whose}.* writes it"):
+        files.find_resume(tmp_path, "resume_path", str(tmp_path / "global_step_100"))
+    with pytest.raises(CheckpointError, match=f"as .*{whose}.* writes it"):
+        files.newest_complete(tmp_path, contents=False)
 
 
 def test_the_newest_n_are_kept_and_a_step_can_be_saved_again(tmp_path):

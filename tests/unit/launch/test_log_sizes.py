@@ -22,7 +22,7 @@ def test_a_full_log_is_moved_aside_and_its_writer_goes_on_in_it(tmp_path):
         LogSizes(tmp_path, most_bytes=20).look()
         writer.write(b"line 3\n")
     assert log.read_text() == "line 3\n" and other.read_text() == "short\n"
-    assert (tmp_path / "rank_1.log.1").read_text() == "line 0\nline 1\nline 2\n"
+    assert (tmp_path / "rank_1.log.1").read_text() == "line 1\nline 2\n"
     assert last_lines(log, began_at) == ["line 3"], "where an attempt began is no more"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank_1.log", "rank_1.log.1", "rank_2.log"]
 
@@ -36,27 +36,38 @@ def test_logs_take_twice_their_bound_at_most(tmp_path):
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 300
 
 
+def test_a_log_that_grew_by_gigabytes_since_the_last_look_keeps_its_end(tmp_path):
+    log = tmp_path / "rank_0.log"
+    with log.open("wb") as file:
+        file.truncate(5000)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nfirst\nlast\n")
+    LogSizes(tmp_path, most_bytes=100).look()
+    assert log.stat().st_size == 0
+    assert (tmp_path / "rank_0.log.1").read_bytes() == b"first\nlast\n"
+
+
 def test_a_log_that_somebody_named_elsewhere_is_bounded_too(tmp_path, monkeypatch):
     log = tmp_path / "elsewhere" / "all.txt"
     log.parent.mkdir()
-    log.write_bytes(b"x" * 50)
+    log.write_bytes(b"x" * 40 + b"\n" + b"x" * 9)
     monkeypatch.setenv("SIIRL_LOGGING_FILENAME", str(log))
     LogSizes(tmp_path, most_bytes=20).look()
-    assert log.stat().st_size == 0 and log.with_name("all.txt.1").stat().st_size == 50
+    assert log.stat().st_size == 0 and log.with_name("all.txt.1").stat().st_size == 9
 
 
 def test_of_several_that_look_one_moves_a_log(tmp_path):
     """Whoever comes second must not copy the empty log over what the first one kept."""
     log = tmp_path / "rank_0.log"
     for number in range(20):
-        log.write_bytes(b"%02d" % number * 50)
+        log.write_bytes(b"%02d\n" % number * 50)
         looks = [LogSizes(tmp_path, most_bytes=20) for _ in range(8)]
         threads = [threading.Thread(target=look.look) for look in looks]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert (tmp_path / "rank_0.log.1").read_bytes() == b"%02d" % number * 50
+        assert (tmp_path / "rank_0.log.1").read_bytes() == b"%02d\n" % number * 6
 
 
 def test_the_first_worker_of_a_machine_under_torchrun_looks_at_its_logs(tmp_path, monkeypatch):

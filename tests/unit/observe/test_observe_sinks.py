@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+import shutil
 import sys
 import warnings
 
@@ -245,6 +246,23 @@ def test_a_metrics_file_has_each_step_once_after_a_resume_and_none_after_a_fresh
         assert lines[-1]["reward/score"] == first_step + steps[-1]
         with path.open("a") as file:  # killed in the middle of a line
             file.write('{"step": 2, "reward/sc')
+
+
+@pytest.mark.parametrize("how", ["removed", "folder removed", "replaced", "removed at the end"])
+def test_metrics_that_are_removed_while_a_run_goes_on_are_written_anew(tmp_path, how, caplog):
+    path = tmp_path / "out" / "metrics.jsonl"
+    sink = JsonlSink(path)
+    for step in range(6):
+        if step == 3 and how != "removed at the end":
+            shutil.rmtree(path.parent) if how.startswith("folder") else path.unlink()
+            if how == "replaced":
+                path.write_text("something else")
+        sink.log(step, {"reward/score": step})
+    if how == "removed at the end":
+        path.unlink()
+    sink.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(6))
+    assert caplog.text.count("is written anew") == 1
 
 
 def test_the_reward_curve_is_a_picture_with_both_curves(tmp_path):

@@ -213,6 +213,15 @@ def test_what_a_run_writes_is_not_searched_and_runs_in_runs_are_found(tmp_path):
     assert len(list(find_runs(tmp_path, LeftOut()))) == 3  # six folders down: too deep
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.yaml", "job.json", "x", ".hidden"])
+def test_links_that_lead_to_themselves_end_no_list(tmp_path, capsys, name):
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / name).symlink_to(name)
+    (tmp_path / "runs" / "two").symlink_to("two")
+    assert main(["ls", str(tmp_path / "runs")]) == 0
+    assert main(["ls", "--json", str(tmp_path / "runs")]) == 0
+
+
 def test_the_size_is_what_du_says(tmp_path):
     import subprocess
 

@@ -26,6 +26,19 @@ def call(*keywords: str, **more) -> Call:
     return Call(TWO, keywords, **more)
 
 
+def test_a_module_is_found_without_running_what_it_lies_in(tmp_path, monkeypatch):
+    """`siirl check` starts nothing of the user's: neither the module nor the packages above it."""
+    (tmp_path / "loud" / "inner").mkdir(parents=True)
+    for folder in ("loud", "loud/inner"):
+        (tmp_path / folder / "__init__.py").write_text("raise SystemExit('run')")
+    (tmp_path / "loud" / "inner" / "code.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    check_reference("loud.inner.code:plain", "key", call())
+    for absent in ("loud.inner.absent:plain", "loud.absent.code:plain", "absent.code:plain"):
+        with pytest.raises(DagError, match="cannot be imported"):
+            check_reference(absent, "key", call())
+
+
 ACCEPTED = [
     ("plain", call()),
     ("any_of", call("role", "x")),
