@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,11 +121,12 @@ class JsonlSink:
         """What was written is still in the open file, though no folder has it."""
         log.warning("%s was removed while the run goes on: it is written anew", self._path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self._path.with_name(f"{self._path.name}.tmp")
         self._file.seek(0)
-        lost, lines = self._file, self._file.read()
+        with self._file as lost, aside.open("w") as kept:
+            shutil.copyfileobj(lost, kept)
+        os.replace(aside, self._path)
         self._file = self._path.open("a+")
-        self._file.write(lines)
-        lost.close()
 
 
 def _is_at(file: TextIO, path: Path) -> bool:
