@@ -97,13 +97,13 @@ def differing(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between the settings of a checkpoint and those of now, a line each.
 
     A key that only one of them has acts in one of them alone, because of another that differs; or it is newer
-    than the checkpoint. What a node is, or sets, counts in any case.
+    than the checkpoint. What a node is, or sets, counts in any case; what it reads ("KEY, FILE") may be new.
     """
     absent = object()
     lines = []
     for name in sorted({*saved, *now}):
         old, new = saved.get(name, absent), now.get(name, absent)
-        if old == new or (absent in (old, new) and not name.startswith("node ")):
+        if old == new or (absent in (old, new) and (not name.startswith("node ") or ", " in name)):
             continue
         texts = ["not there" if value is absent else json.dumps(value) for value in (old, new)]
         lines.append(f"{name}: {texts[0]} in the checkpoint, {texts[1]} now")
