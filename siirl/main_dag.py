@@ -21,7 +21,7 @@ from siirl.launch.devices import check_gpus, device_memory_gib, machine_of
 from siirl.launch.job import Job
 from siirl.launch.launcher_choice import Launcher, choose_launcher
 from siirl.launch.local import run_local
-from siirl.launch.preflight import kept_choices, preflight
+from siirl.launch.preflight import kept_choices, preflight, with_template_date
 from siirl.launch.run_folder import held, with_absolute_folders, with_own_results
 from siirl.launch.run_record import command_line, open_folder
 from siirl.launch.survey import survey, survey_inputs, with_choices
@@ -65,6 +65,7 @@ def run(cfg: Config, found: Findings) -> int:
             cfg = with_machines_there(cfg)
         if launcher == "local":
             check_gpus(cfg)
+    cfg = with_template_date(cfg)
     seen = survey(cfg, found)
     if len(found):
         survey_inputs(seen, launcher == "ray" or not is_first_on_machine(), found)

@@ -314,8 +314,8 @@ class Training:
             dist.all_gather_object(parts, mine, group=worker.groups.world)
         extra = {kind: {name: x for part in parts for name, x in part[kind].items()} for kind in mine}
         settings = settings_of(self.cfg, worker.plan) | began_with().digests
-        chosen = Kept.of(worker.plan).to_dict()
-        return extra | {"buffers": worker.buffer_states(), "settings": settings, "chosen": chosen}
+        at_start = {"chosen": Kept.of(worker.plan).to_dict(), "template_date": self.cfg.data.template_date}
+        return extra | {"buffers": worker.buffer_states(), "settings": settings, **at_start}
 
     def _require_progress(self, first_step: int, versions: dict[str, int]) -> None:
         """NumericsError on all ranks if a model that was due to train has taken no step in this run."""

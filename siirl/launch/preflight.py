@@ -3,11 +3,14 @@
 `python -m siirl.launch.preflight` checks the machine where it runs for the job that it reads from its input.
 """
 
+import datetime
 import json
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from siirl.agents.tool_files import check_tool_file
 from siirl.checkpoint.files import (
@@ -144,7 +147,24 @@ def _goes_on(cfg: Config) -> bool:
 
 
 def kept_choices(cfg: Config) -> Kept | None:
-    """What was chosen at the start of the run that this one goes on with; None if it goes on with none.
+    """What was chosen at the start of the run that this one goes on with; None if it goes on with none."""
+    saved = _resumed_extra(cfg).get("chosen")
+    return Kept.from_dict(saved) if saved else None
+
+
+def with_template_date(cfg: Config) -> Config:
+    """The configuration with the date that chat templates write: as set, else of the run's first start.
+
+    So a run that goes on another day reads the prompts that it has read before.
+    """
+    if cfg.data.template_date is not None:
+        return cfg
+    date = _resumed_extra(cfg).get("template_date") or datetime.date.today().isoformat()
+    return replace(cfg, data=replace(cfg.data, template_date=date))
+
+
+def _resumed_extra(cfg: Config) -> dict[str, Any]:
+    """What the checkpoint that the run goes on with says of that run; {} where it goes on with none.
 
     A checkpoint that cannot be read is left to check_resumed.
     """
@@ -154,10 +174,10 @@ def kept_choices(cfg: Config) -> Kept | None:
             resumed = check_given(trainer.resume_from_path, contents=False)
         else:
             resumed = newest_complete(root, contents=False) if _goes_on(cfg) and not replaced(root) else None
-        saved = json.loads((resumed / EXTRA_FILE).read_text()).get("chosen") if resumed else None
+        extra = json.loads((resumed / EXTRA_FILE).read_text()) if resumed else {}
     except (OSError, ValueError, AttributeError, UserError):
-        return None
-    return Kept.from_dict(saved) if saved else None
+        return {}
+    return extra if isinstance(extra, dict) else {}
 
 
 def check_settings(cfg: Config, plan: Plan, checkpoint: Path) -> None:
