@@ -123,7 +123,11 @@ class Opening:
         return self.row.seen_after(self.read.seen)
 
 
-def as_said(text: str) -> dict[str, Any]:
+AsMessage = Callable[[str, OwnTurn], dict[str, Any]]
+"""The text of a turn, and its parts -> how messages will name it later."""
+
+
+def as_said(text: str, own: OwnTurn | None = None) -> dict[str, Any]:
     """A turn as a message, word for word."""
     return {"role": "assistant", "content": text}
 
@@ -185,7 +189,7 @@ class Context:
         opening: Opening,
         generated: Generated,
         turn: int,
-        as_message: Callable[[str], dict[str, Any]] = as_said,
+        as_message: AsMessage = as_said,
         parse: ToolParser | None = None,
     ) -> str:
         """Keep a turn; returns its text. as_message: gives how messages will name it later. parse: reads the
@@ -208,7 +212,7 @@ class Context:
         end = (opening.text or "")[-PROMPT_END:]
         own = self._renderer.own_turn(generated.token_ids, stop is not None, turn, parse, end)
         self.own_turns[turn] = self._own[text] = own
-        row.shown = [*opening.shown, as_message(text)]
+        row.shown = [*opening.shown, as_message(text, own)]
         row.spoken = Spoken(opening.spelled, own, opening.text, stop)
         return text
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from siirl.agents.contexts import Context, ContextFull, Limits, Opening, as_said
+from siirl.agents.contexts import AsMessage, Context, ContextFull, Limits, Opening, as_said
 from siirl.agents.environments import HostedEnvironment, StepResult, Texts, reset_env, step_env
 from siirl.agents.episode import Episode, Message
 from siirl.agents.policy import Policy
@@ -215,7 +215,7 @@ async def take_turn(
     context: Context,
     opening: Opening,
     most_tokens: int | None = None,
-    as_message: Callable[[str], dict[str, Any]] = as_said,
+    as_message: AsMessage = as_said,
     parse: ToolParser | None = None,
 ) -> Message:
     """Generate after an opening, and add the turn to its row and to the episode. as_message: see speak.

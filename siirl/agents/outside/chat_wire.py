@@ -61,6 +61,8 @@ class Said:
     """ "stop", "length" or "tool_calls"."""
     num_read: int
     num_said: int
+    reasoning: str | None = None
+    """What the model thought before, if it did."""
 
     @property
     def usage(self) -> dict[str, int]:
@@ -128,8 +130,9 @@ def call_id(turn: int, index: int) -> str:
 def _on_the_wire(said: Said) -> dict[str, Any]:
     """The message as programs get it."""
     message = said.message
+    thought = {} if said.reasoning is None else {"reasoning_content": said.reasoning.strip()}
     if "tool_calls" not in message:
-        return {"role": "assistant", "content": message["content"]}
+        return {"role": "assistant", "content": message["content"], **thought}
     calls = [
         {
             "id": call_id(said.turn, index),
@@ -141,7 +144,7 @@ def _on_the_wire(said: Said) -> dict[str, Any]:
         }
         for index, call in enumerate(message["tool_calls"])
     ]
-    return {"role": "assistant", "content": message["content"] or None, "tool_calls": calls}
+    return {"role": "assistant", "content": message["content"] or None, **thought, "tool_calls": calls}
 
 
 def completion(said: Said, created: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from siirl.agents.outside.chat_wire import UNREWARDED, Asked, Said, as_message
 from siirl.agents.outside.content import BadRequest, understood
 from siirl.agents.runner import Game, Played, take_turn
 from siirl.compiler.plan import StagePlan
-from siirl.dialect.tool_formats import ToolParser, text_alone
+from siirl.dialect.tool_formats import Parsed, ToolParser, text_alone
 from siirl.errors import EpisodeFailed
 
 HUNG, FLOODED, SILENT, LEFT = "program_hung", "program_flooded", "program_silent", "program_left"
@@ -203,10 +203,10 @@ class Session:
         ]
         assert turn.turn is not None
         message, num_said = opening.row.shown[-1], turn.info["tokens"]
-        self._own[_key(message)] = context.own_turns[turn.turn]
+        own = self._own[_key(message)] = context.own_turns[turn.turn]
         reason = "tool_calls" if "tool_calls" in message else turn.info["finish_reason"]
         key = f"{episode.episode_id}-{turn.turn}"
-        return Said(key, asked.model, turn.turn, message, reason, num_read, num_said)
+        return Said(key, asked.model, turn.turn, message, reason, num_read, num_said, own.said.reasoning)
 
     def _opened(self, stage: StagePlan, context: Context, asked: Asked) -> Opening:
         """Where a turn begins: what comes from the request is read by templates and tokenizers here."""
@@ -219,9 +219,11 @@ class Session:
             reason = f"the conversation {error}, the model's context length"
             raise BadRequest(reason, "context_length_exceeded") from error
 
-    def _said(self, asked: Asked, text: str) -> dict[str, Any]:
-        """A turn as the message by which the program will name it."""
-        return as_message(self._parse(text), text, asked.tools)
+    def _said(self, asked: Asked, text: str, own: OwnTurn) -> dict[str, Any]:
+        """A turn as the message by which the program will name it: its answer and calls."""
+        said = own.said
+        answer = text if said.reasoning is None else said.answer
+        return as_message(Parsed(said.answer, said.calls), answer, asked.tools)
 
     def _as_prompt(self, messages: Chat, takes_calls: bool) -> Chat:
         """The messages for a template: the agents' own turns as they said them."""

@@ -3,9 +3,10 @@
 import asyncio
 import json
 import random
+from dataclasses import replace
 
 import pytest
-from episode_cases import END, Letters, speaker, text_of
+from episode_cases import END, Letters, Script, speaker, text_of
 from jinja2 import TemplateError
 from outside_cases import episode, game_of
 
@@ -16,6 +17,7 @@ from siirl.agents.outside.episode_session import Session
 from siirl.agents.policy import Generated
 from siirl.agents.runner import Played, turn_seed
 from siirl.dialect.formats.json_calls import hermes
+from siirl.dialect.marks import KNOWN
 
 WORDS = [
     "yes",
@@ -202,6 +204,34 @@ def test_a_request_that_cannot_be_read_is_refused_and_the_episode_goes_on(wrong,
     played = asyncio.run(both())
     assert [len(row.messages) for row in played.contexts[0].rows] == [1]
     assert played.full is (code == "context_length_exceeded") is ("max_prompt_length" in played.episode.ended)
+
+
+def test_reasoning_is_apart_from_the_answer_and_the_turn_is_known_again_without_it():
+    call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    lines = [f"<think>f? {call}</think>\n\n4", f"<think>now</think>{call}", "done"]
+
+    async def three():
+        played, script = Played(episode(), {}), Script(*lines)
+        game = game_of({"a": speaker(script, Limits(500, 500))}, None)
+        one = game.speakers["a"].renderer
+        one.dialect = replace(one.dialect, reasoning=KNOWN[0])
+        session = Session(game, played, hermes, 9)
+        messages, answers = [], []
+        for text in ("q", "again", "more"):
+            messages.append({"role": "user", "content": text})
+            body = {"model": "a", "messages": messages, "tools": TOOLS}
+            said = completion(await session.turn(asked_of(json.loads(json.dumps(body)))), 0)
+            answers.append(said["choices"][0]["message"])
+            messages.append({k: v for k, v in answers[-1].items() if k != "reasoning_content"})
+        await session.finish()
+        return played, script, answers
+
+    played, script, answers = asyncio.run(three())
+    assert [one.get("reasoning_content") for one in answers] == [f"f? {call}", "now", None]
+    assert [one["content"] for one in answers] == ["4", None, "done"]
+    assert [len(one.get("tool_calls", ())) for one in answers] == [0, 1, 0]
+    assert len(played.contexts[0].rows) == 1  # each turn goes on behind what was said word for word
+    assert script.read[1].startswith(f"{script.read[0]}{lines[0]}/") and lines[1] in script.read[2]
 
 
 def test_both_wires_say_the_same_of_a_conversation():
