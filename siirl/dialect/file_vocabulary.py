@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jinja2
+import jinja2.nodes
+import jinja2.parser
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
