@@ -183,6 +183,17 @@ class Death:
         return (3 if self.failure.secondary else 1, self.failure.time_s)
 
 
+def without_folder(job: Job) -> Death:
+    """The end of a run whose output folder was removed or renamed."""
+    error = (
+        f"{job.output_path} was removed or renamed while the run wrote to it: what it makes would be lost, "
+        "and another run could take its place. Put it back, and the same command goes on from its last "
+        "checkpoint; or start another run (trainer.output_dir)."
+    )
+    failure = Failure(0, socket.gethostname(), None, None, error, True, False, time.time(), "")
+    return Death(0, 1, time.time(), failure, None)
+
+
 def first_cause(deaths: list[Death]) -> Death:
     """The death that most likely made the others follow."""
     return min(deaths, key=lambda death: (*death.order, death.rank))

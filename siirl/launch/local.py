@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from siirl.config import from_dict
 from siirl.launch.attempts import Attempts
 from siirl.launch.engine_keeper import EngineKeeper
-from siirl.launch.failure import Death, death_of, only_followers, oom_kill_count
+from siirl.launch.failure import Death, death_of, only_followers, oom_kill_count, without_folder
 from siirl.launch.health import Watch
 from siirl.launch.job import Job
 from siirl.launch.log_sizes import LogSizes
@@ -26,6 +26,7 @@ from siirl.launch.process import (
     worker_environment,
 )
 from siirl.launch.rendezvous import STORE_FD, open_socket
+from siirl.launch.run_folder import is_gone
 from siirl.launch.standbys import Standbys
 from siirl.observe.heartbeat import FD_VARIABLE as HEARTBEAT
 from siirl.observe.heartbeat import heartbeat_file
@@ -127,8 +128,10 @@ def _watch(
     job: Job, workers: list[Worker], watch: Watch, standbys: Standbys, stop: Stop, oom_before: int
 ) -> list[Death]:
     """Wait until all have ended well, one has failed or will not go on (returns the deaths), or a signal."""
-    logs = LogSizes(job.log_dir)
+    logs, folder = LogSizes(job.log_dir), job.output_path.stat()
     while not stop.numbers:
+        if is_gone(job.output_path, folder):
+            return [without_folder(job)]
         logs.look()
         standbys.look()
         ended = [worker for worker in workers if worker.ended()]

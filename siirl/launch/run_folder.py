@@ -153,6 +153,16 @@ def is_held(folder: Path) -> bool:
     return False
 
 
+def is_gone(folder: Path, first: os.stat_result) -> bool:
+    """Whether a folder was removed or renamed, or another is in its place: its lock then keeps nobody out."""
+    try:
+        return not os.path.samestat(folder.stat(), first)
+    except FileNotFoundError:
+        return True
+    except OSError:  # of a file system that is away for a while
+        return False
+
+
 def holder(folder: Path) -> dict[str, Any]:
     """Who held a folder last, and may hold it now: run_id, host, pid, since; empty if it cannot be read."""
     try:
