@@ -32,6 +32,17 @@ class MalformedCall:
 Call = ToolCall | MalformedCall
 
 
+def called(name: str, arguments: dict[str, Any], as_text: bool = False, known: str | None = None) -> Call:
+    """A call, unless its name is none. known: its id."""
+    name = name.strip()
+    if not name or len(name) > LONGEST_NAME:
+        return MalformedCall("the call has no name" if not name else "the name of the call is too long")
+    return ToolCall(name, arguments, as_text, known)
+
+
+LONGEST_NAME = 1000
+
+
 @dataclass(frozen=True)
 class Parsed:
     """A turn taken apart."""

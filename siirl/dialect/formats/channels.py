@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from siirl.dialect.formats.call_marks import Call, Malformed, MalformedCall, Parsed, ToolCall, Turn, take_out
+from siirl.dialect.formats.call_marks import Call, Malformed, MalformedCall, Parsed, Turn, called, take_out
 from siirl.dialect.formats.json_calls import json_at, whole_json
 from siirl.dialect.formats.tagged_calls import atem_block
 
@@ -79,7 +79,7 @@ def _json_to(name: str, body: str | None) -> Call:
         return MalformedCall(str(error))
     if not isinstance(arguments, dict):
         return MalformedCall(f"the arguments of {name[:60]!r} are not a mapping of names to values")
-    return ToolCall(name, arguments)
+    return called(name, arguments)
 
 
 def muse(text: str) -> Parsed:
@@ -123,7 +123,7 @@ def functionary_v32(text: str) -> Parsed:
             try:
                 arguments, end = json_at(turn, at, f"what stands as the arguments of {name[:60]!r}")
                 if isinstance(arguments, dict):
-                    calls.append(ToolCall(name, arguments))
+                    calls.append(called(name, arguments))
                 else:
                     problem = f"the arguments of {name[:60]!r} are not a mapping of names to values"
             except Malformed as error:

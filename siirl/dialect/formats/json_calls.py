@@ -12,20 +12,14 @@ from siirl.dialect.formats.call_marks import (
     MalformedCall,
     Marks,
     Parsed,
-    ToolCall,
     Turn,
+    called,
     section,
     take_out,
 )
+from siirl.dialect.formats.literals import DECODER
 
 JSON = re.compile(r"\s*[\[{]")
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
-
-
-DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def json_at(turn: Turn, at: int, what: str = "the call") -> tuple[Any, int]:
@@ -79,7 +73,7 @@ def call_of(value: Any, arguments_key: str = "arguments", name_key: str = "name"
     if not isinstance(arguments, dict):
         return MalformedCall(f'"{arguments_key}" is not a mapping of names to values')
     known = value.get("id", value.get("tool_call_id"))
-    return ToolCall(names[0], arguments, id=known if isinstance(known, str) else None)
+    return called(names[0], arguments, known=known if isinstance(known, str) else None)
 
 
 def whole_json(text: str, what: str) -> tuple[Any, int]:
@@ -203,7 +197,7 @@ def _named(value: Any) -> Call:
     if not isinstance(value, dict) or len(value) != 1 or not isinstance(next(iter(value.values())), dict):
         return MalformedCall('a call is {"NAME": {...}}, with its arguments by name')
     ((name, arguments),) = value.items()
-    return ToolCall(name, arguments)
+    return called(name, arguments)
 
 
 def gigachat(text: str) -> Parsed:
@@ -234,7 +228,7 @@ def mistral(text: str) -> Parsed:
         if not JSON.match(turn.text, end):
             raise Malformed("a list of calls, or NAME[ARGS]{...}, follows [TOOL_CALLS]")
         arguments, end = arguments_at(turn, end, name[1])
-        return [ToolCall(name[1], arguments, id=known[1] or None if known else None)], end
+        return [called(name[1], arguments, known=known[1] or None if known else None)], end
 
     looks = re.compile(r"\s*([\[{]|[^\s\[\]{}<>()]+\s*(\[ARGS\]|\[CALL_ID\]|\{))")
     return take_out(text, (Marks("[TOOL_CALLS]", "", read, looks),))
@@ -245,21 +239,15 @@ def _deepseek_call(turn: Turn, at: int) -> tuple[list[Call], int]:
     kind, at = turn.until("<｜tool▁sep｜>", at, "the name of the call")
     if JSON.match(turn.text, at):
         arguments, end = arguments_at(turn, at, kind)
-        return [_called(kind, arguments)], end
+        return [called(kind, arguments)], end
     name, at = turn.until("\n", at, "the name of the call")
     fence = FENCE.match(turn.text, at)
     if fence is None:
         raise Malformed("the arguments stand as JSON in a block ```json")
     arguments, end = arguments_at(turn, fence.end(), name)
-    return [_called(name, arguments)], turn.expect(
+    return [called(name, arguments)], turn.expect(
         "```", turn.skip(end), "the block ```json is not closed by ```"
     )
-
-
-def _called(name: str, arguments: dict[str, Any], known: str | None = None) -> Call:
-    if not name.strip() or len(name) > 1000:
-        return MalformedCall("the call has no name")
-    return ToolCall(name.strip(), arguments, id=known)
 
 
 def deepseek_v3(text: str) -> Parsed:
@@ -276,7 +264,7 @@ def kimi_k2(text: str) -> Parsed:
         known = known.strip()
         name = known.removeprefix("functions.").rpartition(":")[0] or known.removeprefix("functions.")
         arguments, end = arguments_at(turn, at, name)
-        return [_called(name, arguments, known)], end
+        return [called(name, arguments, known=known)], end
 
     item = Marks("<|tool_call_begin|>", "<|tool_call_end|>", read)
     return take_out(text, (section("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", item), item))
@@ -289,7 +277,7 @@ def solar(text: str) -> Parsed:
         known, at = turn.until("<|tool_call:name|>", at, "the id of the call")
         name, at = turn.until("<|tool_call:args|>", at, "the name of the call")
         arguments, end = arguments_at(turn, at, name)
-        return [_called(name, arguments, known.strip() or None)], end
+        return [called(name, arguments, known=known.strip() or None)], end
 
     item = Marks("<|tool_call:begin|>", "<|tool_call:end|>", read)
     return take_out(text, (section("<|tool_calls|>", "", item),), ("<|content|>", "<|calls|>"))
@@ -301,7 +289,7 @@ def functionary_v31(text: str) -> Parsed:
     def read(turn: Turn, at: int) -> tuple[list[Call], int]:
         name, at = turn.until(">", at, "<function=NAME")
         arguments, end = arguments_at(turn, at, name)
-        return [_called(name, arguments)], end
+        return [called(name, arguments)], end
 
     looks = re.compile(r"[\w.:-]*(?:>\s*(?:\{|$)|$)")
     return take_out(text, (Marks("<function=", "</function>", read, looks, is_part=True),))

@@ -1,6 +1,7 @@
 """Values as Python, Gemma and templates spell them, and texts that become what a tool's schema wants."""
 
 import json
+import math
 import re
 from typing import Any
 
@@ -48,11 +49,22 @@ def literal_at(turn: Turn, at: int, depth: int = 0) -> tuple[Any, int]:
     return WORDS[word[0]], word.end()
 
 
+def finite(text: str) -> float:
+    """A number with a point or an exponent; ValueError for one that is none: NaN, infinite, too large."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is no number of JSON")
+    return value
+
+
+DECODER = json.JSONDecoder(parse_float=finite, parse_constant=finite)
+
+
 def _number(text: str) -> int | float:
     try:
-        return float(text) if any(letter in text for letter in ".eE") else int(text)
+        return finite(text) if any(letter in text for letter in ".eE") else int(text)
     except ValueError:  # thousands of digits
-        raise Malformed("a number has too many digits") from None
+        raise Malformed("a number is too large") from None
 
 
 def _list_at(turn: Turn, at: int, end: str, depth: int) -> tuple[list[Any], int]:
@@ -136,7 +148,7 @@ def _read_by(value: Any, schema: Any) -> Any:
     if not value.strip() and kinds <= {"array", "object", "null"}:
         return [] if "array" in kinds else {} if "object" in kinds else None
     try:
-        return json.loads(value)
+        return DECODER.decode(value)
     except (ValueError, RecursionError):
         turn = Turn(value)
     try:

@@ -10,6 +10,7 @@ from siirl.dialect.formats.call_marks import (
     Parsed,
     ToolCall,
     Turn,
+    called,
     take_out,
 )
 from siirl.dialect.formats.json_calls import (
@@ -40,7 +41,7 @@ def call_at(turn: Turn, at: int) -> tuple[Call, int]:
             raise Malformed(f"{name[1]}: arguments are key=value, not {turn.text[at : at + 20]!r}")
         arguments[key[1]], at = literal_at(turn, key.end())
         at = next_at(turn, at, ")")
-    return ToolCall(name[1], arguments), at + 1
+    return called(name[1], arguments), at + 1
 
 
 def calls_at(turn: Turn, at: int) -> tuple[list[Call], int]:
@@ -100,9 +101,7 @@ LIST = re.compile(r"^[ \t]*\[\s*[A-Za-z_][\w.-]*\(", re.MULTILINE)
 def _gemma_call(turn: Turn, at: int) -> tuple[list[Call], int]:
     name, end = turn.until("{", turn.expect("call:", turn.skip(at), "call:NAME{...} follows"), "call:NAME")
     arguments, end = literal_at(turn, end - 1)
-    if not name.strip() or len(name) > 1000:
-        return [MalformedCall("the call has no name")], end
-    return [ToolCall(name.strip(), arguments)], end
+    return [called(name, arguments)], end
 
 
 def gemma4(text: str) -> Parsed:
@@ -169,5 +168,5 @@ def _tagged(turn: Turn, at: int) -> tuple[Call, int]:
         raise Malformed('a call follows <|python_tag|>: JSON, or NAME.call(key="value")')
     call, end = call_at(turn, at)
     if isinstance(call, ToolCall):
-        call = ToolCall(call.name.removesuffix(".call"), call.arguments)
+        call = called(call.name.removesuffix(".call"), call.arguments)
     return call, end

@@ -10,8 +10,8 @@ from siirl.dialect.formats.call_marks import (
     Malformed,
     Marks,
     Parsed,
-    ToolCall,
     Turn,
+    called,
     section,
     several,
     take_out,
@@ -80,7 +80,7 @@ def _functions(value: Read) -> Body:
         if function is None:
             raise Malformed("the call holds no <function=NAME> ... </function>")
         arguments, end = read_parameters(turn, function.end(), f"<function={function[1][:60]}>")
-        return [ToolCall(function[1], arguments, as_text=True)], end
+        return [called(function[1], arguments, as_text=True)], end
 
     return read
 
@@ -121,7 +121,7 @@ def _keys(suffix: str, head: str) -> Body:
         if named is None:
             raise Malformed(f"the call does not begin with the name of a tool, and {key_open} behind it")
         arguments, end_at = read_parameters(turn, named.end(), f"the call of {named[1][:60]}")
-        return [ToolCall(named[1], arguments, as_text=True)], end_at - len(end)
+        return [called(named[1], arguments, as_text=True)], end_at - len(end)
 
     return read
 
@@ -150,10 +150,8 @@ def _invoked(prefix: str, value: Read, as_text: bool) -> Marks:
 
     def read(turn: Turn, at: int) -> tuple[list[Call], int]:
         name, at = turn.until('">', at, f'<{prefix}invoke name="NAME">')
-        if not name.strip() or len(name) > 1000:
-            raise Malformed("the call has no name")
         arguments, end = read_parameters(turn, at, f"the call of {name[:60]}")
-        return [ToolCall(name, arguments, as_text)], end - len(f"</{prefix}invoke>")
+        return [called(name, arguments, as_text)], end - len(f"</{prefix}invoke>")
 
     return Marks(f'<{prefix}invoke name="', f"</{prefix}invoke>", read)
 
@@ -202,7 +200,7 @@ def minicpm(text: str) -> Parsed:
     def read(turn: Turn, at: int) -> tuple[list[Call], int]:
         name, at = turn.until('">', at, '<function name="NAME">')
         arguments, end = read_parameters(turn, at, f"the call of {name[:60]}")
-        return [ToolCall(name, arguments, as_text=True)], end - len("</function>")
+        return [called(name, arguments, as_text=True)], end - len("</function>")
 
     looks = re.compile(r'[^"<>]*(?:">\s*(?:<|$)|"?$)')
     return take_out(text, (Marks('<function name="', "</function>", read, looks, is_part=True),))
@@ -247,7 +245,7 @@ def minimax_m3(text: str) -> Parsed:
         while child := ELEMENT.match(turn.text, at):
             arguments[child[1]], at = _element_at(turn, child.end(), child[1], 0)
             at = turn.skip(at)
-        return [ToolCall(name, arguments, as_text=True)], at
+        return [called(name, arguments, as_text=True)], at
 
     item = Marks(f'{MINIMAX}<invoke name="', f"{MINIMAX}</invoke>", read)
     return take_out(text, (section(f"{MINIMAX}<tool_call>", f"{MINIMAX}</tool_call>", item),))
@@ -287,7 +285,7 @@ def kimi_k3(text: str) -> Parsed:
             value, at = turn.until(f"<|close|>{kind}<|sep|>", opening.end(), f"an element {kind}")
             _add(arguments, kind, _attributes(opening[1]), value)
             at = turn.skip(at)
-        return [ToolCall(name, arguments)], at
+        return [called(name, arguments)], at
 
     item = Marks("<|open|>call", "<|close|>call<|sep|>", read)
     tools = section("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", item)

@@ -257,6 +257,10 @@ MORE = [
     ("gemma4", "<|tool_call>call:f{a:x}<tool_call|>", ["no value"]),
     ("hermes", HERMES.format('"</tool_call>"'), [("f", {"a": "</tool_call>"}, None)]),
     ("hermes", HERMES.format("NaN"), ["no number of JSON"]),
+    ("hermes", HERMES.format("1e999"), ["no number of JSON"]),
+    ("hermes", '<tool_call>{"name": " ", "arguments": {}}</tool_call>', ["has no name"]),
+    ("gpt_oss", " to=functions.<|channel|>commentary<|message|>{}", ["has no name"]),
+    ("pythonic", "[f(a=1e999)]", ["too large"]),
     ("hermes", HERMES.format('"\\ud800"'), [("f", {"a": "\ufffd"}, None)]),
     ("hermes", HERMES.format("9" * 5000), ["no JSON"]),
     (
@@ -323,6 +327,7 @@ def test_what_gpt_oss_says_is_the_message_that_is_for_the_user():
         ("1", {"enum": [1, 2]}, 1),
         ("", {"type": "array"}, []),
         ("much", {"type": "number"}, "much"),
+        ("NaN", {"type": "number"}, "NaN"),
         ("[" * 100_000, {"type": "array"}, "[" * 100_000),
         ({"a": ["1"]}, {"properties": {"a": {"items": {"type": "integer"}}}}, {"a": [1]}),
         ("3", {}, "3"),
