@@ -1,4 +1,8 @@
-"""The reward of each agent: its part of what the team has achieved ("team"), and what it did for that."""
+"""The score of each agent: its part of what the team has achieved ("team"), and what it did for that.
+
+What an environment gives counts by itself (algorithm.credit.turn): the scores of its games are 0, and what is
+said besides are metrics.
+"""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -11,9 +15,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def of_doors(conversation, agent, ground_truth, extra_info):
-    """What the environment gave; team: the share of doors that were opened."""
-    given = [[m["reward"] for m in conversation if m["agent"] == number] for number in (agent, 1)]
-    return {"score": sum(given[0]), "team": sum(given[1])}
+    """team: the share of doors that were opened, which is what the environment gave the actor."""
+    return {"score": 0.0, "team": sum(m["reward"] for m in conversation if m["agent"] == 1)}
 
 
 def of_shop(conversation, agent, ground_truth, extra_info):
@@ -33,13 +36,13 @@ def of_shop(conversation, agent, ground_truth, extra_info):
 
 
 def of_nim(conversation, agent, ground_truth, extra_info):
-    """The player's own reward; right: the share of right moves of both, where there was one (games.py).
+    """right: the share of right moves of both players, where there was one (games.py).
 
     Against a scripted opponent: whether the policy has won, told by the row of its side.
     """
-    own = sum(message["reward"] for message in conversation if message["agent"] == agent)
     if extra_info.get("opponent"):
-        return {"score": own} | ({"won": float(own > 0)} if agent == extra_info["side"] else {})
+        won = sum(message["reward"] for message in conversation if message["agent"] == agent) > 0
+        return {"score": 0.0} | ({"won": float(won)} if agent == extra_info["side"] else {})
     moves, pile = [], 0
     for message in conversation:
         words = message["content"].split()
@@ -47,4 +50,4 @@ def of_nim(conversation, agent, ground_truth, extra_info):
             pile = int(words[1])
         elif message["agent"] is not None and pile % 3:
             moves.append(float(words[:1] == [str(pile % 3)]))
-    return {"score": own, "right": sum(moves) / max(len(moves), 1)}
+    return {"score": 0.0, "right": sum(moves) / max(len(moves), 1)}

@@ -51,6 +51,7 @@ case $NAME in
     keys+=(
       data.train_batch_size=8
       actor_rollout_ref.actor.optim.lr=5e-4
+      actor_rollout_ref.actor.entropy_coeff=0.01
       dag.node_config.game.env_path=$HERE/games.py:Nim
     )
     ;;

@@ -19,6 +19,7 @@ from siirl.errors import ConfigError, DataError
 from siirl.runs.folder_reader import LeftOut, json_lines, number, numbered
 from siirl.runs.run_files import read_config, read_history
 from siirl.runs.run_text import table
+from siirl.show.conversation_text import reward_of
 
 MOST_BYTES = 1 << 36
 RESPONSES, RESULT_FILE = "responses", "eval.json"
@@ -199,7 +200,7 @@ def table_text(told: dict[str, Any]) -> str:
 def _scores(row: dict[str, Any]) -> dict[str, float]:
     """Agent -> its score; "" where agents do not talk and there is one."""
     rewards = row.get("rewards")
-    found = rewards if isinstance(rewards, dict) else {_agent(row): row.get("score")}
+    found = rewards if isinstance(rewards, dict) else {_agent(row): reward_of(row)}
     return {str(agent): value for agent in found if (value := number(found[agent])) is not None}
 
 

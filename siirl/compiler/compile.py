@@ -32,6 +32,7 @@ from siirl.compiler.instructions import Sections
 from siirl.compiler.interactions.credit_reads import turns_of_training, with_credit
 from siirl.compiler.interactions.env_shorthand import with_environments
 from siirl.compiler.interactions.find import check_agents_of, with_interactions
+from siirl.compiler.interactions.totals import validating, with_totals
 from siirl.compiler.layouts import AgentRows, LayoutTable, NodePlacement, agent_rows, place_nodes
 from siirl.compiler.memory.awake_engines import check_awake, with_shares
 from siirl.compiler.models import plan_links, plan_models
@@ -156,7 +157,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
 def _compile(dag: DagSpec, cfg: Config, world_size: int, found: Findings) -> tuple[Plan, dict[str, Config]]:
     read, idle, graph = _read(dag, found)
     resolved = _resolve(read, graph, cfg, found)
-    talking = _interact(resolved, found)
+    talking = with_totals(_interact(resolved, found))
     pruned = prune(talking)
     kept, models = _check(talking, pruned, world_size, found)
     placed = _place(kept, models, world_size, found)
@@ -285,9 +286,11 @@ def _emit(
     serving = {entry: serving_ranks(talk, models) for entry, talk in workflow.interactions.items()}
     sections = Sections(workflow, table, links, serving)
     instructions = sections.emit(placed.running, placed.places)
-    validated = placed.running.without(nodes.keys() - _validated(nodes))
+    told = validating(workflow)
+    validated = placed.running.without(nodes.keys() - _validated(told.nodes))
     filters = any(node.op.changes_rows and not node.op.is_rollout for node in nodes.values())
-    validation = sections.emit(validated, placed.place(validated, found) if filters else placed.places)
+    places = placed.place(validated, found) if filters else placed.places
+    validation = replace(sections, workflow=told).emit(validated, places)
     turns = turns_of_training(nodes)
     plan = Plan(
         dag_id=dag_id,
@@ -322,13 +325,13 @@ def _emit(
 
 
 def _validated(nodes: Nodes) -> set[str]:
-    """Rollouts, reward nodes, and whatever writes a field that these need."""
+    """Rollouts, reward nodes, what tells a reward, and whatever writes a field that these need."""
     writers = {key: node.id for node in nodes.values() for key in node.writes}
     given = {node.agent for node in nodes.values() if node.op.gives_data}
     todo = [
         node.id
         for node in nodes.values()
-        if (node.op.is_rollout or node.op.scores) and node.agent not in given
+        if (node.op.is_rollout or node.op.scores or _tells(node)) and node.agent not in given
     ]
     found: set[str] = set()
     while todo:
@@ -337,6 +340,11 @@ def _validated(nodes: Nodes) -> set[str]:
             found.add(node_id)
             todo.extend(writers[key] for key in nodes[node_id].reads if key in writers)
     return found
+
+
+def _tells(node: ResolvedNode) -> bool:
+    """Whether an advantage node only tells the rewards that it adds up."""
+    return node.op.credits and not node.writes
 
 
 def _node_plan(

@@ -12,6 +12,7 @@ from siirl.config.effects import effect_warnings, why_no_effect
 from siirl.config.resolve import get
 from siirl.config.root import all_keys
 from siirl.config.values import show
+from siirl.user_code.returned_reward import returns_given
 
 
 def plan_warnings(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config]) -> list[str]:
@@ -29,7 +30,26 @@ def plan_warnings(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config]) -> l
         if why := why_not_spread(plan.models[link.source], plan.models[link.target]):
             lines.append(f"node {node!r}: actor_rollout_ref.rollout.weight_link=spread has no effect: {why}.")
     lines += profile_warnings(cfg, plan)
+    lines += _counted_twice(plan, node_cfgs)
     return list(dict.fromkeys(lines))
+
+
+def _counted_twice(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]:
+    """Reward functions of the user's that return what credit adds besides."""
+    for talk in plan.interactions.values():
+        if talk.program is None and not any(stage.options.get("rewards_with_env") for stage in talk.stages):
+            continue
+        agents = {stage.policy for stage in talk.stages}
+        for name, node in plan.nodes.items():
+            credit, user = node_cfgs[name].algorithm.credit, node_cfgs[name].custom_reward_function
+            counts = "scorer" in node.needs and node.agent in agents and credit.turn and credit.own
+            if counts and user.path and returns_given(user.path, user.name):
+                yield (
+                    f"node {name!r}: {user.name} of {user.path} returns what the environment gave "
+                    "(message['reward'] of the conversation), and algorithm.credit.turn="
+                    f"{credit.turn:g} adds that by itself: it counts twice. Return what the environment does "
+                    "not give, or set algorithm.credit.turn=0."
+                )
 
 
 def _node_warnings(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]:

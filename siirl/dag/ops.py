@@ -287,7 +287,7 @@ ADVANTAGE = OpSpec(
     "advantage",
     advantage_reads,
     advantage_writes,
-    "advantage:advantage",
+    "advantage:credited",
     split="group",
     in_episodes=("sample_index", *EPISODE, "env_reward"),
     credits=True,

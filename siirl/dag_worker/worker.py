@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -111,6 +111,7 @@ class DAGWorker:
                 engines[name] = make(model, cfg_of_model, self.groups, device, base)
                 self._offload(name)
         self._in_turn = any(self._wakes(name) for name in self.rollout_engines)
+        self._told = {False: _told(plan, plan.instructions), True: _told(plan, plan.validation)}
         sections = (plan.of_rank(rank), plan.of_rank(rank, "validation"))
         self._cached_after = set().union(
             *(cached_after(section, plan.nodes, self.train_engines) for section in sections)
@@ -281,12 +282,13 @@ class DAGWorker:
     def _context(self, ins: Run | Collect, record: StepRecord) -> OpContext:
         layout = self.plan.layouts[ins.source]
         is_shard_leader = layout.is_shard_leader(self.rank)
+        told_later = self.nodes[ins.node].plan.agent in self._told[record.validate]
         return OpContext(
             self.nodes[ins.node],
             Moment(record.step, record.validate, record.round),
             Peers(self.groups.get(layout.ranks), is_shard_leader, layout.split == "group"),
             Metrics(),
-            Samples(record.samples if is_shard_leader else [], self.sample_limit, record.later),
+            Samples(record.samples if is_shard_leader else [], self.sample_limit, record.later, told_later),
             tuple(key.name for key in ins.writes) if isinstance(ins, Run) else (),
             trained=None if record.validate else self.trained,
         )
@@ -434,6 +436,12 @@ class DAGWorker:
             engine.offload(**engine.host_parts | {"params": engine.host_parts["params"] or idle})
             if not caches:
                 give_back(self.device, self._in_turn)
+
+
+def _told(plan: Plan, instructions: Iterable[Instruction]) -> set[int]:
+    """The agents whose rewards are told by what adds them up (siirl/compiler/interactions/totals.py)."""
+    runs = (ins for ins in instructions if isinstance(ins, Run) and plan.nodes[ins.node].spec.credits)
+    return {plan.nodes[run.node].agent for run in runs if "raw_prompt" in {key.name for key in run.reads}}
 
 
 def _token_count(*tables: TensorDict) -> dict[str, int]:

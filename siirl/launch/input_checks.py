@@ -41,7 +41,7 @@ def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -
     so_far = len(found)
     for loader in plan.loaders.values():
         with found.at(Place.DATA):
-            inspect_data(node_cfgs[loader.node])
+            inspect_data(node_cfgs[loader.node], _is_scored(plan, loader.agent))
     for loader in plan.loaders.values() if len(found) == so_far else ():
         with found.at(Place.DATA):
             check_difficulties(node_cfgs[loader.node])
@@ -60,6 +60,13 @@ def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -
             if "recordings" in node.needs:
                 check_recorded(cfg, node.agent)
     return told
+
+
+def _is_scored(plan: Plan, agent: int) -> bool:
+    """Whether a reward function is given the prompts of a loader: those of an interaction by any agent."""
+    talking = {stage.agent for talk in plan.interactions.values() for stage in talk.stages}
+    agents = talking if agent in talking else {agent}
+    return any("scorer" in node.needs and node.agent in agents for node in plan.nodes.values())
 
 
 def check_sources(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:

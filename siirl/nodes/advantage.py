@@ -15,7 +15,7 @@ from siirl.dag.fields_read import old_log_prob_source
 from siirl.data.rows import objects
 from siirl.errors import RewardError
 from siirl.nodes.context import OpContext, sum_over_ranks
-from siirl.nodes.function_reward import check_scores
+from siirl.nodes.function_reward import check_scores, report_validation, show
 from siirl.nodes.interaction_credit import (
     Estimated,
     estimate,
@@ -23,9 +23,27 @@ from siirl.nodes.interaction_credit import (
     keep_shares,
     outcome,
     report_turns,
+    reward_sums,
     turn_rewards,
 )
 from siirl.user_code.load_object import load_object
+
+
+def credited(ctx: OpContext, rows: TensorDict) -> TensorDict:
+    """What `advantage` gives; in a validation and with trainer.rollout_only nothing: rewards are told alone.
+
+    Shows rows to the user where their reward is more than their score. Communicates as `advantage` does.
+    """
+    if "advantage" in ctx.writes:
+        out = advantage(ctx, rows)
+        reward_BT = out["reward"]
+    else:
+        out = TensorDict({}, batch_size=rows.batch_size)
+        reward_BT = reward_before_kl(ctx, rows)
+        _tell(ctx, rows, reward_BT)
+    if "raw_prompt" in rows.keys():
+        show(ctx, rows, rows, reward_BT.sum(-1))
+    return out
 
 
 def advantage(ctx: OpContext, rows: TensorDict) -> TensorDict:
@@ -59,7 +77,13 @@ def advantage(ctx: OpContext, rows: TensorDict) -> TensorDict:
 
 
 def token_reward(ctx: OpContext, rows: TensorDict) -> Tensor:
-    """The score at the last response token, less the over-long penalty and, if asked, the KL.
+    """The reward of each token, fp32 [B, T]: that before a KL, less, if asked, the KL."""
+    reward_BT = reward_before_kl(ctx, rows)
+    return _less_kl(ctx, rows, reward_BT) if ctx.cfg.algorithm.use_kl_in_reward else reward_BT
+
+
+def reward_before_kl(ctx: OpContext, rows: TensorDict) -> Tensor:
+    """The score at the last response token, less the over-long penalty, fp32 [B, T].
 
     In an interaction: the mix of scores there, and the environment's rewards at the ends of turns.
     RewardError, with the sample, where they do not add up to a finite number in float32.
@@ -73,15 +97,13 @@ def token_reward(ctx: OpContext, rows: TensorDict) -> Tensor:
             buffer.len,
             buffer.penalty_factor,
         )
-        if buffer.log:
+        if buffer.log and not ctx.validate:
             ctx.metrics.mean("reward/overlong_penalty", float(penalty_B.sum()), len(penalty_B))
         score_B = score_B + penalty_B
     reward_BT = score_to_token_reward(score_B, rows["response_length"], rows["response_mask"].shape[-1])
     reward_BT = reward_BT + turn_rewards(ctx, rows)
     check_scores(ctx, rows, reward_BT.sum(-1))
-    if not ctx.cfg.algorithm.use_kl_in_reward:
-        return reward_BT
-    return _less_kl(ctx, rows, reward_BT)
+    return reward_BT
 
 
 def reward_parts(ctx: OpContext, rows: TensorDict) -> Tensor:
@@ -133,10 +155,33 @@ def _less_kl(ctx: OpContext, rows: TensorDict, reward_BT: Tensor) -> Tensor:
     return reward_BT
 
 
+def _tell(ctx: OpContext, rows: TensorDict, reward_BT: Tensor) -> None:
+    """What rows are rewarded with, where nothing is made of it."""
+    reward_B, kind = reward_BT.sum(-1), ""
+    if ctx.validate:
+        report_validation(ctx, rows, TensorDict({"score": reward_B}, batch_size=rows.batch_size))
+        kind = "val/"
+    elif "score" not in rows.keys():
+        ctx.metrics.merge(group_stats(reward_B, rows["group_id"]), "reward/")
+    _report_sums(ctx, rows, reward_BT, kind)
+
+
+def _report_sums(ctx: OpContext, rows: TensorDict, reward_BT: Tensor, kind: str = "") -> None:
+    """The reward that advantages are made of, mean over rows, and its parts where there are several."""
+    if not kind:
+        ctx.metrics.mean("reward/total", float(reward_BT.double().sum()), len(rows))
+        ctx.metrics.mean("reward/shaped", float(reward_BT.sum()), len(rows))  # its older name
+    sums = reward_sums(ctx, rows, reward_BT)
+    for name, sum_B in sums.items() if len(sums) > 1 else ():
+        ctx.metrics.mean(f"{kind}reward/{name}", float(sum_B.sum()), len(rows))
+
+
 def _report(ctx: OpContext, rows: TensorDict, reward_BT: Tensor, found: Estimated) -> None:
     ctx.metrics.merge(group_stats(found.outcome_U, found.group_U), "reward/")
     ctx.metrics.merge(advantage_stats(found.advantages.advantage_BT, rows["response_mask"]), "advantage/")
-    score_B = rows["score"] if "score" in rows.keys() else outcome(ctx, rows)
-    ctx.metrics.merge(length_stats(rows["response_length"], score_B), "reward/")
-    ctx.metrics.merge(score_stats(score_B), "reward/")
-    ctx.metrics.mean("reward/shaped", float(reward_BT.sum()), len(rows))
+    has_score = "score" in rows.keys()
+    told_B = rows["score"] if has_score else reward_BT.sum(-1)
+    ctx.metrics.merge(length_stats(rows["response_length"], told_B), "reward/")
+    if has_score:
+        ctx.metrics.merge(score_stats(told_B), "reward/")
+    _report_sums(ctx, rows, reward_BT)

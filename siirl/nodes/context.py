@@ -84,6 +84,9 @@ class Samples(NamedTuple):
     later: list[Callable[[], None]]
     """What is called at the end of the step: it adds the rows of nodes whose results were still awaited."""
 
+    told_later: bool = False
+    """The agent's advantage node tells and shows the rewards, which are more than the scores."""
+
 
 @dataclass
 class OpContext:

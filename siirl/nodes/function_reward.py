@@ -20,7 +20,7 @@ from siirl.nodes.context import Op, OpContext
 from siirl.nodes.trained_tokens import wanted_row
 from siirl.observe.spans import waiting
 from siirl.rewards.scorer import RewardScorer
-from siirl.show.conversation_text import CHAT, EPISODE, WANTED
+from siirl.show.conversation_text import CHAT, EPISODE, TOTAL, WANTED
 
 
 def function_reward(
@@ -35,7 +35,7 @@ def function_reward(
         return scorer.submit(rows, names=column_names(ctx))
     future = scorer.submit(rows, by_domain=not ctx.validate)
     if not (ctx.validate or ctx.cfg.trainer.rollout_only):
-        if ctx.shown.limit:
+        if ctx.shown.limit and not ctx.shown.told_later:
             ctx.shown.later.append(lambda: show(ctx, rows, future.result()))
         return future
     scored = future.result()
@@ -83,12 +83,16 @@ def custom_op(function: Op) -> Op:
 
 
 def report_rewards(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
-    """What the user sees of scores at once: of a validation, of a run that only samples, of sampled rows."""
+    """What the user sees of scores at once: of a validation, of a run that only samples, of sampled rows.
+
+    Where an advantage node adds more up, that tells the reward, and this the score alone.
+    """
     if ctx.validate:
-        report_validation(ctx, rows, scored)
+        (report_scores if ctx.shown.told_later else report_validation)(ctx, rows, scored)
     elif ctx.cfg.trainer.rollout_only:
         report_groups(ctx, rows, scored)
-    show(ctx, rows, scored)
+    if not ctx.shown.told_later:
+        show(ctx, rows, scored)
 
 
 def check_scores(ctx: OpContext, rows: TensorDict, score_B: Tensor, name: str = "") -> None:
@@ -122,21 +126,33 @@ def _sample(rows: TensorDict, row: int) -> str:
     return f"row_id {int(rows['row_id'][row])}" if "row_id" in rows.keys() else f"row {row}"
 
 
+def report_scores(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
+    """Of a validation, the mean score, which is not all that rows get, and what is said besides."""
+    ctx.metrics.mean("val/score/mean", float(scored["score"].sum()), len(rows))
+    _report_infos(ctx, rows, scored)
+
+
+def _report_infos(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
+    """Of a validation, what reward functions say besides, by data source."""
+    infos = objects(scored, "reward_info") if "reward_info" in scored.keys() else [None] * len(rows)
+    for source, info in zip(objects(rows, "data_source"), infos, strict=True):
+        for name, value in (info or {}).items():
+            if isinstance(value, int | float):
+                ctx.metrics.mean(f"val/{source}/{name}/mean", float(value))
+
+
 def report_validation(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
     """Mean reward, over all and by data source; with several samples also the mean of each prompt's best.
 
     Communicates over ctx.group for the latter, if a prompt's samples are on several ranks.
     """
     scores, sources = scored["score"].tolist(), objects(rows, "data_source")
-    for score, source, info in zip(scores, sources, objects(scored, "reward_info"), strict=True):
+    for score, source, episode in zip(scores, sources, _episodes(rows), strict=True):
         ctx.metrics.mean("val/reward/mean", score)
         ctx.metrics.mean(f"val/{source}/reward/mean", score)
-        for name, value in (info or {}).items():
-            if isinstance(value, int | float):
-                ctx.metrics.mean(f"val/{source}/{name}/mean", float(value))
-    for episode, score in zip(_episodes(rows), scores, strict=True):
         if episode is not None:
             ctx.metrics.mean(f"val/speaker_{episode['agent']}/reward/mean", score)
+    _report_infos(ctx, rows, scored)
     n = ctx.cfg.actor_rollout_ref.rollout.val_kwargs.n
     if n > 1:
         best: dict[tuple[int, str], float] = defaultdict(lambda: float("-inf"))
@@ -171,19 +187,20 @@ def report_groups(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
     ctx.metrics.merge(score_stats(scored["score"]), "reward/")
 
 
-def show(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
+def show(ctx: OpContext, rows: TensorDict, scored: TensorDict, reward_B: Tensor | None = None) -> None:
     """Put up to shown.limit rows into ctx.shown.rows, as text; of an interaction, all of as many episodes.
 
-    Of as many prompts as there are: the first sample of each, then the second ones.
+    Of as many prompts as there are: the first sample of each, then the second ones. scored: score and
+    reward_info, as far as there are any. reward_B: what the rows get in all, if that is not the score.
     """
     picked = _shown(rows, _episodes(rows), ctx.shown.limit)
     if not len(picked):
         return
+    totals = [{}] * len(picked) if reward_B is None else [{TOTAL: float(reward_B[row])} for row in picked]
     rows, scored = take_rows(rows, picked), take_rows(scored, picked)  # reading an element is slow
     names = ("data_source", "raw_prompt", "ground_truth")
-    columns = zip(
-        _episodes(rows), objects(scored, "reward_info"), *(objects(rows, x) for x in names), strict=True
-    )
+    infos = objects(scored, "reward_info") if "reward_info" in scored.keys() else [{}] * len(rows)
+    columns = zip(_episodes(rows), infos, *(objects(rows, x) for x in names), strict=True)
     for index, (extra, info, source, prompt, truth) in enumerate(columns):
         length = int(rows["response_length"][index])
         response = ctx.tokenizer.decode(rows["response_ids"][index, :length], skip_special_tokens=False)
@@ -200,8 +217,9 @@ def show(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
                 "data_source": source,
                 "sample_index": int(rows["sample_index"][index]),
                 **({} if ctx.trained is None else {"row_id": int(rows["row_id"][index])}),
-                "score": float(scored["score"][index]),
+                **({"score": float(scored["score"][index])} if "score" in scored.keys() else {}),
                 **(info or {}),
+                **totals[index],
                 CHAT: {"agent": ctx.agent, "prompt": as_messages(prompt), **recorded},
                 "prompt": as_text(prompt),
                 "response": response,

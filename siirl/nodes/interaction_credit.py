@@ -93,6 +93,25 @@ def keep_shares(ctx: OpContext, rows: TensorDict, reward_BT: Tensor) -> None:
     ctx.trained.keep_shares(ctx.agent, rows, shares)
 
 
+def reward_sums(ctx: OpContext, rows: TensorDict, reward_BT: Tensor) -> dict[str, Tensor]:
+    """The parts of each row's reward, float64 [B] each; together they are the sum over its tokens.
+
+    As in keep_shares, those that the row can have: of a row of no interaction own, and shaping with a penalty
+    or a KL.
+    """
+    algorithm, total_B = ctx.cfg.algorithm, reward_BT.double().sum(-1)
+    if in_interaction(rows):
+        sums = outcome_shares(ctx, rows)
+        absent = {"own": "score" not in rows.keys(), "team": not _team_weight(ctx, rows)}
+        sums = {name: sum_B for name, sum_B in sums.items() if not absent[name]}
+        sums["env"] = algorithm.credit.turn * rows["env_reward"].double().sum(-1)
+    else:
+        sums = {"own": rows["score"].double()}
+    if ctx.cfg.reward_model.overlong_buffer.enable or algorithm.use_kl_in_reward:
+        sums["shaping"] = total_B - sum(sums.values(), torch.zeros_like(total_B))
+    return sums
+
+
 def other_turns(ctx: OpContext, rows: TensorDict) -> Tensor:
     """(episode, number, value, reward) of the turns of the agents whose values are read, float64 [M, 4].
 

@@ -22,8 +22,11 @@ class Column:
 
 ENGINE_RESTARTS = "rollout/engine_restarts"
 """Metric: rollout engines that were started again in a step, all ranks together; not a column."""
-REWARD = Column("reward", ("reward/score",), always=True)
+REWARD = Column("reward", ("reward/total", "reward/shaped", "reward/score"), always=True)
+"""All that advantages are computed from; reward/shaped: of runs of before; the score of what only samples."""
 VALIDATION_REWARD = Column("val", ("val/reward/mean",), always=True)
+PARTS = ("own", "team", "env", "shaping")
+"""What a reward is the sum of, where it has several parts: reward/NAME."""
 
 
 def rows_metric(node: str) -> str:
@@ -39,6 +42,7 @@ def moved_metric(route: str) -> str:
 COLUMNS = (
     REWARD,
     VALIDATION_REWARD,
+    *(Column(name, (f"reward/{name}",)) for name in PARTS),
     Column("length", ("rollout/response_length",), digits=1, always=True),
     Column("ref kl", ("actor/ref_kl", "reward/kl")),
     Column("kl", ("actor/ppo_kl",)),

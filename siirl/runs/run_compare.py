@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config.values import SECRET_KEYS
-from siirl.observe.columns import COLUMNS, matches, number
+from siirl.observe.columns import COLUMNS, PARTS, matches, number
 from siirl.runs.folder_reader import LeftOut, one_line
 from siirl.runs.run_files import Start, read_config, read_history, read_starts
 from siirl.runs.run_text import cut, path_text, table
@@ -14,7 +14,9 @@ from siirl.runs.run_text import cut, path_text, table
 MEAN_STEPS = 10
 VALUE_WIDTH = 60
 BETTER: Mapping[str, int] = {
-    "reward/score": 1,
+    **dict.fromkeys(
+        ("reward/total", "reward/shaped", "reward/score", *(f"reward/{part}" for part in PARTS)), 1
+    ),
     "val/": 1,
     "perf/idle": -1,
     "perf/": 1,

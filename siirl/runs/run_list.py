@@ -24,7 +24,20 @@ WRITTEN = (
     *("swanlab", "attempts", "profile", "tensorboard", "trace", "wandb", "weights"),
 )
 """Folders that a run writes into its own: no run is looked for in them."""
-HEAD = ("run", "state", "step", "reward", "best", "starts", "restarts", "ranks", "size", "age", "command")
+HEAD = (
+    "run",
+    "state",
+    "step",
+    "rewards of",
+    "last",
+    "best",
+    "starts",
+    "restarts",
+    "ranks",
+    "size",
+    "age",
+    "command",
+)
 CAUSE_WIDTH = 48
 
 
@@ -113,11 +126,13 @@ def _row(run: RunState, size: int, top: Path, now_s: float) -> tuple[str, ...]:
     name = path_text(run.folder.relative_to(top)) + " (?)" * bool(run.unreadable)
     cause = f": {run.cause}" if run.cause else ""
     state = f"{run.status}{cause}"
-    last, best = last_and_best(run.reward())
+    kind, rewards = run.reward()
+    last, best = last_and_best(rewards)
     return (
         name,
         state if len(state) <= CAUSE_WIDTH else f"{state[: CAUSE_WIDTH - 3]}...",
         f"{run.step}/{run.total_steps or '?'}",
+        kind,
         last,
         best,
         str(run.starts or "?"),

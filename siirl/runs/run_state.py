@@ -103,9 +103,12 @@ class RunState:
             return None
         return max(0, self.total_steps - self.step) * self.step_s
 
-    def reward(self) -> Series:
-        """The validation rewards by agent, or the training rewards of a run that does not validate."""
-        return of_column(self.rewards, VALIDATION_REWARD) or of_column(self.rewards, REWARD)
+    def reward(self) -> tuple[str, Series]:
+        """The validation rewards by agent, or the training rewards of a run that does not validate; which."""
+        validated, trained = (of_column(self.rewards, column) for column in (VALIDATION_REWARD, REWARD))
+        if validated:
+            return "validation", validated
+        return ("training" if trained else "-"), trained
 
 
 def is_run(folder: Path) -> bool:

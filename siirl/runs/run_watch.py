@@ -42,10 +42,9 @@ def run_text(run: RunState, now_s: float, width: int | None = None) -> str:
         began = f", {moment_text(run.started_s)}" if run.started_s else ""
         lines.append(f"  start {run.starts} of this run, on {run.host or 'an unknown machine'}{who}{began}")
     lines += _attempt_lines(run, now_s)
-    validation = run.reward()
-    if validation:
-        last, best = last_and_best(validation)
-        kind = "validation" if any("val/" in name for name in validation) else "training"
+    kind, rewards = run.reward()
+    if rewards:
+        last, best = last_and_best(rewards)
         lines.append(f"  {kind} reward {last}, best {best}")
     lines += _rank_lines(run, now_s)
     lines += _metric_lines(run)

@@ -46,16 +46,19 @@ CHAT = "chat"
 WANTED = "wanted"
 """Key in CHAT: which trained row it is (siirl/nodes/trained_tokens.py), in steps that write these."""
 
+TOTAL = "reward/total"
+"""Key of a sampled row whose reward is more than its score: all that it gets (docs/rewards.md)."""
+
 _ABOUT = ("node", "data_source", "sample_index", "row_id", "score", "prompt", "response", "ground_truth")
-SAMPLE = (*_ABOUT, CHAT, EPISODE)
+SAMPLE = (*_ABOUT, CHAT, EPISODE, TOTAL)
 """Keys that every sampled row has; what it has besides is what its reward function returned."""
 
 
 def split_episodes(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[ShownEpisode]]:
     """Sampled rows to be shown, those of an episode as one with the whole conversation, and the episodes.
 
-    A row's score stands at the last turn in it. An agent's reward is the mean score of its rows. A row of no
-    interaction is an episode of one turn, and shown as it is.
+    A row's score stands at the last turn in it. An agent's reward is the mean of what its rows get in all. A
+    row of no interaction is an episode of one turn, and shown as it is.
     """
     shown: list[dict[str, Any]] = []
     single: list[ShownEpisode] = []
@@ -83,31 +86,36 @@ def split_episodes(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, An
     return shown, [*single, *episodes]
 
 
+def reward_of(row: Mapping[str, Any]) -> Any:
+    """What a sampled row gets in all."""
+    return row.get(TOTAL, row.get("score"))
+
+
 def _single(row: Mapping[str, Any], place: int) -> ShownEpisode:
     """A prompt and its response as an episode of one turn. place: among the samples that are shown."""
     agent = row[CHAT]["agent"]
-    spoken = {"agent": agent, "turn": 0, "node": "", "content": row["response"], "score": row["score"]}
+    spoken = {"agent": agent, "turn": 0, "node": "", "content": row["response"], "score": row.get("score")}
     return ShownEpisode(
         f"{row['data_source']}, row {row['sample_index']}, sample {place}",
         [*row[CHAT]["prompt"], spoken],
-        {agent: row["score"]},
+        {agent: reward_of(row)},
         _note([row], [agent]),
     )
 
 
 def _shown(rows: Sequence[Mapping[str, Any]]) -> ShownEpisode:
-    scores: dict[int, list[float]] = {}
+    rewards: dict[int, list[float]] = {}
     messages = [dict(message) for message in rows[0][EPISODE]["conversation"]]
     for row in sorted(rows, key=lambda row: row[EPISODE]["agent"]):
         agent, turn = row[EPISODE]["agent"], row[EPISODE].get("turn")
-        scores.setdefault(agent, []).append(row["score"])
+        rewards.setdefault(agent, []).append(reward_of(row))
         spoken = [message for message in messages if message["agent"] == agent]
-        for message in [m for m in spoken if m["turn"] == turn] or spoken[-1:]:
+        for message in ([m for m in spoken if m["turn"] == turn] or spoken[-1:]) if "score" in row else ():
             message["score"] = message.get("score", 0.0) + row["score"]
     return ShownEpisode(
         f"{rows[0]['data_source']}, row {rows[0]['sample_index']}, episode {rows[0][EPISODE]['episode_id']}",
         messages,
-        {agent: sum(values) / len(values) for agent, values in scores.items()},
+        {agent: sum(values) / len(values) for agent, values in rewards.items()},
         _note(rows, [row[EPISODE]["agent"] for row in rows]),
         rows[0][EPISODE].get("ended", ""),
     )

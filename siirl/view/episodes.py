@@ -13,6 +13,7 @@ from siirl.show.conversation_text import (
     details_of,
     errors_of,
     has_env_rewards,
+    reward_of,
     rewards_of,
     shown_text,
     speaker_name,
@@ -147,14 +148,17 @@ def _of_interaction(row: dict[str, Any]) -> ShownEpisode:
 def _of_row(row: dict[str, Any]) -> ShownEpisode:
     """A prompt and its response, of a run whose agents do not talk."""
     title = f"{row.get('data_source')}, row {row.get('sample_index')}"
-    spoken = {"agent": 0, "turn": 0, "node": "", "content": row["response"], "score": row["score"]}
+    spoken = {"agent": 0, "turn": 0, "node": "", "content": row["response"], "score": row.get("score")}
     agent = str(row.get("node", "")).removeprefix("agent_").partition(".")[0]
     if agent.isascii() and agent.isdigit():
         spoken["agent"] = int(agent)
     messages = [{"role": "prompt", "content": row.get("prompt", "")}, spoken]
     besides = "".join(f"; {name} {value}" for name, value in row.items() if name not in _ROW_KEYS)
     return ShownEpisode(
-        title, messages, {spoken["agent"]: row["score"]}, f"ground truth: {row.get('ground_truth')}{besides}"
+        title,
+        messages,
+        {spoken["agent"]: reward_of(row)},
+        f"ground truth: {row.get('ground_truth')}{besides}",
     )
 
 

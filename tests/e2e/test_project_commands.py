@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from job_harness import Finished
 
@@ -46,6 +48,54 @@ def test_a_new_project_passes_its_own_check_and_its_test(project):
     assert told([*SIIRL, "new", str(project)], project).returncode == 2, "nothing is overwritten"
 
 
+def test_a_score_that_repeats_what_the_environment_gave_is_warned_of(project):
+    twice = project / "twice.py"
+    twice.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return sum(message['reward'] for message in extra_info['conversation'])\n"
+    )
+    done = told(["./run.sh", "--check", f"custom_reward_function.path={twice}"], project)
+    assert done.returncode == 0 and "it counts twice. Return what the environment does not" in done.stderr
+    assert "counts twice" not in told(["./run.sh", "--check"], project).stderr
+
+
+def test_a_run_that_only_its_environment_rewards_shows_what_it_gets_everywhere(project):
+    """Without a reward node, rows need no column for it; what is shown is what advantages are made of."""
+    for name in ("train", "test"):
+        rows = pq.read_table(project / "inputs" / f"{name}.parquet").drop_columns("reward_model")
+        pq.write_table(rows.slice(0, 40), project / "inputs" / f"{name}_bare.parquet")
+    lines = (project / "workflow.yaml").read_text().splitlines()
+    kept = "\n".join(line for line in lines if "node_id: reward" not in line)
+    (project / "alone.yaml").write_text(kept.replace("dependencies: [reward]", "dependencies: [room]"))
+    code = (project / "environment.py").read_text()
+    (project / "any_word.py").write_text(code.replace("said.split()[:1] == [self.answer]", "True"))
+    keys = ["dag.workflow_path=alone.yaml", "custom_reward_function.path=null", "trainer.output_dir=alone"]
+    keys += [
+        f"data.{split}_files=inputs/{name}_bare.parquet"
+        for split, name in (("train", "train"), ("val", "test"))
+    ]
+    keys += ["dag.node_config.room.env_path=any_word.py:TwoTries", "trainer.total_training_steps=1"]
+    keys += [
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "trainer.save_freq=-1",
+    ]
+    out = said(["./run.sh", *keys], project)
+    assert "validation reward  1.000 (step 0) -> 1.000 (step 1)" in out
+    assert "training reward    1.000 (step 1)" in out
+    folder = project / "alone"
+    (line,) = (line for line in Finished.read(folder).lines if line["step"] == 1)
+    assert line["reward/total"] == line["val/reward/mean"] == line["val/larger/reward/mean"] == 1.0
+    assert "reward/score" not in line and line["reward/group_degenerate"] == 1.0
+    assert "agent 0" in (folder / "conversations" / "step_1.html").read_text()
+    rows = (folder / "rollouts" / "validation" / "step_1.jsonl").read_text().splitlines()
+    assert [json.loads(row)["rewards"] for row in rows] == [{"agent 0": 1.0}] * 8
+    listed = said([*SIIRL, "ls", "alone"], project)
+    assert re.search(r"1/1 +validation +1\.000 +1\.000 @0", listed), listed
+    best = said([*SIIRL, "compare", "alone", "alone"], project)
+    assert re.search(r"reward/total +1\.0000 +1\.0000 +1\.0000 @1", best), best
+
+
 @pytest.fixture(scope="module")
 def trained(project):
     """Two steps, and a third by `siirl resume` from another folder, where the run has been moved to."""
@@ -64,6 +114,9 @@ def test_a_run_goes_on_by_its_own_keys_in_the_folder_where_it_is_now(trained):
     assert (trained / "checkpoints" / "global_step_3").is_dir()
     assert not (trained.parent / "outputs").exists()
     assert [line["step"] for line in Finished.read(trained).lines] == [1, 2, 3]
+    for line in Finished.read(trained).lines:
+        assert line["reward/total"] == pytest.approx(line["reward/own"] + line["reward/env"], abs=1e-6)
+        assert line["reward/score"] == pytest.approx(line["reward/own"], abs=1e-6) and line["reward/own"] > 0
 
 
 @pytest.mark.slow

@@ -65,7 +65,8 @@ def _distilling(workflow: Workflow) -> set[int]:
 def _is_wanted(node: ResolvedNode, rollout_only: bool) -> bool:
     if rollout_only:
         effect = node.op.side_effect and not node.op.trains
-        return effect or node.op.is_rollout or node.op.scores
+        tells = node.op.credits and not node.writes
+        return effect or node.op.is_rollout or node.op.scores or tells
     return node.op.side_effect or node.op.wanted(node.cfg)
 
 

@@ -61,7 +61,7 @@ def _advantage_reads(node: ResolvedNode, workflow: Workflow) -> tuple[FieldKey, 
                 "scores of the others."
             )
         of_others = of_others or offered
-        rewarded = any(key.name == "score" for key in of_others) or _has_environment(nodes)
+        rewarded = any(key.name == "score" for key in of_others) or has_environment(nodes)
         reads = [key for key in reads if key != FieldKey(node.agent, "score") or not rewarded]
     elif any(key.name == "score" for key in of_others) and not node.cfg.algorithm.credit.team:
         raise DagError(
@@ -76,7 +76,7 @@ def _advantage_reads(node: ResolvedNode, workflow: Workflow) -> tuple[FieldKey, 
     return tuple(reads)
 
 
-def _has_environment(nodes: Nodes) -> bool:
+def has_environment(nodes: Nodes) -> bool:
     """Whether something gives rewards for turns: an environment, or the program that plays the episodes."""
     return any(
         node.op.is_environment

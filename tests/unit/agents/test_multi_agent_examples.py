@@ -97,7 +97,7 @@ def test_the_validation_of_self_play_counts_games_against_scripted_opponents():
     for agent, side, won in ((0, 0, 1.0), (1, 1, 0.0), (0, 1, None)):
         info = {"conversation": turns, "agent": agent, "opponent": "perfect", "side": side}
         given = load("reward").compute_score("first_against_perfect", "", "4", info)
-        assert given.get("won") == won and given["score"] == 1 - 2 * agent
+        assert given.get("won") == won and given["score"] == 0.0, "the game rewards them"
 
 
 def test_the_worker_calls_the_tool_by_words_of_its_tokenizer(monkeypatch):
@@ -170,12 +170,12 @@ def test_a_single_answer_is_right_or_wrong():
     assert score("planner_worker", "4 4", "4", {})["score"] == 0.0
 
 
-def test_players_get_what_the_game_gives_and_their_right_moves_are_counted():
+def test_what_a_game_gives_is_no_score_too_and_right_moves_are_counted():
     score = load("reward").compute_score
     turns = [{"role": "assistant", "agent": agent, "reward": agent - 0.5, "content": ""} for agent in (0, 1)]
     info = {"conversation": turns, "agent": 1}
-    assert score("self_play", "", "4", info)["score"] == 0.5
-    assert score("reasoner_actor", "", "4", info | {"agent": 0}) == {"score": -0.5, "team": 0.5}
+    assert score("self_play", "", "4", info)["score"] == 0.0
+    assert score("reasoner_actor", "", "4", info | {"agent": 0}) == {"score": 0.0, "team": 0.5}
     pile = {"role": "user", "agent": None, "content": "pile 4"}
     moves = [{"agent": 0, "content": text, "reward": 0} for text in ("1", "2 1", "")]
     right = [

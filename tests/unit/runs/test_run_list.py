@@ -59,7 +59,7 @@ def test_each_state_of_a_run_is_told_by_what_it_wrote(tmp_path, capsys):
     assert runs["ended"]["command"] == " ".join(COMMAND)
     rows = {line.split("  ")[0]: line for line in table.splitlines()}
     assert re.search(r"failed: rank 1, step 8, actor_train: Memory", rows["failed"])
-    assert re.search(r" 12/40 +0\.200 +0\.200 @10 +1 ", rows["running"])
+    assert re.search(r" 12/40 +validation +0\.200 +0\.200 @10 +1 ", rows["running"])
     assert "deep/cut" in rows
     assert read_run(tmp_path / "running").status == "interrupted"  # the lock is gone with its holder
 
