@@ -11,15 +11,17 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
 
 from siirl import main_dag
-from siirl.command_line import add_config_arguments, parse_settings, print_text, user_errors
+from siirl.command_line import add_config_arguments, import_from_here, parse_settings, print_text, user_errors
 from siirl.commands.command_arguments import add_commands
 from siirl.compiler.choices import choice_lines
 from siirl.compiler.plan_warnings import plan_notes
 from siirl.completion import complete
 from siirl.config.load import read_config
+from siirl.config.meant import COMMANDS
 from siirl.errors import CheckpointError, ConfigError, DataError, UserError
 from siirl.findings import Findings
 from siirl.launch.launcher_choice import choose_launcher
@@ -41,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     complete(_parser)
     with user_errors() as outcome:
+        import_from_here()
         _check_command(argv)
         if argv[:1] == ["run"]:
             return main_dag.main(argv[1:])
@@ -56,7 +59,8 @@ def _check_command(argv: Sequence[str]) -> None:
         return
     if "=" in word:
         raise ConfigError(f"{word}: settings come after a command. Write siirl run {word} ..., or check.")
-    raise ConfigError(f"there is no command {word!r}. {suggest(word, known)}")
+    meant = f"Did you mean {COMMANDS[word]!r}?" if word in COMMANDS else suggest(word, known)
+    raise ConfigError(f"there is no command {word!r}. {meant}")
 
 
 def _commands(parser: argparse.ArgumentParser) -> list[str]:
@@ -200,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Post-train language models by reinforcement learning; the workflow is a DAG.",
         epilog="Settings are key=value, as in data.train_batch_size=64; docs/configuration.md lists them.",
     )
+    parser.add_argument("--version", action="version", version=f"siirl {version('siirl')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, help_text in (
         ("check", _check, "validate configuration, DAG and placement"),

@@ -81,6 +81,15 @@ def parse_settings(
     return args, [*getattr(args, "overrides", []), *rest]
 
 
+def import_from_here() -> None:
+    """Have modules of the working directory imported, by whatever name the program was started.
+
+    `python -m` does that by itself; a console script has its own folder there.
+    """
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+
+
 def print_text(text: str) -> None:
     """Print a text of many lines; a reader who has seen enough of it (`| head`) is no error."""
     with readers_may_leave():

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from siirl.checkpoint.files import current_step, saved_steps, step_folder
+from siirl.command_line import import_from_here
 from siirl.errors import ConfigError
 from siirl.launch.run_record import CONFIG_FILE
 from siirl.runs.folder_reader import LeftOut
@@ -56,6 +57,7 @@ class RecordedRun:
         """Go where the run was started, if that is here."""
         if directory := self.directory:
             os.chdir(directory)
+            import_from_here()
 
 
 def run_of(path: Path) -> Path | None:

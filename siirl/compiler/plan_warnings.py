@@ -43,9 +43,11 @@ def _counted_twice(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]
         for name, node in plan.nodes.items():
             credit, user = node_cfgs[name].algorithm.credit, node_cfgs[name].custom_reward_function
             counts = "scorer" in node.needs and node.agent in agents and credit.turn and credit.own
-            if counts and user.path and returns_given(user.path, user.name):
+            for function in (user.weights or [user.name]) if counts and user.path else ():
+                if not returns_given(user.path, function):
+                    continue
                 yield (
-                    f"node {name!r}: {user.name} of {user.path} returns what the environment gave "
+                    f"node {name!r}: {function} of {user.path} returns what the environment gave "
                     "(message['reward'] of the conversation), and algorithm.credit.turn="
                     f"{credit.turn:g} adds that by itself: it counts twice. Return what the environment does "
                     "not give, or set algorithm.credit.turn=0."

@@ -133,6 +133,12 @@ class CustomRewardFunctionConfig:
         None, "Python file or module of the function; null: chosen by the row's data source"
     )
     name: str = key("compute_score", "name of the function", when="path")
+    weights: dict[str, Any] = key(
+        {},
+        "several functions of the file, whose scores are added up: name: weight, or name: {weight, low, "
+        "high}; empty: name alone",
+        when="path",
+    )
     reward_kwargs: dict[str, Any] = key({}, "further arguments of the function", when="path")
     on_error: str = key(
         "raise",

@@ -9,6 +9,7 @@ from typing import Any
 from siirl.config.aliases import ALIASES, RANGES
 from siirl.config.foreign import foreign, foreign_hint
 from siirl.config.keys import AUTO
+from siirl.config.meant import meant_key
 from siirl.config.resolve import FOLLOWS, expand_aliases, followed_value, get, is_set
 from siirl.config.root import Config, all_groups, all_keys
 from siirl.config.unused_keys import unused_keys
@@ -146,7 +147,7 @@ def split_name(name: str) -> tuple[str, str]:
             if moved is not None and (moved[1] or moved[0].harmless):
                 raise ConfigError(f"{name} would have no effect.{foreign_hint(name)}")
             return head, ".".join(parts[end:])
-    meant = closest_name(name, keys)
+    meant = meant_key(name) or closest_name(name, keys)
     hint = foreign_hint(name) or (
         f" Did you mean {meant!r}?" if meant else " docs/configuration.md has all keys."
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from siirl.config.keys import Key, Rule
+from siirl.config.meant import meant_value
 from siirl.errors import ConfigError, NotSupportedError
 
 TYPE_NAMES = {
@@ -99,7 +100,8 @@ def check_available(key: Key, value: Any) -> None:
             )
         if name is not None and name not in rule.choices:
             known = ", ".join((*rule.choices, *rule.later_choices, *rule.synonyms))
-            hint = closest(str(name), (*rule.choices, *rule.later_choices, *rule.synonyms))
+            meant = meant_value(key.name, str(name))
+            hint = f" Here it is {meant}." if meant else closest(str(name), known.split(", "))
             own = " A function of your own is file.py:name or pkg.mod:name." if rule.user_code else ""
             raise ConfigError(f"{key.name}={name}: unknown name; the known ones are {known}.{hint}{own}")
 

@@ -2,12 +2,12 @@
 
 import fnmatch
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from siirl.config import Config
-from siirl.config.reward_weights import parse_parts
+from siirl.config.reward_weights import WeightedPart, parse_parts
 from siirl.config.values import closest
 from siirl.errors import ConfigError
 from siirl.rewards import (
@@ -36,6 +36,9 @@ BUILT_IN_MODULES = (
 )  # importing them registers their functions
 
 CUSTOM = "custom"
+"""The user's own function; of several, "custom.NAME" is one of them."""
+
+WEIGHTS = "custom_reward_function.weights"
 
 DATA_SOURCES = {
     "gsm8k": ("gsm8k", "gsm8k_main"),
@@ -167,7 +170,10 @@ class RewardChooser:
                 f"reward_model.reward_kwargs.functions={functions!r}: it must be a map from data sources to "
                 "function names, e.g. {my/data:math,*:exact_match} (no quotes inside)."
             )
-        self.known = [*REWARDS, *([CUSTOM] if self.custom else [])]
+        weights, own = cfg.custom_reward_function.weights, dict(functions_of(cfg))
+        given = {part: weights.get(name, 1.0) for part, name in own.items()}
+        self.own = _added(parse_parts(WEIGHTS, given, own, normalize and bool(weights), "function"))
+        self.known = [*REWARDS, *(own if self.custom else ())]
         self.functions = {
             source: _mix(source, value, self.known, normalize) for source, value in functions.items()
         }
@@ -189,7 +195,7 @@ class RewardChooser:
             if fnmatch.fnmatchcase(data_source, pattern):
                 return self._usable(mix, data_source)
         if self.custom:
-            return Mix(((CUSTOM, 1.0),))
+            return self.own
         if self.manager == REMOTE:
             return Mix(((REMOTE, 1.0),))
         function = built_in(data_source)
@@ -232,7 +238,7 @@ class RewardChooser:
             self.parts(source)
 
     def _executor(self, name: str) -> Executor:
-        if name == CUSTOM:
+        if is_custom(name):
             return "process"
         return "thread" if "sandbox_fusion" in self.kwargs[name] else REWARDS[name].executor
 
@@ -251,6 +257,11 @@ class RewardChooser:
             raise ConfigError(
                 f"{key}: there is no function to call with a batch. Set custom_reward_function.path, or "
                 "reward_manager=naive for the built-in functions."
+            )
+        if self.manager == "batch" and len(self.own.parts) > 1:
+            raise ConfigError(
+                f"{key} gives all rows to one function, and {WEIGHTS} names {len(self.own.parts)}. Remove "
+                "one of them."
             )
         if self.manager == "batch" and self.functions:
             raise ConfigError(
@@ -274,10 +285,24 @@ class RewardChooser:
         return mix
 
 
+def functions_of(cfg: Config) -> list[tuple[str, str]]:
+    """(name in a mix, name in the file) of the user's own functions."""
+    user = cfg.custom_reward_function
+    return [(f"{CUSTOM}.{name}", name) for name in user.weights] or [(CUSTOM, user.name)]
+
+
+def is_custom(name: str) -> bool:
+    """Whether a function of a mix is the user's own."""
+    return name.partition(".")[0] == CUSTOM
+
+
 def _mix(source: str, value: Any, known: Collection[str], normalize: bool) -> Mix:
     """The parts that a value of reward_kwargs.functions names."""
     where = f"reward_model.reward_kwargs.functions[{source!r}]"
-    parts = parse_parts(where, value, known, normalize, "reward function")
+    return _added(parse_parts(where, value, known, normalize, "reward function"))
+
+
+def _added(parts: Sequence[WeightedPart]) -> Mix:
     return Mix(tuple((part.name, float(part.scale)) for part in parts), float(sum(p.offset for p in parts)))
 
 

@@ -74,7 +74,8 @@ def score_sample(functions: Mapping[str, ScoreFn], sample: Sample) -> Outcome:
         parts = {PARTS: sample.said} if takes_parts(functions[name]) else {}
         score, more = _read_result(functions[name](**sample.arguments(reads), **parts))
         total += weight * score
-        info |= more if alone else {name: score, **{f"{name}/{key}": value for key, value in more.items()}}
+        short = name.removeprefix("custom.")
+        info |= more if alone else {short: score, **{f"{short}/{key}": value for key, value in more.items()}}
     if not abs(total) <= LARGEST_SCORE:
         raise ValueError(f"its weighted scores add up to {total}: a score must be finite, in float32")
     return Outcome(total, info)

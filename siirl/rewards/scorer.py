@@ -20,7 +20,7 @@ from siirl.dialect.dialect import Dialect, dialect_of
 from siirl.errors import DataError, EndpointError, RewardError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
-from siirl.rewards.by_data_source import CUSTOM, RewardChooser
+from siirl.rewards.by_data_source import RewardChooser, functions_of, is_custom
 from siirl.rewards.code import longest_s
 from siirl.rewards.pool import GIVEN_UP, WorkerPool
 from siirl.rewards.reward_registry import REWARDS, Executor
@@ -57,14 +57,18 @@ class RewardScorer:
         self._tokenizer = tokenizer
         self._on_error = user.on_error
         self._on_own_error = cfg.reward_model.on_error
-        self._custom_name = f"{user.name} of {user.path}"
+        self._custom_names = {part: f"{name} of {user.path}" for part, name in functions_of(cfg)}
         self._functions = {
             name: functools.partial(REWARDS[name].fn, **kwargs)
             for name, kwargs in self.chooser.kwargs.items()
         }
         custom = None
         if self.chooser.custom:
-            custom = {"path": user.path, "name": user.name, "reward_kwargs": dict(user.reward_kwargs)}
+            custom = {
+                "path": user.path,
+                "names": dict(functions_of(cfg)),
+                "reward_kwargs": dict(user.reward_kwargs),
+            }
         files = (*cfg.data.train_files, *cfg.data.val_files)
         setup = {
             "kwargs": self.chooser.kwargs,
@@ -211,7 +215,7 @@ class RewardScorer:
         )
 
     def _message(self, rows: TensorDict, sample: Sample, outcome: Outcome, index: int) -> str:
-        names = " + ".join(self._custom_name if name == CUSTOM else name for name, _ in sample.parts)
+        names = " + ".join(self._custom_names.get(name, name) for name, _ in sample.parts)
         return (
             f"reward function {names} failed on sample_index {int(rows['sample_index'][index])} "
             f"(data_source {sample.data_source!r}): {outcome.error}"
@@ -220,7 +224,7 @@ class RewardScorer:
 
 def _is_users(sample: Sample) -> bool:
     """Whether the user's own function or service takes part in a sample's score."""
-    return any(name in (CUSTOM, REMOTE) for name, _ in sample.parts)
+    return any(is_custom(name) or name == REMOTE for name, _ in sample.parts)
 
 
 def _fix(sample: Sample, outcome: Outcome) -> str:

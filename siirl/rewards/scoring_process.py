@@ -1,7 +1,7 @@
 """A reward worker: a process, started by WorkerPool, that scores one sample after another.
 
-Frames carry JSON: first the setup {"kwargs": {reward: {...}}, "custom": {path, name, reward_kwargs} or
-null, "batch": whether that function takes many samples at once, "imports": modules that take seconds, "kept":
+Frames carry JSON: first the setup {"kwargs": {reward: {...}}, "custom": {path, names, reward_kwargs}
+or null, "batch": whether that function takes many samples at once, "imports": modules that take seconds, "kept":
 the user's code as it was when the run began}, which it answers by {"ready": true} or {"fatal": message}; then
 {"samples": [[number, sample], ...]}, each sample answered by {"sample": number, "outcome": {...}, "last":
 whether the worker ends now, "leak": why, if it holds too much}, at once or after the whole list. The socket
@@ -100,8 +100,10 @@ def _load(setup: dict[str, Any]) -> dict[str, ScoreFn]:
         name: functools.partial(REWARDS[name].fn, **kwargs) for name, kwargs in setup["kwargs"].items()
     }
     if custom := setup["custom"]:
-        function = load_user_function(**custom, batch=setup["batch"])
-        functions[by_data_source.CUSTOM] = functools.partial(function, **custom["reward_kwargs"])
+        for part, name in custom["names"].items():
+            kwargs = custom["reward_kwargs"]
+            function = load_user_function(custom["path"], name, kwargs, batch=setup["batch"])
+            functions[part] = functools.partial(function, **kwargs)
     return functions
 
 

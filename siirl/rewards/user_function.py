@@ -39,16 +39,22 @@ def check_user_function(cfg: Config) -> None:
         raise ConfigError(
             f"custom_reward_function.path={user.path}: {import_problem(user.path, error)}"
         ) from error
-    functions = top_functions(tree)
-    if user.name in functions:
+    for name in user.weights or [user.name]:
+        _check_function(cfg, tree, source, name)
+
+
+def _check_function(cfg: Config, tree: ast.Module, source: Path, name: str) -> None:
+    user, functions = cfg.custom_reward_function, top_functions(tree)
+    if name in functions:
         batch = cfg.reward_model.reward_manager == "batch"
-        _check_arguments(functions[user.name], user.reward_kwargs, f"{user.name} of {source}", batch)
-    elif not may_define(tree, user.name):
-        near = difflib.get_close_matches(user.name, functions, n=1)
+        _check_arguments(functions[name], user.reward_kwargs, f"{name} of {source}", batch)
+    elif not may_define(tree, name):
+        near = difflib.get_close_matches(name, functions, n=1)
         one = f"={next(iter(functions))}" if len(functions) == 1 else ""
-        hint = f"Did you mean {near[0]!r}?" if near else f"Set custom_reward_function.name{one}."
+        key = "weights" if user.weights else "name"
+        hint = f"Did you mean {near[0]!r}?" if near else f"Set custom_reward_function.{key}{one}."
         raise ConfigError(
-            f"custom_reward_function.name={user.name}: {source} has no such function, it defines "
+            f"custom_reward_function.{key}={name}: {source} has no such function, it defines "
             f"{', '.join(functions) or 'no function'}. {hint}"
         )
 

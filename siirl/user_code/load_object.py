@@ -43,6 +43,8 @@ def _module_of_file(path: Path) -> ModuleType:
     module = module_of_file(name, path)
     assert module.__spec__ is not None and module.__spec__.loader is not None, f"{path} has no loader"
     sys.modules[name] = module
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # last, so that a neighbour called json.py hides no library
     try:
         module.__spec__.loader.exec_module(module)
     except BaseException:

@@ -146,7 +146,7 @@ def check_reference(
         tree = source_of(where)
     except (ImportError, OSError, SyntaxError) as error:
         raise DagError(f"{who} = {reference!r}: {import_problem(where, error)}") from error
-    if tree and (absent := missing_import(tree)):
+    if tree and (absent := missing_import(tree, Path(where).parent if where.endswith(".py") else None)):
         raise DagError(
             f"{who} = {reference!r} cannot be imported: it imports {absent!r}, and no such module is "
             "installed. Install it, or check the name and PYTHONPATH."
@@ -209,10 +209,11 @@ def _refuse(shown: str, name: str, call: Call, problems: list[str], bound: bool 
     )
 
 
-def missing_import(tree: ast.Module) -> str | None:
+def missing_import(tree: ast.Module, folder: Path | None = None) -> str | None:
     """The first module imported at the top level, outside of `try`, whose package is not installed.
 
-    None also where the code changes sys.path, as only running it tells then.
+    folder: of the file, whose neighbours it may import. None also where the code changes sys.path, as only
+    running it tells then.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path":
@@ -226,7 +227,8 @@ def missing_import(tree: ast.Module) -> str | None:
             continue
         for module in modules:
             package = module.partition(".")[0]
-            if package not in sys.modules and importlib.util.find_spec(package) is None:
+            beside = folder is not None and any((folder / f"{package}{end}").exists() for end in ("", ".py"))
+            if not beside and package not in sys.modules and importlib.util.find_spec(package) is None:
                 return module
     return None
 

@@ -111,6 +111,32 @@ def test_the_users_function_scores_in_a_process_without_torch(scorer_of, tokeniz
     assert info[0] == {"source": "any", "index": 0, "torch": False}
 
 
+SEVERAL = """
+    def right(data_source, solution_str, ground_truth, extra_info):
+        return {"score": solution_str == "42", "length": len(solution_str)}
+
+    def form(data_source, solution_str, ground_truth, extra_info):
+        return -1.0 if len(solution_str) < 2 else 1.0
+"""
+
+
+def test_several_functions_of_the_user_are_added_up_by_weights_each_with_a_curve_of_its_own(
+    scorer_of, tokenizer
+):
+    scorer = scorer_of(SEVERAL, weights="{right:2.0,form:{weight:0.5,low:-1,high:1}}")
+    scored = scorer.submit(rows_of(tokenizer, ["42", "7"], source="any"), by_domain=True).result()
+    assert scored["score"].tolist() == [2.0 + 0.5, 0.0]
+    assert objects(scored, "reward_info")[0] == {"right": 1.0, "right/length": 2, "form": 1.0}
+    curves = scorer.drain_metrics().values()
+    assert curves["reward/any/right/mean"] == 0.5 and curves["reward/any/form/mean"] == 0.0
+    assert curves["reward/any/mean"] == 1.25
+    with pytest.raises(ConfigError, match=r"weights=rihgt: .* Did you mean 'right'"):
+        scorer_of(SEVERAL, weights="{rihgt:1.0,form:1.0}")
+    with pytest.raises(RewardError, match=r"right of .*reward\.py failed on sample_index 100"):
+        broken = SEVERAL.replace("solution_str ==", "None +")
+        scorer_of(broken, weights="{right:1.0}").submit(rows_of(tokenizer, ["42"], source="any")).result()
+
+
 FRAGILE = """
     import os, sys, time
 

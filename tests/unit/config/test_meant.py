@@ -1,0 +1,46 @@
+"""What is said of a name that is none here: what is meant by it, not the nearest letters."""
+
+import pytest
+
+from siirl.cli import _commands, _parser, main
+from siirl.config import load_config
+from siirl.config.meant import COMMANDS, KEYS, VALUES
+from siirl.config.root import all_keys
+from siirl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "said, meant",
+    [
+        ("data.lr=1e-5", "'actor_rollout_ref.actor.optim.lr'"),
+        ("trainer.report_to=wandb", "'trainer.logger'"),
+        ("algorithm.loss_type=grpo", "'actor_rollout_ref.actor.policy_loss.loss_mode'"),
+        ("learning_rate=1e-5", "'actor_rollout_ref.actor.optim.lr'"),
+        ("trainer.num_generations=8", "'actor_rollout_ref.rollout.n'"),
+        ("algorithm.adv_estimator=ppo", "Here it is gae."),
+        ("algorithm.adv_estimator=reinforce", "Here it is reinforce_plus_plus."),
+        ("algorithm.adv_estimator=grop", "Did you mean 'grpo'?"),
+    ],
+)
+def test_a_name_of_another_trainer_is_answered_by_its_meaning(said, meant):
+    with pytest.raises(ConfigError) as refused:
+        load_config([said])
+    assert meant in str(refused.value)
+
+
+def test_every_name_that_is_meant_is_one():
+    assert {name for name in KEYS.values() if name not in all_keys()} == set()
+    for key, meant in VALUES.items():
+        rule = all_keys()[key].rule
+        assert set(meant.values()) <= {*rule.choices, *rule.synonyms}, key
+        assert not set(meant) & {*rule.choices, *rule.later_choices, *rule.synonyms}, key
+    known = _commands(_parser())
+    assert set(COMMANDS.values()) <= set(known) and not set(COMMANDS) & set(known)
+
+
+def test_siirl_train_is_answered_by_run_and_the_version_is_told(capsys):
+    assert main(["train", "data.train_batch_size=8"]) == 2
+    assert "Did you mean 'run'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("siirl 0.")
