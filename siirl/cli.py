@@ -43,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     complete(_parser)
     with user_errors() as outcome:
-        import_from_here()
         _check_command(argv)
+        if argv[:1] and argv[0] in ("check", "plan", "run", "migrate"):
+            import_from_here()
         if argv[:1] == ["run"]:
             return main_dag.main(argv[1:])
         args, overrides = parse_settings(_parser(), argv)

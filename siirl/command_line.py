@@ -82,12 +82,13 @@ def parse_settings(
 
 
 def import_from_here() -> None:
-    """Have modules of the working directory imported, by whatever name the program was started.
+    """Have modules of the user's found in the working directory, by whatever name the program was started.
 
-    `python -m` does that by itself; a console script has its own folder there.
+    `python -m` does that by itself; a console script has its own folder there. Last, so that no file there is
+    taken for a module of a package; and by commands that run the user's code, not by those that read folders.
     """
     if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)
 
 
 def print_text(text: str) -> None:
