@@ -43,7 +43,9 @@ def _counted_twice(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]
         for name, node in plan.nodes.items():
             credit, user = node_cfgs[name].algorithm.credit, node_cfgs[name].custom_reward_function
             counts = "scorer" in node.needs and node.agent in agents and credit.turn and credit.own
-            for function in (user.weights or [user.name]) if counts and user.path else ():
+            if not counts or user.path is None:
+                continue
+            for function in user.weights or [user.name]:
                 if not returns_given(user.path, function):
                     continue
                 yield (
