@@ -27,6 +27,7 @@ from siirl.findings import Findings
 from siirl.model_files.directory import check_model_files, check_tokenizer
 from siirl.model_files.local_models import on_hub
 from siirl.model_files.vocabulary import check_distributions, check_same_words
+from siirl.observe.loggers import check_installed
 from siirl.rewards.by_data_source import RewardChooser
 from siirl.user_code.extras import env_package
 
@@ -38,6 +39,8 @@ def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -
     hub is left out.
     """
     check_packages(plan, node_cfgs, found)
+    with found.at(Place.MACHINE):
+        check_installed(next(iter(node_cfgs.values())).trainer.logger)
     so_far = len(found)
     for loader in plan.loaders.values():
         with found.at(Place.DATA):

@@ -5,8 +5,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from siirl.checkpoint.files import current_step, saved_steps
 from siirl.command_line import EXIT_USER_ERROR
+from siirl.config import from_dict
 from siirl.launch.failure import Death, first_cause, report, short_cause
 from siirl.launch.job import Job
 from siirl.observe.run_progress import record_end
@@ -38,6 +41,17 @@ def catch_signals(stop: Stop, on_resize: Callable[[], None] = lambda: None) -> I
             signal.signal(number, handler)
 
 
+def _how_on(job: Job) -> str:
+    """How a stopped run goes on, or why it cannot."""
+    root = Path(from_dict(job.config).trainer.default_local_dir).expanduser()
+    step = current_step(root) or next(iter(saved_steps(root)), None)
+    if step is None:
+        return (
+            f"There is no checkpoint in {root} to go on from: trainer.save_freq=N writes one every N steps."
+        )
+    return f"To go on after step {step}: siirl resume {job.output_path}"
+
+
 def conclude(
     job: Job, deaths: list[Death], stop: Stop, log_offsets: Mapping[int, int], restarts: int = 0
 ) -> int:
@@ -50,7 +64,7 @@ def conclude(
     if stop.numbers:
         name = signal.Signals(stop.numbers[0]).name
         record_end(job.output_path, job.run_id, "stopped", f"stopped by {name}")
-        print(f"siirl: stopped by {name}; all workers have ended.", file=sys.stderr)
+        print(f"siirl: stopped by {name}; all workers have ended. {_how_on(job)}", file=sys.stderr)
         return 128 + stop.numbers[0]
     if not deaths:
         return 0

@@ -1,6 +1,7 @@
 """The destinations that trainer.logger names: one class each, one table, one place that makes them."""
 
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -374,3 +375,14 @@ LOGGERS = {
     "prometheus": Logger(PrometheusSink, "prometheus-client", "Set another trainer.prometheus_address."),
 }
 """trainer.logger's names."""
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """ConfigError for destinations whose packages are not installed here: their numbers would go nowhere."""
+    for name in names:
+        package = LOGGERS[name].package if name in LOGGERS else ""
+        if package and importlib.util.find_spec(package.replace("-", "_")) is None:
+            raise ConfigError(
+                f"trainer.logger has {name!r}, and the package {package} is not installed. Install it (pip "
+                f"install {package}), or take {name} out of trainer.logger."
+            )

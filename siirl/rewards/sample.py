@@ -2,9 +2,11 @@
 
 import json
 import numbers
+import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from siirl.errors import DataError, EndpointError, SandboxError, ScoreTimeoutError
@@ -122,11 +124,13 @@ class ResultError(ValueError):
 
 
 def describe(error: BaseException) -> str:
-    """The exception in one line: type, message, and the line of code that raised it."""
+    """The exception in one line: type, message, and the line that raised it: the user's, if one did."""
     if isinstance(error, ResultError):  # no line of the user's raised it
         return printable(str(error))
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]))
+    users = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
+    where = "".join(f" (at {frame.filename}:{frame.lineno})" for frame in (users or frames)[-1:])
     try:
         text = str(error)
     except Exception:  # noqa: BLE001 - the edge to user code: the text of its exception is made by it, too

@@ -3,9 +3,22 @@
 const CHART = { width: 440, height: 210, left: 52, right: 10, top: 8, bottom: 24 };
 const MOST_CHARTS = 60;
 const FIRST = [
-  "reward/score", "val/reward/mean", "reward/group_degenerate", "actor/entropy", "actor/ppo_kl", "actor/ref_kl",
-  "actor/grad_norm", "actor/clip_fraction", "actor/rollout_log_prob_diff", "rollout/response_length", "time/step_s", "perf/tokens_per_s",
+  "reward/total", "val/reward/mean", "reward/own", "reward/team", "reward/env", "reward/shaping", "reward/group_degenerate",
+  "rollout/response_length", "actor/entropy", "actor/ppo_kl", "actor/ref_kl",
+  "actor/grad_norm", "actor/clip_fraction", "actor/rollout_log_prob_diff", "perf/tokens_per_s", "time/step_s",
 ];
+// What stands for a metric in runs that do not have it: written before it had its name, or of what only samples.
+const OLDER = { "reward/total": ["reward/shaped", "reward/score"] };
+
+// The place of a metric among the usual ones, what is optimised first; others come after them, by name.
+function place(name) {
+  const at = FIRST.findIndex(first => first === name || (OLDER[first] || []).includes(name));
+  return at < 0 ? FIRST.length : at;
+}
+function inOrder(names) { return [...names].sort((a, b) => place(a) - place(b) || (a < b ? -1 : a > b ? 1 : 0)); }
+function usual(names) {
+  return FIRST.map(name => [name, ...(OLDER[name] || [])].find(known => names.has(known))).filter(Boolean);
+}
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 
 function agentOf(name) { const found = /^agent_(\d+)\//.exec(name); return found ? Number(found[1]) : null; }
@@ -121,7 +134,7 @@ section("curves", "Curves", ["curves"], () => {
   const grid = make("div", { class: "grid" }), count = make("span", { class: "faint", role: "status" });
   const render = () => {
     const wanted = keep("metric", "").toLowerCase().split(/\s+/).filter(Boolean);
-    const found = [...names].filter(name => wanted.length ? wanted.some(word => name.toLowerCase().includes(word)) : FIRST.includes(name)).sort();
+    const found = wanted.length ? inOrder([...names].filter(name => wanted.some(word => name.toLowerCase().includes(word)))) : usual(names);
     const charts = found.slice(0, MOST_CHARTS).map(name => [name, linesOf(name, keep("agent", ""), Number(keep("window", 1)))]);
     grid.replaceChildren(...charts.filter(([, lines]) => lines.length).map(([name, lines]) => chart(name, lines)));
     count.textContent = Math.min(found.length, MOST_CHARTS) + " of " + plural(names.size, "metric")

@@ -108,7 +108,7 @@ section("overview", "Overview", ["overview"], () => {
       about.total ? make("progress", { max: about.total, value: about.step || 0, "aria-label": "steps done" }) : null,
       about.left_s !== null ? " about " + seconds(about.left_s) + " left" : "")],
     ["folder", make("code", {}, about.folder)],
-    ["command", make("code", {}, about.command || "-")],
+    ["command", about.command ? make("details", {}, make("summary", {}, make("code", {}, brief(about.command))), make("code", {}, about.command)) : "-"],
     ["started", [about.started, about.host && " on " + about.host, about.starts > 1 && " (start " + about.starts + " in this folder)"]
       .filter(Boolean).join("") || "-"],
     ["ranks", about.world_size === null ? "-" : String(about.world_size)],
@@ -117,20 +117,52 @@ section("overview", "Overview", ["overview"], () => {
   ];
   parts.push(make("div", { class: "box" }, make("h2", {}, about.name),
     make("table", {}, facts.map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, value))))));
-  parts.push(make("h2", {}, "Alerts"));
-  const alerts = run().alerts, holder = make("div", { id: "alerts" });
-  const tell = found => holder.replaceChildren(...(found.length ? found.map(alert => make("div", { class: "box alert" }, alert.text))
-    : [make("p", { class: "faint" }, "Nothing in the numbers asks for a look.")]));
-  parts.push(holder);
-  if (alerts) tell(alerts);
-  else {
-    holder.append(make("p", { class: "faint", role: "status" }, "reading the numbers..."));
-    const index = page.run;
-    page.written = load("alerts", index).then(() => tell(partOf("alerts", index) || []), () => holder.replaceChildren(make("p", { class: "down" }, "The numbers cannot be read.")));
-  }
+  page.written = Promise.all([
+    later(parts, "Numbers", "curves", "numbers", found => [lastNumbers(found || {})]),
+    later(parts, "Alerts", "alerts", "alerts", found => found && found.length ? found.map(alert => make("div", { class: "box alert" }, alert.text))
+      : [make("p", { class: "faint" }, "Nothing in the numbers asks for a look.")]),
+  ]);
   if (about.places.length) parts.push(make("h2", {}, about.state === "running" ? "Where each rank is" : "Where each rank was last"), whereRanksAre(about));
   return parts;
 });
+
+// A heading, and below it what a part says, once that has been read; a promise of that.
+function later(parts, title, name, id, told) {
+  const holder = make("div", { id }), index = page.run;
+  parts.push(make("h2", {}, title), holder);
+  const tell = () => holder.replaceChildren(...told(partOf(name, index)));
+  if (partOf(name, index) !== undefined) { tell(); return Promise.resolve(); }
+  holder.append(make("p", { class: "faint", role: "status" }, "reading the numbers..."));
+  return load(name, index).then(tell, () => holder.replaceChildren(make("p", { class: "down" }, "The numbers cannot be read.")));
+}
+
+const SHOWN_FIRST = [
+  ["reward", ["reward/total", "reward/shaped", "reward/score"]], ["validation reward", ["val/reward/mean"]], ["response length", ["rollout/response_length"]],
+  ["entropy", ["actor/entropy"]], ["tokens per second", ["perf/tokens_per_s"]],
+];
+
+// The last values of what is looked at first, each with its curve in small, agent by agent.
+function lastNumbers(curves) {
+  const rows = [];
+  for (const [title, names] of SHOWN_FIRST) {
+    const of = name => Object.keys(curves).filter(known => known.replace(/^agent_\d+\//, "") === name);
+    const found = names.map(of).find(known => known.length) || [];
+    for (const name of found) {
+      const { steps, values } = curves[name], agent = /^agent_(\d+)\//.exec(name);
+      rows.push(make("tr", { "data-last": name }, make("th", { scope: "row" }, title + (agent ? ", agent " + agent[1] : "")), make("td", {}, short(values[values.length - 1])),
+        make("td", { class: "faint" }, "step " + steps[steps.length - 1]), make("td", {}, sparkline(steps, values, agent ? agentColor(Number(agent[1])) : COLORS[0]))));
+    }
+  }
+  return rows.length ? make("div", { class: "box" }, make("table", {}, rows)) : make("p", { class: "faint" }, "No step has been reported yet.");
+}
+
+function sparkline(steps, values, color) {
+  const wide = 220, high = 28, low = Math.min(...values), top = Math.max(...values), first = steps[0], last = steps[steps.length - 1];
+  const x = step => last === first ? wide / 2 : 2 + (step - first) / (last - first) * (wide - 4), y = value => top === low ? high / 2 : 3 + (top - value) / (top - low) * (high - 6);
+  const points = steps.map((step, index) => x(step).toFixed(1) + "," + y(values[index]).toFixed(1)).join(" ");
+  return draw("svg", { class: "spark", viewBox: `0 0 ${wide} ${high}`, width: wide, height: high, role: "img", "aria-label": "from " + short(values[0]) + " to " + short(values[values.length - 1]) },
+    steps.length > 1 ? draw("polyline", { points, fill: "none", stroke: color, "stroke-width": 1.5 }) : draw("circle", { cx: x(first), cy: y(values[0]), r: 2.5, fill: color }));
+}
 
 function brief(ranks) { return ranks.length > 120 ? ranks.slice(0, 118) + "\u2026" : ranks; }
 function doingText(place) { return brief(place.text) || place.state; }
@@ -270,7 +302,7 @@ async function refresh(wait) {
   let next = REFRESH_MS;
   try {
     const shown = page.section, asked = needed(SECTIONS.find(item => item.id === shown));
-    if (shown === "overview") asked.push(["alerts", page.run]);
+    if (shown === "overview") asked.push(["alerts", page.run], ["curves", page.run]);
     const news = await Promise.all(asked.map(([name, index]) => load(name, index)));
     const now = new Date();
     page.data.made_s = now / 1000;

@@ -59,6 +59,9 @@ EVERY_SECTION = """
 
 def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, monkeypatch):
     folder = write_run(tmp_path / "run", text=HOSTILE)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    also = (json.dumps(json.loads(line) | {"actor/entropy": 1.0}) for line in lines)
+    (folder / "metrics.jsonl").write_text("\n".join(also) + "\n")
     write_error(folder, 0, HOSTILE)
     record_end(folder, "id", "failed", HOSTILE)
     job = json.loads((folder / "job.json").read_text())
@@ -80,6 +83,9 @@ def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, 
     parts = dict(re.findall(r'id="copy-(\w+)"(.*?)(?=id="copy-|</body>)', shown, flags=re.DOTALL))
     assert "6 of 6" in re.sub("<[^>]*>", "", parts["overview"]) and "failed" in parts["overview"]
     assert 'data-metric="reward/score"' in parts["curves"] and parts["curves"].count("<polyline") >= 4
+    assert re.findall('data-metric="([^"]*)"', parts["curves"])[:2] == ["reward/score", "actor/entropy"]
+    assert re.findall('data-last="([^"]*)"', parts["overview"]) == ["reward/score", "actor/entropy"]
+    assert parts["overview"].count('class="spark"') == 2, "what is optimised first, each with its curve"
     assert parts["dag"].count("data-node=") == len(run["dag"]["nodes"]), "all boxes are coloured"
     assert parts["dag"].count('data-state="failed"') == 1, "rank 0 has left an error in the first node"
     assert parts["timeline"].count('class="span"') >= len(run["dag"]["nodes"]) * 3 * 2
