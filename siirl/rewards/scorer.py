@@ -66,6 +66,7 @@ class RewardScorer:
         if self.chooser.custom:
             custom = {
                 "path": user.path,
+                "name": " and ".join(name for _, name in functions_of(cfg)),
                 "names": dict(functions_of(cfg)),
                 "reward_kwargs": dict(user.reward_kwargs),
             }

@@ -1,7 +1,7 @@
 """A reward worker: a process, started by WorkerPool, that scores one sample after another.
 
-Frames carry JSON: first the setup {"kwargs": {reward: {...}}, "custom": {path, names, reward_kwargs}
-or null, "batch": whether that function takes many samples at once, "imports": modules that take seconds,
+Frames carry JSON: first the setup {"kwargs": {reward: {...}}, "custom": {path, name, reward_kwargs,
+and names, if there are several} or null, "batch": whether that function takes many samples at once, "imports": modules that take seconds,
 "kept": the user's code as it was when the run began}, which it answers by {"ready": true} or {"fatal":
 message}; then {"samples": [[number, sample], ...]}, each sample answered by {"sample": number, "outcome":
 {...}, "last": whether the worker ends now, "leak": why, if it holds too much}, at once or after the whole
@@ -100,7 +100,7 @@ def _load(setup: dict[str, Any]) -> dict[str, ScoreFn]:
         name: functools.partial(REWARDS[name].fn, **kwargs) for name, kwargs in setup["kwargs"].items()
     }
     if custom := setup["custom"]:
-        for part, name in custom["names"].items():
+        for part, name in custom.get("names", {by_data_source.CUSTOM: custom["name"]}).items():
             kwargs = custom["reward_kwargs"]
             function = load_user_function(custom["path"], name, kwargs, batch=setup["batch"])
             functions[part] = functools.partial(function, **kwargs)

@@ -221,8 +221,7 @@ def test_the_keeper_ends_everything_when_the_rank_is_killed(tmp_path):
         from siirl.rewards.pool import WorkerPool
         from siirl.rewards.sample import Sample
 
-        path, names = {str(tmp_path / "reward.py")!r}, {{"custom": "compute_score"}}
-        custom = {{"path": path, "names": names, "reward_kwargs": {{}}}}
+        custom = {{"path": {str(tmp_path / "reward.py")!r}, "name": "compute_score", "reward_kwargs": {{}}}}
         pool = WorkerPool(1, 30.0, {{"kwargs": {{}}, "custom": custom, "batch": False}})
         assert pool.run([Sample((("custom", 1.0),), "s", "r", "t", None)])[0].score == 1.0
         print("scored", flush=True)
