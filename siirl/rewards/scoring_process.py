@@ -1,11 +1,12 @@
 """A reward worker: a process, started by WorkerPool, that scores one sample after another.
 
-Frames carry JSON: first the setup {"kwargs": {reward: {...}}, "custom": {path, name, reward_kwargs,
-and names, if there are several} or null, "batch": whether that function takes many samples at once, "imports": modules that take seconds,
-"kept": the user's code as it was when the run began}, which it answers by {"ready": true} or {"fatal":
-message}; then {"samples": [[number, sample], ...]}, each sample answered by {"sample": number, "outcome":
-{...}, "last": whether the worker ends now, "leak": why, if it holds too much}, at once or after the whole
-list. The socket is the keeper's: user code runs in a process that has no descriptor of ours.
+Frames carry JSON: first the setup {"kwargs": {reward: {...}}, "custom": {path, name, reward_kwargs, and
+names, if there are several} or null, "batch": whether that function takes many samples at once,
+"imports": modules that take seconds, "kept": the user's code as it was when the run began}, which it
+answers by {"ready": true} or {"fatal": message}; then {"samples": [[number, sample], ...]}, each sample
+answered by {"sample": number, "outcome": {...}, "last": whether the worker ends now, "leak": why, if it
+holds too much}, at once or after the whole list. The socket is the keeper's: user code runs in a process
+that has no descriptor of ours.
 """
 
 import functools
