@@ -127,16 +127,16 @@ def _prompt_problems(file: DataFile, table: pa.Table, name: str, images: bool) -
         if written:
             yield _unread_chats(file, name, written)
         return
-    rows = range(len(prompts))
+    cells = enumerate(prompts.to_pylist()) if not is_plain_chat(prompts.type) else ()
     if is_plain_chat(prompts.type):
         yield from _empty(
             file, name, _numbers(pc.fill_null(pc.equal(pc.list_value_length(prompts), 0), True))
         )
-        rows = _suspects(prompts)
+        cells = ((row, prompts[row].as_py()) for row in _suspects(prompts))
     wrong: dict[int, DataError] = {}
-    for row in rows:
+    for row, written in cells:
         where = f"{file}, row {row}: the prompt"
-        cell = plain(prompts[row].as_py(), f"{where} in column {name!r}")
+        cell = plain(written, f"{where} in column {name!r}")
         if cell in (None, "", []):
             if not is_plain_chat(prompts.type):
                 yield from _empty(file, name, np.array([row]))

@@ -1,6 +1,7 @@
 """Which reward functions score a row: chosen by its data source. No torch."""
 
 import fnmatch
+import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,7 @@ def known_as(data_source: str) -> tuple[str, str]:
     return name, name.rpartition("/")[2]
 
 
+@functools.cache
 def built_in(data_source: str) -> str | None:
     """The reward function of a data source; None if it is not known."""
     if data_source in REWARDS:
