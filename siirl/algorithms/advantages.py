@@ -40,8 +40,10 @@ class AcrossRanks(NamedTuple):
     advantage_BT. The mask is the field response_mask.
     """
 
-    sums: Callable[[Tensor, Tensor], Tensor]
+    sums: Callable[..., Tensor]
     apply: Callable[[Tensor, Tensor, Tensor], Tensor]
+    by_group: bool = False
+    """sums is given group_id_B, too."""
 
 
 AcrossRanksStep = AcrossRanks | Callable[[Mapping[str, Any]], AcrossRanks | None] | None
@@ -109,7 +111,8 @@ def compute_advantage(
     if step is None:
         return result
     mask_BT = fields["response_mask"]
-    totals = all_sum(step.sums(result.advantage_BT, mask_BT))
+    groups = (fields["group_id"],) if step.by_group else ()
+    totals = all_sum(step.sums(result.advantage_BT, mask_BT, *groups))
     return Advantages(step.apply(result.advantage_BT, mask_BT, totals), result.return_BT)
 
 
@@ -154,9 +157,16 @@ def _row_counts(advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.stack([trained_B.sum(), with_signal_B.sum()]).double()
 
 
+def _group_counts(advantage_BT: Tensor, mask_BT: Tensor, group_id_B: Tensor) -> Tensor:
+    groups, mask_BT = Groups.of(group_id_B), mask_BT.bool()
+    with_signal_B = ((advantage_BT.abs() > LEAST_SIGNAL) & mask_BT).any(-1)
+    counts = [(groups.sum(has_B) > 0).sum() for has_B in (mask_BT.any(-1), with_signal_B)]
+    return torch.stack(counts).double()
+
+
 def _upweight_signal(advantage_BT: Tensor, mask_BT: Tensor, totals: Tensor) -> Tensor:
-    rows, rows_with_signal = totals.to(advantage_BT.device).unbind()
-    return (advantage_BT * (rows / rows_with_signal.clamp(min=1))).to(advantage_BT.dtype)
+    groups, groups_with_signal = totals.to(advantage_BT.device).unbind()
+    return (advantage_BT * (groups / groups_with_signal.clamp(min=1))).to(advantage_BT.dtype)
 
 
 def _upweight_signal_thrice(advantage_BT: Tensor, mask_BT: Tensor, totals: Tensor) -> Tensor:
@@ -167,8 +177,8 @@ def _upweight_signal_thrice(advantage_BT: Tensor, mask_BT: Tensor, totals: Tenso
 WHITEN = AcrossRanks(_moments, _whiten)
 """Zero mean and unit variance (n - 1) over all trained tokens of the batch."""
 
-UPWEIGHT_SIGNAL = AcrossRanks(_row_counts, _upweight_signal)
-"""Scale by rows / rows with an advantage (LEAST_SIGNAL), so that the others do not shrink the step."""
+UPWEIGHT_SIGNAL = AcrossRanks(_group_counts, _upweight_signal, by_group=True)
+"""Scale by groups / groups with an advantage (LEAST_SIGNAL), so that the others do not shrink the step."""
 
 
 def _over_tokens(value_B: Tensor, mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
@@ -257,7 +267,9 @@ def optimal_token_baseline(
 
 @built_in("gpg", across_ranks=UPWEIGHT_SIGNAL)
 def gpg(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Advantages:
-    """Outcome less the group's mean, scaled up by the share of rows without signal in the whole batch.
+    """Outcome less the group's mean, scaled up by the share of groups without signal in the whole batch.
+
+    A row whose score is its group's mean has no signal, its group may have one.
 
     Source: "GPG: Group Policy Gradient" (2025), equation 7 with F_norm = 1; alpha is the AcrossRanks step.
     """

@@ -22,9 +22,20 @@ def kl_k1(log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:
     return log_prob_BT - ref_log_prob_BT
 
 
+LEAST_SLOPED = 0.01
+"""Nats within which the slope of the absolute log ratio rises from -1 to 1."""
+
+
 def kl_abs(log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:
-    """Absolute log ratio per token, in nats: a distance, not an estimate of KL."""
-    return (log_prob_BT - ref_log_prob_BT).abs()
+    """Absolute log ratio per token, in nats: a distance, not an estimate of KL.
+
+    Its gradient is that of Huber's function: within LEAST_SLOPED nats it is proportional to the log ratio.
+    The sign of a log ratio that is rounding, as that to a reference of the same weights, would be noise.
+    Source: Huber, "Robust Estimation of a Location Parameter" (1964).
+    """
+    log_ratio_BT = log_prob_BT - ref_log_prob_BT
+    slope_BT = (log_ratio_BT.detach() / LEAST_SLOPED).clamp(-1, 1)
+    return log_ratio_BT.detach().abs() + slope_BT * (log_ratio_BT - log_ratio_BT.detach())
 
 
 def kl_k2(log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:

@@ -173,16 +173,17 @@ def gmpo(
     """Geometric mean over a row of token ratios, each clipped against the sign of the advantage, times the
     advantage.
 
-    The advantage is that of the row: the mean over its tokens, as published. Each token has the gradient of
-    its own ratio. The bounds are in log space: clip_ratio_low = clip_ratio_high = 0.4 is the paper's (e^-0.4,
-    e^0.4). Source: "Geometric-Mean Policy Optimization" (2025), equation 4.
+    Advantage and sign are those of the row: of the mean over its tokens, as published. Each token has the
+    gradient of its own ratio. The bounds are in log space: clip_ratio_low = clip_ratio_high = 0.4 is the
+    paper's (e^-0.4, e^0.4). Source: "Geometric-Mean Policy Optimization" (2025), equation 4.
     """
     log_ratio_BT = log_prob_BT - old_log_prob_BT
     bounded_BT = log_ratio_BT.clamp(-clip_ratio_low, clip_ratio_high)
-    sign_BT = advantage_BT.sign()
+    advantage_B1 = masked_row_mean(advantage_BT, mask_BT)[:, None]
+    sign_BT = advantage_B1.sign().expand_as(advantage_BT)
     kept_BT = sign_BT * torch.minimum(sign_BT * log_ratio_BT, sign_BT * bounded_BT)
     ratio_BT = _by_token(_row_ratio(kept_BT, mask_BT), kept_BT)
-    loss_BT = -masked_row_mean(advantage_BT, mask_BT)[:, None] * ratio_BT
+    loss_BT = -advantage_B1 * ratio_BT
     cut_BT = (sign_BT != 0) & (sign_BT * bounded_BT < sign_BT * log_ratio_BT)
     bounded_log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
     return TokenLoss(loss_BT, _stats(bounded_log_ratio_BT, **_clips(cut_BT, log_ratio_BT)))

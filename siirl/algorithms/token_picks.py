@@ -14,6 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+TIE = 1e-4
+"""Nats within which a token ranks as the last one that is picked.
+
+Samples of a prompt begin with equal tokens; computed in other micro-batches, or on other ranks, they differ by
+rounding, which must not decide.
+"""
+
 
 def pick_tokens(
     name: str,
@@ -24,13 +31,15 @@ def pick_tokens(
     options: Mapping[str, Any],
     all_sum: Callable[[Tensor], Tensor] = lambda totals: totals,
     all_gather: Callable[[Tensor], Tensor] = lambda values: values,
+    tie: float = 0.0,
 ) -> Tensor:
     """The tokens that the loss `name` picks, bool [B, T].
 
     clip_cov picks by chance (the largest noise_BT) a share clip_cov_ratio of all tokens, among those whose
-    covariance lies in (clip_cov_lb, clip_cov_ub); kl_cov picks the share kl_cov_ratio of largest covariance;
-    both at least one token. all_sum adds a float64 vector over the ranks of the mini-batch, all_gather joins
-    float64 vectors of equal length; each is called once, also by ranks without rows.
+    covariance lies in (clip_cov_lb, clip_cov_ub); kl_cov picks the share kl_cov_ratio of largest covariance,
+    and all that are within `tie` of the last one; both at least one token. all_sum adds a float64 vector over
+    the ranks of the mini-batch, all_gather joins float64 vectors of equal length; each is called once, also
+    by ranks without rows.
     """
     mask_BT = mask_BT.bool()
     log_prob_N, advantage_N = old_log_prob_BT[mask_BT].double(), advantage_BT[mask_BT].double()
@@ -40,20 +49,21 @@ def pick_tokens(
     covariance_BT = (old_log_prob_BT.double() - mean_log_prob) * (advantage_BT.double() - mean_advantage)
     if name == "clip_cov":
         inside_BT = (covariance_BT > options["clip_cov_lb"]) & (covariance_BT < options["clip_cov_ub"])
-        key_BT, share = noise_BT.double().masked_fill(~inside_BT, -torch.inf), options["clip_cov_ratio"]
+        key_BT, share, tie = noise_BT.double(), options["clip_cov_ratio"], 0.0
+        key_BT = key_BT.masked_fill(~inside_BT, -torch.inf)
     else:
         key_BT, share = covariance_BT, options["kl_cov_ratio"]
     key_BT = key_BT.masked_fill(~mask_BT, -torch.inf)
-    return _top(key_BT, max(1, int(share * count)), all_gather)
+    return _top(key_BT, max(1, int(share * count)), all_gather, tie)
 
 
-def _top(key_BT: Tensor, num: int, all_gather: Callable[[Tensor], Tensor]) -> Tensor:
-    """The tokens with the `num` largest keys over all ranks; those with key -inf never."""
+def _top(key_BT: Tensor, num: int, all_gather: Callable[[Tensor], Tensor], tie: float) -> Tensor:
+    """The tokens with the `num` largest keys over all ranks, and those within tie; with key -inf never."""
     mine = torch.full((num,), -torch.inf, dtype=torch.float64, device=key_BT.device)
     best = key_BT.flatten().topk(min(num, key_BT.numel())).values
     mine[: len(best)] = best
     least = all_gather(mine).topk(num).values[-1]
-    return (key_BT >= least) & (key_BT > -torch.inf)
+    return (key_BT >= least - tie) & (key_BT > -torch.inf)
 
 
 def high_entropy(
@@ -61,12 +71,13 @@ def high_entropy(
     mask_BT: Tensor,
     share: float,
     all_sum: Callable[[Tensor], Tensor] = lambda totals: totals,
+    tie: float = 0.0,
 ) -> Tensor:
     """The trained tokens whose entropy reaches the (1 - share) quantile of the mini-batch, bool [B, T].
 
     entropy_BT: float32, of the policy before the step. The quantile is that with linear interpolation, so
-    tokens of equal entropy are all in or all out. all_sum adds a float64 vector over the ranks of the
-    mini-batch; it is called four times, also by ranks without rows: the least entropy that is kept is found
+    tokens of equal entropy, or within `tie` of it, are all in or all out. all_sum adds a float64 vector over
+    the ranks of the mini-batch; it is called four times, also by ranks without rows: the least entropy that is kept is found
     by counts of its bytes, from the highest on, so what is exchanged does not grow with the batch.
     Source: Wang et al., "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement
     Learning for LLM Reasoning" (2025), section 5.
@@ -84,13 +95,19 @@ def high_entropy(
         byte = max(int((at_least_256 >= still).sum()) - 1, 0)
         still -= float(at_least_256[byte] - count_256[byte])
         left_N, least = left_N[byte_N == byte], least | byte << 8 * place
-    return mask_BT & (rank_BT >= least)
+    return mask_BT & (rank_BT >= _rank_of_float32(_float32_of_rank(least) - tie).item())
 
 
 def _rank_of_float32(value_BT: Tensor) -> Tensor:
     """Integers from 0 to 2^32 - 1 in the order of the numbers, int64 [B, T]."""
     bits_BT = (value_BT.float() + 0.0).contiguous().view(torch.int32).long()  # + 0.0: no negative zero
     return torch.where(bits_BT < 0, -bits_BT - 1, bits_BT + 2**31)
+
+
+def _float32_of_rank(rank: int) -> Tensor:
+    """The number that _rank_of_float32 gives a rank to."""
+    bits = rank - 2**31 if rank >= 2**31 else -rank - 1
+    return torch.tensor([bits], dtype=torch.int32).view(torch.float32)
 
 
 def token_noise(row_id_B: Tensor, width: int, seed: int) -> Tensor:

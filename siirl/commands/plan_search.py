@@ -8,6 +8,7 @@ import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from siirl.compiler.backends import backend_of
@@ -30,7 +31,7 @@ from siirl.dag.spec import DagSpec
 from siirl.errors import ConfigError, UserError
 from siirl.findings import Findings
 from siirl.launch.devices import device_memory_gib, device_name, named_machine
-from siirl.launch.survey import Survey, survey, survey_inputs
+from siirl.launch.survey import Survey, survey, survey_inputs, trains_group
 from siirl.parallel.placement import format_ranks
 
 SHOWN = 5
@@ -230,7 +231,8 @@ def _compiled(found: Search, changes: Changes) -> tuple[Plan, dict[str, Config]]
     UserError for what the checks of a run refuse.
     """
     problems = Findings()
-    cfg = find_contradictions(with_overrides(found.cfg, changes), problems)
+    trains = partial(trains_group, found.dag)
+    cfg = find_contradictions(with_overrides(found.cfg, changes), problems, trains)
     problems.close()
     dag = with_node_config(found.dag, changes.get("dag.node_config", {}))
     plan, configs = compile_plan(dag, cfg, found.plan.world_size)

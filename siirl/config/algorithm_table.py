@@ -55,6 +55,8 @@ class PolicyLoss:
     """It takes one advantage for a row, the mean over its tokens."""
     picks_tokens: bool = False
     """It picks tokens of the whole mini-batch by their log-probs before the update."""
+    kinked: bool = False
+    """Its slope jumps where the ratio is 1, which it then exactly is in the first mini-batch."""
     imitates: bool = False
     """It makes given responses likelier: it reads no advantage, and no log-probs of before the step."""
     distills: bool = False
@@ -124,7 +126,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "sapo": PolicyLoss(("tau_pos", "tau_neg"), paper_mode=_ROW),
     "gpg": PolicyLoss(),
     "clip_cov": PolicyLoss((*_CLIP, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"), picks_tokens=True),
-    "kl_cov": PolicyLoss(("kl_cov_ratio", "ppo_kl_coef"), picks_tokens=True),
+    "kl_cov": PolicyLoss(("kl_cov_ratio", "ppo_kl_coef"), picks_tokens=True, kinked=True),
     "cpgd": PolicyLoss((*_CLIP, "policy_drift_coeff")),
     "dppo_tv": _TRUST_REGION,
     "dppo_kl": _TRUST_REGION,

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from siirl.addresses import is_loopback
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
@@ -28,15 +28,25 @@ def check_config(cfg: Config) -> None:
         raise joined(problems)
 
 
-def find_contradictions(cfg: Config, found: Findings) -> Config:
+def find_contradictions(
+    cfg: Config, found: Findings, trains: Callable[[str], bool] = lambda group: True
+) -> Config:
     """`check_config` that goes on: contradictions go to `found`. The keys that they start with are broken in
     the configuration that is returned, so that nothing is said of them twice.
+
+    trains: whether the workflow trains the model of a group; mini-batches of others are cut by nobody. It is
+    asked only where they would be refused.
     """
-    problems = contradictions(cfg)
+    problems = [problem for problem in contradictions(cfg) if _concerns(str(problem), trains)]
     for problem in problems:
         found.add(problem)
     subjects = (_KEY.match(str(problem)) for problem in problems)
     return with_broken(cfg, (key[0] for key in subjects if key and key[0] in all_keys()))
+
+
+def _concerns(problem: str, trains: Callable[[str], bool]) -> bool:
+    group, is_of_mini_batch, _ = problem.partition(".ppo_mini_batch_size=")
+    return not is_of_mini_batch or " " in group or trains(group)
 
 
 def contradictions(cfg: Config) -> list[UserError]:

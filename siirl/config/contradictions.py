@@ -327,6 +327,12 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "the step, which the pass of old log-probs computes. Set {}.recompute_old_log_prob=true.",
         ),
         Contradiction(
+            lambda actor: actor.loss.kinked and not actor.recompute_old_log_prob,
+            "{policy_loss.loss_mode=} with {recompute_old_log_prob=}: its penalty has the sign of the log "
+            "ratio as its slope, which would be that of the rollout engine's rounding. Set "
+            "{}.recompute_old_log_prob=true.",
+        ),
+        Contradiction(
             lambda actor: actor.imitates and (actor.corrects_rollout or actor.opsm_delta is not None),
             "{}.rollout_correction or {}.opsm_delta with {policy_loss.loss_mode=}, which makes responses "
             "likelier whoever sampled them: there is nothing to correct. Remove it.",

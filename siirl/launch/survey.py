@@ -41,13 +41,28 @@ class Survey:
 
 def survey(cfg: Config, found: Findings) -> Survey:
     """Configuration and workflow: the same on every machine that has the DAG file. Problems go to `found`."""
-    cfg = find_contradictions(cfg, found)
+    cfg = find_contradictions(cfg, found, lambda group: _trains(cfg, group))
     with found.at(Place.WORKFLOW):
         dag = load_dag(cfg)
         plan, node_cfgs = compile_plan(dag, cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
         _check_fewest(dag, cfg)
         return Survey(cfg, plan, node_cfgs)
     return Survey(cfg)
+
+
+def _trains(cfg: Config, group: str) -> bool:
+    """Whether the workflow trains the model of a group; where it cannot be read, which is said elsewhere, it
+    may."""
+    try:
+        return trains_group(load_dag(cfg), group)
+    except UserError:
+        return True
+
+
+def trains_group(dag: DagSpec, group: str) -> bool:
+    """Whether a node of a DAG trains the model of a group of the configuration."""
+    trained = (node.role.group for node in dag.nodes if node.node_type == "MODEL_TRAIN")
+    return any(own and f"{group}.".startswith(f"{own}.") for own in trained)
 
 
 def with_choices(seen: Survey, machine: Machine, kept: Kept | None = None) -> Survey:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from siirl.algorithms.aggregate import prompt_shares
 from siirl.algorithms.tensor_metrics import TensorMetrics
-from siirl.algorithms.token_picks import high_entropy, pick_tokens, token_noise
+from siirl.algorithms.token_picks import TIE, high_entropy, pick_tokens, token_noise
 from siirl.compiler.interactions.credit_reads import trains_in, warmup_of
 from siirl.dag.fields_read import old_log_prob_source, uses_full_kl
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
@@ -43,10 +43,10 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
             mini_batch["picked"] = _picked(ctx, mini_batch)
         if actor.picks_by_entropy:
             found = (mini_batch["old_entropy"], mini_batch["response_mask"], actor.top_entropy_quantile)
-            mini_batch["high_entropy"] = high_entropy(*found, partial(sum_over_ranks, ctx))
+            mini_batch["high_entropy"] = high_entropy(*found, partial(sum_over_ranks, ctx), TIE)
         if actor.loss_agg_mode == "prompt-mean":
             mini_batch["prompt_share"] = _prompt_share(ctx, mini_batch)
-        if number == 0 and recomputes and not _has_old(mini_batch):
+        if number == 0 and recomputes and (actor.loss.kinked or not _has_old(mini_batch)):
             mini_batch = mini_batch.exclude("old_log_prob")
             if actor.ppo_epochs > 1:
                 old_BT, loss = _kept(rows, first_loss_fn)
@@ -118,4 +118,4 @@ def _picked(ctx: OpContext, rows: TensorDict) -> Tensor:
     noise_BT = token_noise(rows["row_id"], mask_BT.shape[1], ctx.cfg.trainer.seed * 1_000_003 + ctx.step)
     options = policy_loss_options(ctx.cfg)
     add_up = partial(sum_over_ranks, ctx)
-    return pick_tokens(name, old_BT, rows["advantage"], mask_BT, noise_BT, options, add_up, all_gather)
+    return pick_tokens(name, old_BT, rows["advantage"], mask_BT, noise_BT, options, add_up, all_gather, TIE)

@@ -300,13 +300,15 @@ def whole_losses(keys: dict[str, Any], outputs: Sequence[Tensor]) -> Iterator[tu
     if cfg.actor_rollout_ref.actor.shuffle:
         seed = (cfg.actor_rollout_ref.actor.data_loader_seed * 1_000_003 + STEP) * 1_009
         order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(seed)).argsort()
-    for index in order.split(PROMPTS * SAMPLES):
+    for number, index in enumerate(order.split(PROMPTS * SAMPLES)):
         mini, mask_BT = take_rows(rows, index), rows["response_mask"][index]
         actor = cfg.actor_rollout_ref.actor
         if actor.loss.picks_tokens:
             noise_BT = token_noise(mini["row_id"], WIDTH, cfg.trainer.seed * 1_000_003 + STEP)
             given = (mini["old_log_prob"], mini["advantage"], mask_BT, noise_BT, policy_loss_options(cfg))
             mini["picked"] = pick_tokens(actor.loss_name, *given)
+        if actor.loss.kinked and number == 0:
+            mini = mini.exclude("old_log_prob")
         if actor.picks_by_entropy:
             mini["high_entropy"] = high_entropy(mini["old_entropy"], mask_BT, actor.top_entropy_quantile)
         if actor.loss_agg_mode == "prompt-mean":

@@ -8,7 +8,7 @@ import pytest
 import torch
 import trl_trainers
 from job_harness import Finished, run_example
-from test_given_responses_job import assert_means, by_trl, folder, train  # noqa: F401
+from test_given_responses_job import MINI, assert_means, by_trl, folder, train  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 PAIRS = ("actor_rollout_ref.rollout.n=2", "data.response_keys=[chosen,rejected]")
@@ -17,6 +17,14 @@ TP2 = (
     "reward_model.megatron.tensor_model_parallel_size=2",
     "reward_model.megatron.param_dtype=float32",
 )
+
+
+BY_TOKENS = ("reward_model.use_dynamic_bsz=True", "reward_model.ppo_max_token_len_per_gpu=64")
+OWN_MINI_BATCH = (
+    f"reward_model.ppo_mini_batch_size={MINI}",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+)
+"""No actor is trained: how its mini-batches would be cut is nobody's business."""
 
 
 def keys(model: Path) -> tuple[str, ...]:
@@ -52,7 +60,7 @@ def theirs(model: Path) -> trl_trainers.Trained:
     ("world", "more"),
     [
         pytest.param(1, (), marks=pytest.mark.slow),
-        (2, ("reward_model.use_dynamic_bsz=True", "reward_model.ppo_max_token_len_per_gpu=64")),
+        (2, (*BY_TOKENS, *OWN_MINI_BATCH)),
         (2, TP2),
         pytest.param(2, ("reward_model.ulysses_sequence_parallel_size=2",), marks=pytest.mark.slow),
     ],

@@ -12,13 +12,34 @@ from siirl.dag.node_config import with_node_config
 from siirl.dag.spec import DagSpec, NodeSpec, dag_spec
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import UserError
+from siirl.findings import Findings
+from siirl.launch.survey import survey
 
 MODEL = ("reward_model.enable=true", "reward_model.model.path=/models/rm")
 GIVEN = (
     *("actor_rollout_ref.rollout.name=dataset", "actor_rollout_ref.rollout.n=2", *MODEL),
     *("data.response_keys=[chosen,rejected]", "trainer.val_before_train=false", "trainer.test_freq=-1"),
 )
+BESIDE = TEMPLATES / "reward_training_grpo.yaml"
 TRAIN = NodeSpec("learn", "MODEL_TRAIN", "REWARD", dependencies=("reward",))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (("reward_model.ppo_mini_batch_size=4",), ""),
+        (
+            ("reward_model.ppo_mini_batch_size=3",),
+            "'reward_training': .* = 3 prompts .* a divisor of 8",
+        ),
+        (("reward_model.ppo_mini_batch_size=4", f"dag.workflow_path={BESIDE}"), "actor.*=256 is larger than"),
+    ],
+)
+def test_mini_batches_of_a_policy_that_nobody_trains_are_not_judged(keys, words):
+    actor = "actor_rollout_ref.actor.ppo_mini_batch_size=256"
+    survey(config(*GIVEN, "data.train_batch_size=8", actor, *keys), found := Findings())
+    problems = "\n".join(map(str, found.problems))
+    assert re.search(words, problems) if words else not problems
 
 
 def alone() -> DagSpec:

@@ -124,8 +124,8 @@ def oracle_optimal_token_baseline(b):
 
 def oracle_gpg(b):
     plain = oracle_grpo(b, with_std=False)
-    trained = sum(any(m) for m in b.response_mask)
-    alpha = trained / sum(any(a != 0 for a in row) for row in plain)
+    trained = {group for group, m in zip(b.group_id, b.response_mask, strict=True) if any(m)}
+    alpha = len(trained) / len({g for g, row in zip(b.group_id, plain, strict=True) if any(row)})
     return [[alpha * a for a in row] for row in plain]
 
 
@@ -278,6 +278,19 @@ def test_rows_that_differ_by_the_rounding_of_a_kl_have_no_signal(name, most):
     assert float(exact[0]) == pytest.approx(0.5 * most)
     got = compute_advantage(name, fields | {"reward": reward_BT + noise_BT}, options).advantage_BT
     torch.testing.assert_close(got, exact, atol=1e-6, rtol=1e-6)
+
+
+def test_a_row_at_the_mean_of_its_group_does_not_make_the_group_one_without_signal():
+    """GPG scales by groups: of 13 with scores 0, 0.5 and 1 all have a signal, by rows it was 39 / 26."""
+    fields = {
+        "reward": torch.tensor([0.0, 0.5, 1.0] * 13)[:, None],
+        "response_mask": torch.ones(39, 1, dtype=torch.bool),
+        "group_id": torch.arange(39) // 3,
+    }
+    got = compute_advantage("gpg", fields, OPTIONS).advantage_BT
+    assert got[:, 0].tolist() == [-0.5, 0.0, 0.5] * 13
+    fields["reward"][:3] = 1.0
+    assert compute_advantage("gpg", fields, OPTIONS).advantage_BT[5, 0] == pytest.approx(0.5 * 13 / 12)
 
 
 def test_grpo_without_deviation_is_the_distance_from_the_mean():

@@ -235,14 +235,28 @@ def gspo_token(lp: Tensor, old: Tensor, adv: Tensor, weight: Tensor) -> Tensor:
 def gmpo_token(lp: Tensor, old: Tensor, adv: Tensor, weight: Tensor) -> Tensor:
     """GMPO's gradient written out: each token's own, times the row's ratio and mean advantage."""
     low, high = OPTIONS["clip_ratio_low"], OPTIONS["clip_ratio_high"]
-    kept = []
+    kept, sign = [], float(adv.mean().sign())
     for t in range(len(lp)):
-        d, sign = lp[t] - old[t], float(adv[t].sign())
+        d = lp[t] - old[t]
         kept.append(sign * min(sign * d, sign * min(max(d, -low), high)))
     kept = [torch.as_tensor(x, dtype=torch.float64) for x in kept]
     ratio = math.exp(sum(x.item() for x in kept) / len(kept))
     terms = [ratio * weight[t] * (1 + kept[t] - kept[t].item()) for t in range(len(lp))]
     return -adv.mean() * sum(terms) / len(terms)
+
+
+def test_gmpo_gives_a_token_without_an_advantage_of_its_own_the_gradient_of_its_row():
+    """Its sign was 0, so that it had no gradient, and at an advantage of 1e-9 all of it."""
+    log_prob, mask = torch.full((1, 4), -1.0, dtype=torch.float64), torch.ones(1, 4, dtype=torch.bool)
+    grads = []
+    for least in (0.0, 1e-9, -1e-9):
+        leaf = log_prob.clone().requires_grad_()
+        advantage = torch.tensor([[1.0, 1.0, 1.0, least]], dtype=torch.float64)
+        compute_policy_loss("gmpo", leaf, log_prob, advantage, mask, OPTIONS).loss_BT.sum().backward()
+        grads.append(leaf.grad)
+    assert float(grads[0].abs().min()) > 0.5
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from siirl.algorithms.rollout_correction import Correction, correction_weights
-from siirl.algorithms.token_picks import pick_tokens, token_noise
+from siirl.algorithms.token_picks import TIE, high_entropy, pick_tokens, token_noise
 from siirl.config import load_config
 from siirl.config.checks import check_config
 from siirl.engines.train.base import BatchCounts, TokenOutputs
@@ -73,6 +73,24 @@ def test_picks_are_those_of_the_paper_and_do_not_depend_on_ranks(name):
         for part in parts
     ]
     assert torch.equal(torch.cat(joined), whole)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_tokens_are_all_in_or_all_out_however_they_round(seed):
+    """First tokens of a prompt's samples have one log-prob and entropy, computed in other micro-batches."""
+    draw = torch.Generator().manual_seed(seed)
+    exact = (-3 * torch.rand(4, 1, T, generator=draw)).expand(4, 6, T).reshape(24, T)
+    advantage = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]).repeat(4)[:, None].expand(24, T)
+    mask, noise = torch.ones(24, T, dtype=torch.bool), torch.zeros(24, T)
+    found = []
+    for _ in range(2):
+        value = exact + 1e-6 * torch.randn(24, T, generator=draw)
+        options = OPTIONS | {"kl_cov_ratio": 0.31}
+        picked = pick_tokens("kl_cov", value, advantage, mask, noise, options, tie=TIE)
+        found.append((picked, high_entropy(-value, mask, 0.37, tie=TIE)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other) and 0 < int(one.sum()) < 24 * T
+    assert len(found[0][1].view(4, 6, T).unique(dim=1)[0]) == 1
 
 
 def test_nothing_is_picked_where_nothing_qualifies():
@@ -148,9 +166,10 @@ def test_weights_of_a_rejected_row_are_zero():
         (["tis_imp_ratio_cap=2", "recompute_old_log_prob=False"], "nothing to correct"),
         (["tis_imp_ratio_cap=2", "rollout_correction.weight=mask"], "short for the second"),
         (["rollout_correction.low=3"], "not below the upper bound"),
+        (["policy_loss.loss_mode=kl_cov", "recompute_old_log_prob=False"], "the rollout engine's rounding"),
     ],
 )
-def test_corrections_that_contradict_each_other_are_refused(overrides, words):
+def test_keys_that_contradict_each_other_are_refused(overrides, words):
     cfg = load_config(
         ["actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=2"]
         + [f"{ACTOR}.{override}" for override in overrides]
