@@ -17,8 +17,8 @@ from torch import Tensor
 TIE = 1e-4
 """Nats within which a token ranks as the last one that is picked.
 
-Samples of a prompt begin with equal tokens; computed in other micro-batches, or on other ranks, they differ by
-rounding, which must not decide.
+Samples of a prompt begin with equal tokens; computed in other micro-batches, or on other ranks, they differ
+by rounding, which must not decide.
 """
 
 
@@ -77,8 +77,9 @@ def high_entropy(
 
     entropy_BT: float32, of the policy before the step. The quantile is that with linear interpolation, so
     tokens of equal entropy, or within `tie` of it, are all in or all out. all_sum adds a float64 vector over
-    the ranks of the mini-batch; it is called four times, also by ranks without rows: the least entropy that is kept is found
-    by counts of its bytes, from the highest on, so what is exchanged does not grow with the batch.
+    the ranks of the mini-batch; it is called four times, also by ranks without rows: the least entropy that
+    is kept is found by counts of its bytes, from the highest on, so what is exchanged does not grow with the
+    batch.
     Source: Wang et al., "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement
     Learning for LLM Reasoning" (2025), section 5.
     """
