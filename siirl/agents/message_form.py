@@ -50,38 +50,38 @@ class OwnTurn(dict[str, Any]):
         marks: ReasoningMarks | None,
         turn: int,
         parse: ToolParser | None = None,
-        takes_calls: bool = True,
+        plain: Said | None = None,
         frame: tuple[str, str] = ("", ""),
     ) -> None:
         """turn: its number, of which the ids of calls are made that the model gave none. parse: read them.
 
-        takes_calls: the template writes calls. frame: what it writes around a plain answer.
+        plain: the same with its calls as text, for a template that does not write calls. frame: what the
+        template writes around a plain answer.
         """
         self.said, self.parse = said, parse
         calls = [call for call in said.calls if isinstance(call, ToolCall)]
         self.ids = [call.id or call_id(turn, index) for index, call in enumerate(calls)]
         """Of its calls."""
+        if plain is not None:
+            said, calls = plain, []
         parts: dict[str, Any] = {"role": "assistant", "content": said.raw}
         reasoned = bool(said.reasoning and said.reasoning.strip())
         apart = reasoned and marks is not None and marks.key is not None
-        understood = len(calls) == len(said.calls) and (takes_calls or not calls)
-        if understood and apart:
+        if apart:
             parts[marks.key] = said.reasoning
-        if understood and calls:
+        if calls:
             parts["tool_calls"] = [
                 {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for id, call in zip(self.ids, calls, strict=True)
             ]
-        contents = [said.raw, said.raw.strip()]
-        if understood and reasoned and not apart and calls and marks is not None:
+        contents = [_unframed(said.raw, *frame), said.raw, said.raw.strip()]
+        if reasoned and not apart and calls and marks is not None:
             contents = [_with_reasoning(said, marks)]
-        elif understood and (apart or calls):
+        elif apart or calls:
             contents = [said.answer.strip(), said.answer]
-        elif understood and not reasoned and said.answer.strip() != said.raw.strip():
+        elif not reasoned and said.answer.strip() != said.raw.strip():
             contents = [said.answer.strip(), said.answer, *contents]
-        if not (understood and (apart or calls)) and (bare := _unframed(said.raw, *frame)) != said.raw:
-            contents = [bare, *contents]
-        if apart and understood and calls:
+        if apart and calls:
             contents.append("")  # gpt-oss takes no answer beside reasoning and a call
         self.forms = [{**parts, "content": content} for content in dict.fromkeys(contents)]
         """What it may be; it is the first of them until the template has been asked."""

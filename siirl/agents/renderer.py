@@ -57,6 +57,18 @@ def _together(one: Any, other: Any) -> Any:
     return [*parts_of(one), {"type": "text", "text": "\n\n"}, *parts_of(other)]
 
 
+def _behind(whole: str, opened: str, said: str) -> str | None:
+    """What stands in a text behind its beginning and what was said there; None: it goes on otherwise.
+
+    Tokenizers may leave out a blank that comes first when they decode.
+    """
+    rest = whole.removeprefix(opened) if whole.startswith(opened) else None
+    for text in (rest, rest and rest.lstrip(" ")):
+        if text is not None and text.startswith(said):
+            return text[len(said) :]
+    return None
+
+
 class Sight(Protocol):
     """What renders images: the ImageReader of a model."""
 
@@ -157,7 +169,11 @@ class ChatRenderer:
         marks = self.dialect.reasoning
         opens = opens_reasoning(self.dialect, prompt_end) if prompt_end else None
         said = read_turn(self.dialect, raw, opens, parse)
-        return OwnTurn(said, marks, turn, parse, not said.calls or self.takes_calls, self._frame())
+        understood = all(isinstance(call, ToolCall) for call in said.calls)
+        plain = None
+        if said.calls and not (understood and self.takes_calls):
+            plain = read_turn(self.dialect, raw, opens)
+        return OwnTurn(said, marks, turn, parse, plain, self._frame())
 
     def continued(self, spoken: Spoken, messages: Chat) -> tuple[Read | None, str | None]:
         """What comes after a turn: its end, the messages, the beginning of the agent's next turn; and the
@@ -179,13 +195,11 @@ class ChatRenderer:
     def _continued(self, spoken: Spoken, messages: Chat) -> tuple[str, list[int] | None]:
         """The text of a conversation that goes on after a turn, and its tokens from the turn's end on."""
         opened, own = self._opened(spoken), spoken.own
-        raw, tokens = own.said.raw, None
-        whole = self._in_form(spoken, messages, opened + raw)
-        if whole.startswith(opened + raw):
-            tokens = self._after_end(whole[len(opened) + len(raw) :], self._turn_end(), spoken.stop)
-        elif not own.settled:
+        whole, rest = self._in_form(spoken, messages, opened)
+        if rest is None and not own.settled:
             self.settle(spoken)
-            whole = self._in_form(spoken, messages)
+            whole, rest = self._in_form(spoken, messages, opened)
+        tokens = None if rest is None else self._after_end(rest, self._turn_end(), spoken.stop)
         if tokens is None and whole.startswith(opened):
             tokens = self._after_other_words(whole[len(opened) :], spoken)
         return whole, tokens
@@ -233,25 +247,27 @@ class ChatRenderer:
         if same or self._as_last(spoken) is None:
             own.be([*same, *taken, own.forms[0]][0])
 
-    def _in_form(self, spoken: Spoken, messages: Chat, wanted: str = "") -> str:
-        """The text of a conversation that goes on after a turn, in the form of it that gives a text which
-        begins as wanted, else in the first that the template takes. DataError if it takes none."""
+    def _in_form(self, spoken: Spoken, messages: Chat, opened: str) -> tuple[str, str | None]:
+        """The text of a conversation that goes on after a turn, and what stands behind the agent's words;
+        None: they are not there. It is that of the form of the turn in which they are, else of the first that
+        the template takes. DataError if it takes none."""
         own, refused, first = spoken.own, None, None
         for form in [dict(own)] if own.settled else own.forms:
             own.be(form, own.settled)
             try:
-                text = self._text([*spoken.messages, own, *messages])
+                whole = self._text([*spoken.messages, own, *messages])
             except DataError as error:
                 refused = refused or error
                 continue
-            first = first or (form, text)
-            if text.startswith(wanted):
-                own.settled = own.settled or bool(wanted)
-                return text
+            first = first or (form, whole)
+            rest = _behind(whole, opened, own.said.raw)
+            if rest is not None:
+                own.settled = True
+                return whole, rest
         if first is None:
             raise refused or DataError(f"the chat template of {self._name} takes no turn")
         own.be(first[0], own.settled)
-        return first[1]
+        return first[1], None
 
     def _after_other_words(self, rest: str, spoken: Spoken) -> list[int] | None:
         """What follows a turn that the template writes in other words than the agent did.
@@ -311,6 +327,8 @@ class ChatRenderer:
     def _says_the_same(self, written: str, own: OwnTurn, reasoning: bool = True) -> bool:
         """Whether two spellings of a turn have the same parts. reasoning: whether it counts."""
         mine, marks = own.said, self.dialect.reasoning
+        if written.split() == mine.raw.split():
+            return True
         opened = mine.opened and marks is not None and marks.end in written
         its = read_turn(self.dialect, written, opened, own.parse)
         if reasoning and (mine.reasoning or "").strip() != (its.reasoning or "").strip():
