@@ -178,7 +178,8 @@ def _programs(plan: InteractionPlan, trainer: TrainerConfig, rank: int) -> "Prog
     from siirl.agents.outside.programs import Programs, starter
 
     limits = ProgramLimits(program["deadline_s"], program["max_requests"], program["max_concurrent"])
-    parse = tool_parser(program["tool_format"], "actor_rollout_ref.serve.tool_format")
+    name = program["tool_format"]
+    parse = None if name == AUTO else tool_parser(name, "actor_rollout_ref.serve.tool_format")
     if program["listen"]:
         return Programs(
             Endpoint(Lobby(_door(plan, program, trainer, rank)), limits), parse, program["needs_reward"]

@@ -18,7 +18,7 @@ from siirl.agents.outside.chat_wire import UNREWARDED, Asked, Said, as_message
 from siirl.agents.outside.content import BadRequest, understood
 from siirl.agents.runner import Game, Played, take_turn
 from siirl.compiler.plan import StagePlan
-from siirl.dialect.tool_formats import Parsed, ToolParser, text_alone
+from siirl.dialect.tool_formats import AUTO, Parsed, ToolParser, text_alone, tool_parser
 from siirl.errors import EpisodeFailed
 
 HUNG, FLOODED, SILENT, LEFT = "program_hung", "program_flooded", "program_silent", "program_left"
@@ -29,8 +29,8 @@ UNREADABLE = "the chat template and the tokenizer do not take it"
 class Session:
     """What the endpoint knows of an episode. `turn` and `finish` are for the episode's own event loop."""
 
-    def __init__(self, game: Game, played: Played, parse: ToolParser, max_requests: int) -> None:
-        """parse: how models write tool calls."""
+    def __init__(self, game: Game, played: Played, parse: ToolParser | None, max_requests: int) -> None:
+        """parse: reads the tool calls of all models; None: each model's are read by its own dialect."""
         self.token = f"siirl-{secrets.token_urlsafe(32)}"
         self.loop = asyncio.get_running_loop()
         self.rewards: dict[int, float] | float | None = None
@@ -195,7 +195,8 @@ class Session:
         opening = understood(UNREADABLE, self._opened, stage, context, asked)
         num_read = len(opening.tokens)
         said = partial(self._said, asked)
-        parse = self._parse if asked.tools else text_alone
+        own_format = speaker.renderer.dialect.tool_format
+        parse = (self._parse or tool_parser(AUTO, dialect=own_format)) if asked.tools else text_alone
         turn = await take_turn(speaker, stage, episode, context, opening, asked.most_tokens, said, parse)
         at = len(episode.messages) - 1  # before the turn
         episode.messages[at:at] = [

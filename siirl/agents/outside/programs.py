@@ -31,8 +31,8 @@ class Programs:
     """What plays all episodes of a rank: a command, or clients that come for them."""
 
     endpoint: Endpoint
-    parse: ToolParser
-    """How models write tool calls."""
+    parse: ToolParser | None
+    """Reads the tool calls of models; None: by the dialect of each."""
     needs_reward: bool
     """Nobody but the program scores its episodes."""
 
