@@ -7,8 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from siirl.config import Config
-from siirl.data.columns import EXTRA_KEY, GROUND_TRUTH_KEY, Columns
 from siirl.data.data_files import DataFile, list_files, read_columns
+from siirl.data.dataset_columns import EXTRA_KEY, GROUND_TRUTH_KEY, Columns
 from siirl.data.reasoning_gym_rows import first_overlap
 from siirl.data.row_values import is_json, is_list, is_text
 from siirl.errors import DataError, Place

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from siirl.config import Config
 from siirl.data.chat import Prompt, as_messages, encode_prompts
 from siirl.data.check_files import check_columns
-from siirl.data.columns import EXTRA_KEY, GROUND_TRUTH_KEY, Columns
 from siirl.data.data_files import UNREADABLE, DataFile, list_files, read_columns
+from siirl.data.dataset_columns import EXTRA_KEY, GROUND_TRUTH_KEY, Columns
 from siirl.data.image_reader import ImageReader
 from siirl.data.images import num_images, read_images, with_image_parts
 from siirl.data.prompt_lengths import TEMPLATE_TOKENS, token_bounds

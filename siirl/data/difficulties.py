@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from siirl.config import Config
-from siirl.data.columns import EXTRA_KEY, Columns
 from siirl.data.data_files import list_files, read_columns
+from siirl.data.dataset_columns import EXTRA_KEY, Columns
 from siirl.data.row_values import values_of
 from siirl.errors import DataError
 

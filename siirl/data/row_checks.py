@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 
 from siirl.config import Config
 from siirl.data.check_files import is_plain_chat, splits_read
-from siirl.data.columns import GROUND_TRUTH_KEY, Columns
 from siirl.data.data_files import DataFile, list_files, read_columns
+from siirl.data.dataset_columns import GROUND_TRUTH_KEY, Columns
 from siirl.data.prompt_lengths import PromptLengths
 from siirl.data.row_values import (
     CHAT_START,

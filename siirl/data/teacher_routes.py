@@ -3,8 +3,8 @@
 from collections.abc import Collection
 
 from siirl.config import Config
-from siirl.data.columns import Columns
 from siirl.data.data_files import list_files, read_columns
+from siirl.data.dataset_columns import Columns
 from siirl.data.row_values import value_at, values_of
 from siirl.errors import DataError
 
