@@ -56,11 +56,12 @@ class RunInputs:
 def inputs_of(cfg: Config, plan: Plan | None) -> RunInputs:
     """All that the counting settings and the workflow name and that is here: see resume_settings.FREE."""
     found = RunInputs()
-    for name, value in counting_values(cfg, plan).items():
-        for text in _texts(value):
+    named = [(name, text) for name, value in counting_values(cfg, plan).items() for text in _texts(value)]
+    if plan is not None:
+        named += [("workflow", text) for text in _texts(json.loads(plan.to_json())["interactions"])]
+    for name, text in named:
+        with contextlib.suppress(OSError):  # what cannot be read is refused by who needs it
             _add(found, name, text, Path())
-    for text in _texts(json.loads(plan.to_json())["interactions"]) if plan is not None else ():
-        _add(found, "workflow", text, Path())
     return found
 
 

@@ -157,6 +157,19 @@ def test_a_change_of_what_a_run_reads_is_refused_when_it_goes_on(project, tmp_pa
         (project / file).write_bytes(content)
 
 
+def test_what_cannot_be_read_is_left_to_who_needs_it(project, monkeypatch):
+    cfg, plan = configured(project)
+    whole = inputs_of(cfg, plan)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("siirl.model_files.digests.digest_file", refuse)
+    left = inputs_of(cfg, plan)
+    assert "custom_reward_function.path, reward.py" in left.digests
+    assert left.digests.keys() < whole.digests.keys()
+
+
 def test_any_tensor_of_a_large_file_counts(tmp_path):
     tensors = {f"layer_{i}": np.full(60_000 + i, i, np.float32) for i in range(40)}
     save_file(tensors, tmp_path / "model.safetensors")
