@@ -25,7 +25,10 @@ class FileVocabulary:
         from tokenizers import Tokenizer  # a tenth of a second, which only checks of models need
 
         self.name_or_path = str(path)
-        self._core = Tokenizer.from_file(str(path / "tokenizer.json"))
+        try:
+            self._core = Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises nothing narrower for a damaged file
+            raise ValueError(f"{path / 'tokenizer.json'}: {error}") from error
         config = _object(path / "tokenizer_config.json") | _object(path / "special_tokens_map.json")
         self._named = {name: _content(config[name]) for name in NAMED if config.get(name)}
         self.chat_template: Any = _templates_of(path, config)
