@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from siirl.config import Config
 from siirl.data.row_values import chat_of, is_list, is_text, plain, text_bytes
 from siirl.dialect.file_vocabulary import FileVocabulary
-from siirl.dialect.template import ChatTemplate, TemplateRefused, template_options
+from siirl.dialect.template import ChatTemplate, TemplateRefused, chosen_template, template_options
 from siirl.errors import DataError
 
 TEMPLATE_TOKENS = 64  # allowance for what a chat template adds to a prompt, and
@@ -40,6 +40,7 @@ class PromptLengths:
             vocabulary = FileVocabulary(folder)
         except Exception:  # noqa: BLE001 - the edge to tokenizers; checks of model files say what is wrong
             return None
+        vocabulary.chat_template = chosen_template(vocabulary.chat_template, cfg, str(folder))
         return cls(vocabulary, ChatTemplate(vocabulary, template_options(cfg)), cfg.data.max_prompt_length)
 
     def overlong(self, prompts: pa.ChunkedArray) -> list[tuple[int, int]] | None:
@@ -47,6 +48,8 @@ class PromptLengths:
         beside = TEMPLATE_TOKENS
         if self.vocabulary.chat_template:
             beside += len(self.vocabulary.encode(self.template.attempt(ASKED, (), True)))
+        elif len(prompts):  # of any length: chats need a template
+            self._count(plain(prompts[0].as_py()), 0)
         suspects = np.flatnonzero(token_bounds(prompts, beside) > self.limit)
         if len(suspects) > MOST_COUNTED:
             return None

@@ -1,9 +1,13 @@
 """What is said on the first day: of a logger that is not installed, a reward that raises, Ctrl-C."""
 
 import importlib.util
+import json
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from fixtures_tiny import make_tiny_model_dir, make_tiny_tokenizer
 
 from siirl.cli import main
 from siirl.config import load_config, to_dict
@@ -60,3 +64,28 @@ def test_a_run_that_is_stopped_says_how_it_goes_on(tmp_path, capsys, step, said)
     assert conclude(job, [], Stop([2]), {}) == 130
     told = capsys.readouterr().err
     assert "stopped by SIGINT" in told and said in told, told
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """Keys of a run on chats, whose tokenizer has a chat template."""
+    make_tiny_model_dir(tmp_path / "model", vocab=110)
+    make_tiny_tokenizer(tmp_path / "model", vocab=110)
+    prompt = [{"role": "user", "content": "1 + 1 = ?"}]
+    rows = [{"data_source": "arithmetic", "prompt": prompt, "reward_model": {"ground_truth": "2"}}] * 8
+    longer = {**rows[0], "prompt": [{"role": "user", "content": "1 + 1 = ? " * 20}]}
+    pq.write_table(pa.Table.from_pylist([*rows, longer]), tmp_path / "rows.parquet")
+    keys = [f"data.{split}_files={tmp_path / 'rows.parquet'}" for split in ("train", "val")]
+    keys += ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.device=cpu"]
+    keys += ["actor_rollout_ref.rollout.name=hf", f"actor_rollout_ref.model.path={tmp_path / 'model'}"]
+    keys += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "trainer.n_gpus_per_node=1"]
+    return [*keys, f"trainer.output_dir={tmp_path / 'out'}", "data.max_response_length=8"]
+
+
+def test_a_tokenizer_without_a_chat_template_is_found_by_check(inputs, tmp_path, capsys):
+    (tmp_path / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
+    assert main(["check", *inputs, "data.max_prompt_length=240"]) == 2
+    assert "has no chat template. Use a chat model's tokenizer" in capsys.readouterr().err
