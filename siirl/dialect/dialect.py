@@ -21,6 +21,8 @@ from siirl.dialect.template import CLOCK, PROBE, ChatTemplate, Vocabulary, clock
 
 TURN_ENDS = ("<|call|>", "<|eom_id|>", "<|observation|>")
 """Marks by which families end a turn that calls a tool, where their templates write them."""
+OTHER_TOOLS = ("xml_tools", "functions")
+"""Names by which some templates are given tools."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 USER, OTHER = {"role": "user", "content": "..."}, {"role": "user", "content": "!!!"}
 TOOL: dict[str, Any] = {
@@ -282,7 +284,20 @@ def _tool_format(template: ChatTemplate, added: Mapping[str, int]) -> str | None
 
 def _shows_tools(template: ChatTemplate) -> bool:
     tool = {**TOOL, "function": {**TOOL["function"], "name": PROBE}}
-    return PROBE in template.attempt([USER], [tool], generation=True)
+    if PROBE in template.attempt([USER], [tool], generation=True):
+        return True
+    return any(PROBE in template.attempt([USER], (), True, **{name: [tool]}) for name in OTHER_TOOLS)
+
+
+def untold_tools(dialect: Dialect) -> str:
+    """What a user should know who gives a model tools of which its template never tells; "" where it does."""
+    if dialect.shows_tools:
+        return ""
+    return (
+        f"the chat template of {dialect.name} shows no tools: with rollout.multi_turn.enable the model hears "
+        "of none, unless its prompts do. Describe them in a system message, or give a template that shows "
+        "them (data.chat_template)"
+    )
 
 
 def _drops_reasoning(template: ChatTemplate, marks: ReasoningMarks | None) -> bool:

@@ -88,10 +88,10 @@ class ChatTemplate:
             raise TemplateRefused(f"{CONTINUE}: the template leaves out what the last message says")
         return text[: text.rindex(PROBE)]
 
-    def attempt(self, messages: Messages, tools: Messages = (), generation: bool = False) -> str:
-        """The same, and "" where the template refuses."""
+    def attempt(self, messages: Messages, tools: Messages = (), generation: bool = False, **more: Any) -> str:
+        """What `render` gives, and "" where the template refuses."""
         try:
-            return self.render(messages, tools, generation)
+            return self.render(messages, tools, generation, **more)
         except TemplateRefused:
             return ""
 

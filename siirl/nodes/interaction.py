@@ -25,7 +25,7 @@ from siirl.config.serve import VERIFIERS
 from siirl.config.trainer import TrainerConfig
 from siirl.data.image_reader import ImageReader
 from siirl.data.rows import make_rows, objects, seen_of
-from siirl.dialect.dialect import Dialect, dialect_of
+from siirl.dialect.dialect import Dialect, dialect_of, untold_tools
 from siirl.dialect.template import template_options
 from siirl.dialect.tool_formats import AUTO, tool_parser
 from siirl.engines.rollout.base import RolloutEngine
@@ -93,6 +93,8 @@ class Interaction:
     """With a lag: rollout model -> version of weights -> the training step that sampled with it."""
     told: bool = False
     """The log has said that episodes ended because a context was full."""
+    told_of_tools: bool = False
+    """The log has said that a chat template shows no tools."""
 
     def close(self) -> None:
         """End the programs that play episodes. Idempotent."""
@@ -309,6 +311,9 @@ def _speaker(
     name = f"agent_{stage.policy}.rollout"
     counted = name not in shared.engines or shared.engines[name].vocabulary is None
     dialect = dialect_of(cfg, tokenizer) if counted else Dialect.of_service(tokenizer)
+    if tools is not None and not shared.told_of_tools and (untold := untold_tools(dialect)):
+        shared.told_of_tools = True
+        log.warning("node %r: %s.", stage.node, untold)
     if tools is not None and rollout.multi_turn.format == AUTO and dialect.tool_format is not None:
         tools = replace(tools, parse=tool_parser(AUTO, dialect=dialect.tool_format))
     first, *more = policies[name]

@@ -1,11 +1,12 @@
 """A model's dialect as a user reads it: five lines, and an example conversation. No torch."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from siirl.compiler.plan import Plan
 from siirl.config import Config
-from siirl.dialect.dialect import TOOL, Dialect, dialect_of
+from siirl.dialect.dialect import TOOL, Dialect, dialect_of, untold_tools
 from siirl.dialect.file_vocabulary import FileVocabulary
 from siirl.dialect.template import ChatTemplate, TemplateRefused, chosen_template, template_options
 
@@ -37,7 +38,10 @@ def dialects_here(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[Spoke
             continue
         vocabulary.chat_template = chosen_template(vocabulary.chat_template, cfg, str(folder))
         template = ChatTemplate(vocabulary, template_options(cfg)) if vocabulary.chat_template else None
-        yield name.partition(".")[0], dialect_of(cfg, vocabulary), template
+        dialect = dialect_of(cfg, vocabulary)
+        if cfg.actor_rollout_ref.rollout.multi_turn.enable and (untold := untold_tools(dialect)):
+            dialect = replace(dialect, findings=(*dialect.findings, untold))
+        yield name.partition(".")[0], dialect, template
 
 
 def dialect_lines(policy: str, dialect: Dialect) -> list[str]:

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from siirl.config import load_config
-from siirl.dialect.dialect import derive, dialect_of
+from siirl.dialect.dialect import derive, dialect_of, untold_tools
 from siirl.dialect.file_vocabulary import FileVocabulary
 from siirl.dialect.marks import KNOWN, ReasoningMarks
 from siirl.dialect.parts import raw_text, read_turn
@@ -145,6 +145,13 @@ def test_reasoning_is_found_by_probing_the_template(template, marks):
 @pytest.mark.parametrize(("template", "drops"), [(DROPS, True), (CHATML, False), (KEYED, False)])
 def test_a_template_that_drops_earlier_reasoning_is_found(template, drops):
     assert derived(template).drops_reasoning == drops
+
+
+@pytest.mark.parametrize("name", ["tools", "xml_tools", "functions"])
+def test_a_template_that_shows_tools_by_any_of_their_names_is_known_and_one_that_does_not_is_said(name):
+    shows = f"{{% if {name} %}}{{{{ {name}[0].function.name }}}}{{% endif %}}" + CHATML
+    assert untold_tools(derived(shows)) == ""
+    assert "shows no tools" in untold_tools(derived(CHATML))
 
 
 def test_a_template_that_writes_the_date_is_found_and_writes_that_of_the_run():
