@@ -14,7 +14,7 @@ FILES = (
 
 @dataclass(frozen=True)
 class ColumnsConfig:
-    """Columns of dataset files by what they hold, as {prompt: question, ground_truth: answer}."""
+    """Columns of dataset files by what they hold, as {ground_truth=answer, extra_info=meta}."""
 
     ground_truth: str | None = key(
         None,

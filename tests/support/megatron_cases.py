@@ -77,6 +77,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Llama-3.1-8B": {
         "model_type": "llama",
+        "max_position_embeddings": 131072,
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
@@ -87,6 +88,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Llama-3.1-70B": {
         "model_type": "llama",
+        "max_position_embeddings": 131072,
         "hidden_size": 8192,
         "intermediate_size": 28672,
         "num_hidden_layers": 80,
@@ -97,6 +99,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Llama-3.1-405B": {
         "model_type": "llama",
+        "max_position_embeddings": 131072,
         "hidden_size": 16384,
         "intermediate_size": 53248,
         "num_hidden_layers": 126,

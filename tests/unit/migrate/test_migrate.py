@@ -96,6 +96,7 @@ def test_the_document_counts_the_scripts_that_run(outcomes):
 VISION = {
     **{"model_type": "qwen2_5_vl", "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
     **{"num_hidden_layers": 28, "intermediate_size": 18944, "vocab_size": 152064},
+    **{"max_position_embeddings": 128000, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
     "vision_config": {"depth": 32, "spatial_merge_size": 2, "hidden_size": 1280},
 }
 
