@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 
 from siirl import main_dag
@@ -199,13 +199,21 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
     print(f"wrote {path.absolute()}")
 
 
+def _version() -> str:
+    """Of the package; of a folder on the path that nobody has installed there is none."""
+    try:
+        return metadata.version("siirl")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="siirl",
         description="Post-train language models by reinforcement learning; the workflow is a DAG.",
         epilog="Settings are key=value, as in data.train_batch_size=64; docs/configuration.md lists them.",
     )
-    parser.add_argument("--version", action="version", version=f"siirl {version('siirl')}")
+    parser.add_argument("--version", action="version", version=f"siirl {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, help_text in (
         ("check", _check, "validate configuration, DAG and placement"),

@@ -125,7 +125,7 @@ ODD_PROPERTIES = ([], {"x": "y"}, {"x": {"type": 5}}, {"x": {"type": {}}})
 ODD_PARAMETERS = (None, [], "x", 5, *({"properties": one} for one in ODD_PROPERTIES))
 
 
-@pytest.mark.parametrize("text", [nested(300), nested(65), "1e400", "[NaN]", r'"\ud800"', "9" * 400])
+@pytest.mark.parametrize("text", [nested(300), nested(65), r'"\ud800"', "9" * 400])
 def test_a_call_that_no_request_could_repeat_is_text(text):
     """Of the model's making: else the answer could not be written, or the conversation would end there."""
     calls = Parsed("", (ToolCall("f", {"x": text}, as_text=True),))
