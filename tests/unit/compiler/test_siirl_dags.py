@@ -97,7 +97,8 @@ def test_siirls_dapo_samples_by_one_node(module):
         CFG, {"algorithm.filter_groups.enable": True, "actor_rollout_ref.actor.use_kl_loss": False}
     )
     plan, _ = compile_plan(parse_dag(DAPO.replace("MODULE", module)), cfg, 2)
-    assert list(plan.pruned) == ["mark"] and plan.nodes["sample"].op == "dynamic_sampling"
+    assert list(plan.pruned) == ["mark", "old"]  # a batch is one mini-batch: nobody reads old log-probs
+    assert plan.nodes["sample"].op == "dynamic_sampling"
     with pytest.raises(DagError, match="'mark'"):
         compile_plan(parse_dag(DAPO.replace("MODULE", "mine")), cfg, 2)
 
