@@ -14,6 +14,9 @@ from siirl.parallel.placement import Ranks
 FITS = 0.9
 """Of a device: no more is planned, as steps took up to 4% over the estimate, and allocators need room."""
 
+AS_BEFORE = "as at the start of the run: "
+"""Before the reason of a choice that was kept."""
+
 Changes = dict[str, Any]
 """Key -> value."""
 
@@ -50,8 +53,9 @@ class Kept:
 
     @classmethod
     def of(cls, plan: Plan) -> "Kept":
-        """What a plan has chosen."""
-        return cls(plan.chosen_for, plan.choices)
+        """What a plan has chosen, with the same reasons however often the run has gone on."""
+        first = (replace(one, reason=one.reason.removeprefix(AS_BEFORE)) for one in plan.choices)
+        return cls(plan.chosen_for, tuple(first))
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 
 from siirl.compiler.backends import backend_of
-from siirl.compiler.choices import Changes, Draft, Kept, Machine
+from siirl.compiler.choices import AS_BEFORE, Changes, Draft, Kept, Machine
 from siirl.compiler.compiled_layers import COMPILED
 from siirl.compiler.engine_choices import choose_engines, choose_graphs
 from siirl.compiler.head_sizes import head_size
@@ -35,7 +35,6 @@ LEAST_PER_STAGE = 4
 FLASH_4_PACKAGE, LIGER_PACKAGE = "flash-attn-4", "liger-kernel"
 PACKAGES = (FLASH_4_PACKAGE, LIGER_PACKAGE)
 """Those that choices depend on."""
-AS_BEFORE = "as at the start of the run: "
 FLASH_4_SINCE = (9, 0)
 """The CUDA capability for which there are kernels in it."""
 FLASH_4_HEADS = (64, 96, 128)
@@ -80,7 +79,7 @@ def _keep(draft: Draft, choices: Sequence[Choice]) -> None:
             continue
         free = {key: value for key, value in choice.keys.items() if draft.is_free(model, key)}
         if free:
-            draft.take(model, free, f"{AS_BEFORE}{choice.reason.removeprefix(AS_BEFORE)}")
+            draft.take(model, free, f"{AS_BEFORE}{choice.reason}")
 
 
 def _free_batches(draft: Draft, model: ModelPlan) -> Iterator[BatchKeys]:

@@ -40,8 +40,11 @@ def test_agents_share_a_reward_and_are_trained_in_turns(tmp_path):
     for agent in (0, 1):
         assert len(finished.values(f"agent_{agent}/actor/grad_norm")) == 1
         assert min(finished.values(f"agent_{agent}/actor/grad_norm")) > 0
-    scores = finished.values("agent_0/reward/score")
-    assert scores == finished.values("agent_1/reward/score") and max(scores) > 0
+    rewards = finished.values("agent_0/reward/total")
+    assert rewards == finished.values("agent_1/reward/total") and max(rewards) > 0
+    # What the reward function gave is told once, of the agent that it scored; the other shares it.
+    assert finished.values("agent_0/reward/score") == pytest.approx(rewards)
+    assert not finished.values("agent_1/reward/score")
     assert len(finished.values("agent_1/turn_1/reward")) == 2
 
 

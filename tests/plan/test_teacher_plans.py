@@ -95,6 +95,7 @@ def test_rollouts_with_a_lag_do_not_decode_on_where_a_teacher_by_vllm_needs_thei
 
 def test_the_estimate_has_what_an_engine_needs_to_score_beside_its_share(tmp_path):
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    shape |= {"num_key_value_heads": 2, "head_dim": 16}  # qwen3's own defaults, 32 and 128, fit no 4 heads
     config_json = {"model_type": "qwen3", "vocab_size": 1000, "tie_word_embeddings": True, **shape}
     (tmp_path / "config.json").write_text(json.dumps(config_json))
     keys = (

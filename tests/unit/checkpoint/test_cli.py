@@ -167,7 +167,12 @@ def test_plan_prints_and_writes_everything(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     files = [tmp_path / "out" / name for name in ("plan.json", "plan.svg", "plan.png")]
     model = f"actor_rollout_ref.model.path={tmp_path}"
-    assert main(["plan", "--json", str(files[0]), *GOOD, model, "--draw", str(files[1])]) == 0
+    sizes = {
+        "ppo_mini_batch_size": 256,
+        "ppo_micro_batch_size_per_gpu": 1,
+    }  # else: the whole batch; what fits
+    cut = [f"actor_rollout_ref.actor.{key}={size}" for key, size in sizes.items()]
+    assert main(["plan", "--json", str(files[0]), *GOOD, *cut, model, "--draw", str(files[1])]) == 0
     out = capsys.readouterr().out
     for expected in (
         "nodes by rank",

@@ -184,6 +184,7 @@ def test_a_run_that_goes_on_keeps_what_was_chosen_on_the_same_devices(tmp_path):
     again, configs = planned(H200, path, "data.train_batch_size=128", kept=kept)
     assert configs["actor_train"].actor_rollout_ref.model.enable_gradient_checkpointing  # as it was
     assert all("as at the start of the run" in line for line in choice_lines(again))
+    assert Kept.of(again) == kept  # so checkpoints of a run that has gone on equal those of one that has not
     twice, _ = planned(H200, path, "data.train_batch_size=128", kept=Kept.of(again))
     assert twice == again
     set_since, _ = planned(H200, path, f"{MODEL}.compile_layers=false", kept=kept)
