@@ -99,8 +99,9 @@ def _misfits(config: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[str]
     if row["pads"] and words and pad >= words:
         yield f"pad_token_id={pad} with vocab_size={words}: the embedding has no such token"
     if isinstance(kinds, list) and "layer_types" in row["defaults"]:
-        if len(kinds) != size("num_hidden_layers"):
-            yield f"layer_types of {len(kinds)} layers with num_hidden_layers={size('num_hidden_layers')}"
+        layers = config.get("num_hidden_layers")
+        if isinstance(layers, int) and len(kinds) != layers:
+            yield f"layer_types of {len(kinds)} layers with num_hidden_layers={layers}"
         for name, none in (("sliding_window", None), ("use_sliding_window", False)):
             if SLIDING in kinds and name in row["defaults"] and config[name] is none:
                 yield f"{SLIDING} among layer_types with {name}={json.dumps(none)}"
