@@ -19,7 +19,7 @@ from siirl.errors import ConfigError, WorkerError
 from siirl.findings import Findings
 from siirl.launch.devices import device_memory_gib, device_name, machine_of, named_machine
 from siirl.launch.launcher_choice import choose_launcher
-from siirl.launch.preflight import kept_choices
+from siirl.launch.preflight import kept_choices, with_template_date
 from siirl.launch.run_folder import absolute
 from siirl.launch.survey import Survey, survey, survey_inputs, with_choices
 from siirl.observe.curve import METRICS_FILE, Series, read_series
@@ -140,7 +140,7 @@ def train(cfg: Config) -> FinishedRun:
 
 def planned(cfg: Config, elsewhere: bool, found: Findings) -> PlannedRun:
     """The run that a configuration plans. UserError: all that is wrong, with what `found` has already."""
-    surveyed = survey_inputs(survey(cfg, found), elsewhere, found)
+    surveyed = survey_inputs(survey(with_template_date(cfg), found), elsewhere, found)
     found.close()
     seen = with_choices(surveyed, machine_of(cfg, choose_launcher(cfg)), kept_choices(cfg))
     assert seen.plan is not None, "without a plan there is a problem"

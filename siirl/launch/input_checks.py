@@ -32,15 +32,15 @@ from siirl.rewards.by_data_source import RewardChooser
 from siirl.user_code.extras import env_package
 
 
-def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> list[str]:
+def check_inputs(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> list[str]:
     """Data, models and packages that a run on this machine lacks; returns what the data holds, in lines.
 
-    Reads the prompts and right answers of the data, and metadata of the models. A model that is named as on a
-    hub is left out.
+    cfg: of the run; node_cfgs: of each node. Reads the prompts and right answers of the data, and metadata of
+    the models. A model that is named as on a hub is left out.
     """
     check_packages(plan, node_cfgs, found)
     with found.at(Place.MACHINE):
-        check_installed(next(iter(node_cfgs.values())).trainer.logger)
+        check_installed(cfg.trainer.logger)
     so_far = len(found)
     for loader in plan.loaders.values():
         with found.at(Place.DATA):

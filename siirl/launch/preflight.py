@@ -57,7 +57,7 @@ def preflight(cfg: Config, plan: Plan) -> None:
     from siirl.launch.input_checks import check_inputs
 
     node_cfgs = {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()}
-    held = check_inputs(plan, node_cfgs, found)
+    held = check_inputs(cfg, plan, node_cfgs, found)
     found.close()
     for line in held:
         log.info("data: %s", line)

@@ -25,7 +25,7 @@ from siirl.guarded_files import first_bytes, open_regular
 from siirl.observe.run_progress import PROGRESS_FILE
 
 log = logging.getLogger(__name__)
-LOCK = ".run.lock"
+LOCK, CODE_DIR = ".run.lock", "run_code"
 RESULTS = ("metrics.jsonl", *EXPORTS.values())
 """What makes an output folder a used one."""
 OWN = (
@@ -38,6 +38,7 @@ OWN = (
     "trace/rank_*.jsonl",
     "trace.json.gz",
     "profile/step_*",
+    CODE_DIR,
 )
 """Patterns of what a run writes into its output folder, and what none that starts there may find."""
 LOGS = (

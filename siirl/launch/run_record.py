@@ -27,10 +27,10 @@ from siirl.config.tree import print_config
 from siirl.config.values import SECRET_KEYS
 from siirl.errors import ConfigError
 from siirl.launch.job import write_private
-from siirl.launch.run_folder import absolute, clear, refuse_used
+from siirl.launch.run_folder import CODE_DIR, absolute, clear, refuse_used
 from siirl.model_files.run_inputs import RunInputs
 
-CONFIG_FILE, RUN_FILE, CODE_DIR = "run_config.yaml", "run.yaml", "code"
+CONFIG_FILE, RUN_FILE = "run_config.yaml", "run.yaml"
 NOTHING = RunInputs()
 _GIT_S = 5.0
 

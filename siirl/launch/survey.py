@@ -133,7 +133,7 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
     if not elsewhere:
         from siirl.launch.input_checks import check_inputs
 
-        data = check_inputs(seen.plan, seen.node_cfgs, found)
+        data = check_inputs(seen.cfg, seen.plan, seen.node_cfgs, found)
         check_resumed(seen.cfg, seen.plan, found)
         with found.at(Place.MACHINE):
             refuse_busy(seen.cfg)

@@ -47,7 +47,7 @@ def test_one_run_is_scored_by_one_version_and_a_changed_one_is_refused(inputs, t
     log = (tmp_path / "out" / "logs" / "rank_0.log").read_text()
     for name in ("reward.py", "parts/value.py"):
         assert log.count(f"{inputs.reward.parent / name} was changed while the run goes on") == 1
-    copy = tmp_path / "out" / "code" / str(inputs.reward).lstrip("/")
+    copy = tmp_path / "out" / "run_code" / str(inputs.reward).lstrip("/")
     assert copy.read_text() == REWARD and copy.stat().st_mode & 0o077 == 0
     (record,) = yaml.safe_load_all((tmp_path / "out" / "run.yaml").read_text())
     assert {

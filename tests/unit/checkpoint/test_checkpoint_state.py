@@ -99,13 +99,14 @@ def test_all_random_generators_continue_where_they_were(tmp_path):
     def draw():
         return torch.rand(3).tolist(), np.random.rand(3).tolist(), np.random.randn(), random.random()
 
+    models = {"m": SavedModel(trained(0), None)}
     torch.manual_seed(1), np.random.seed(2), random.seed(3)
     draw()
     manager = CheckpointManager(tmp_path, 2, None)
-    path = manager.save(1, {}, {}, rng_state(torch.device("cpu")))
+    path = manager.save(1, models, {}, rng_state(torch.device("cpu")))
     expected = draw()
     torch.manual_seed(9), np.random.seed(9), random.seed(9)
-    set_rng_state(manager.load(path, {}).rank_state, torch.device("cpu"))
+    set_rng_state(manager.load(path, models).rank_state, torch.device("cpu"))
     assert draw() == expected
 
 

@@ -170,6 +170,7 @@ def test_overwriting_removes_what_a_run_wrote_and_nothing_else(tmp_path):
         "checkpoints/mine/model.safetensors",
         "weights/w.pt",
         "logs/mine.log",
+        "code/mine.py",
     ]
     for name in mine:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -186,9 +187,12 @@ def test_a_run_that_died_before_it_had_results_leaves_nothing_that_is_mixed_with
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").write_text("why it died")
+    (tmp_path / run_folder.CODE_DIR / "home").mkdir(parents=True)
+    (tmp_path / run_folder.CODE_DIR / "home" / "reward.py").write_text("")
     refuse_used(config(tmp_path))
     clear(config(tmp_path))
-    assert not events.exists() and (tmp_path / "logs" / "rank_0.log").exists()
+    assert not events.exists() and not (tmp_path / run_folder.CODE_DIR).exists()
+    assert (tmp_path / "logs" / "rank_0.log").exists()
 
 
 @pytest.mark.heavy
