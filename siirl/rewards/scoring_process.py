@@ -80,7 +80,7 @@ def main() -> None:
         given = _next(shared)["samples"]
         outcomes = score(functions, [Sample(**sample) for _, sample in given])
         for (number, _), outcome in zip(given, outcomes, strict=True):
-            leaks = leak.found() if number == given[-1][0] else None
+            leaks = leak.found() if not setup["batch"] or number == given[-1][0] else None
             last = was_interrupted() or leaks is not None
             answer = {"sample": number, "outcome": outcome.__dict__, "last": last, "leak": leaks}
             shared.send(frames.packed(answer))

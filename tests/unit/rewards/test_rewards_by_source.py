@@ -9,7 +9,7 @@ import pytest
 from siirl.errors import ConfigError, DataError
 from siirl.rewards.by_data_source import built_in
 from siirl.rewards.countdown import countdown
-from siirl.rewards.instructions import CHECKS, LANGUAGE, ifeval, read_instructions
+from siirl.rewards.ifeval_instructions import CHECKS, LANGUAGE, ifeval, read_instructions
 from siirl.rewards.math_answer import math_dapo
 from siirl.rewards.questions import multiple_choice, read_choice, search_qa
 from siirl.rewards.reward_registry import REWARDS, accepted_answers

@@ -222,7 +222,7 @@ def test_the_keeper_ends_everything_when_the_rank_is_killed(tmp_path):
         from siirl.rewards.sample import Sample
 
         custom = {{"path": {str(tmp_path / "reward.py")!r}, "name": "compute_score", "reward_kwargs": {{}}}}
-        pool = WorkerPool(1, 30.0, {{"kwargs": {{}}, "custom": custom, "batch": False}})
+        pool = WorkerPool(1, 30.0, {{"kwargs": {{}}, "custom": custom, "batch": False, "kept": {{}}}})
         assert pool.run([Sample((("custom", 1.0),), "s", "r", "t", None)])[0].score == 1.0
         print("scored", flush=True)
         time.sleep(600)
