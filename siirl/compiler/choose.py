@@ -66,7 +66,7 @@ def choose(
         _choose_gathered(draft, model)
     for model, keys in batches:
         _choose_micro_batch(draft, model, keys)
-    choose_engines(draft, [_smaller(draft, batches, eighths) for eighths in (8, 6, 4)])
+    choose_engines(draft, [_smaller(draft, batches, eighths) for eighths in (8, 6)])
     return draft.finished()
 
 

@@ -9,6 +9,7 @@ from siirl.compiler.choices import Changes, Draft
 from siirl.compiler.memory.engine_memory import engine_bytes
 from siirl.compiler.memory.estimate import GIB, read_shape
 from siirl.compiler.memory.phases import engine_rows
+from siirl.compiler.model_types import model_type_of, sees_images
 from siirl.compiler.plan import ModelPlan
 from siirl.config.resolve import get
 from siirl.config.roles import ROLES
@@ -17,9 +18,13 @@ WORKSPACE_BYTES = 4 * GIB
 """Of a vLLM engine's share beside weights and KV cache: what it measures for its largest step at most."""
 GRAPHS_BYTES = 4 * GIB
 """The same for its CUDA graphs, which some versions of vLLM count in."""
+SAMPLER_COPIES = 6
+"""Of a step's logits in fp32 which vLLM has at once, its sorted words and their places counted as such."""
 ROLLOUT = "actor_rollout_ref.rollout"
 AWAKE, SHARE = f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.gpu_memory_utilization"
 EAGER, SEQUENCES = f"{ROLLOUT}.enforce_eager", f"{ROLLOUT}.max_num_seqs"
+TOKENS, MOST_TOKENS = f"{ROLLOUT}.max_num_batched_tokens", 16384
+"""Of an engine step: prompts are read no faster by more, whose activations are taken from its KV cache."""
 MOST_SHARE, SHARE_STEP = 0.85, 0.05
 SOME_SEQUENCES = 64
 """No engine is limited to fewer: validation may have more rows than a training step."""
@@ -50,6 +55,7 @@ def choose_engines(draft: Draft, batches: Sequence[Sequence[tuple[ModelPlan, Cha
         return
     for model in _engines(draft):
         _choose_sequences(draft, model)
+        _choose_tokens(draft, model)
     if not any(_choose_awake(draft, smaller) for smaller in batches):
         for model in _engines(draft):
             _choose_share(draft, model)
@@ -65,15 +71,25 @@ def _engines(draft: Draft) -> list[ModelPlan]:
 
 
 def _choose_sequences(draft: Draft, model: ModelPlan) -> None:
-    """No more than a step has in work, as CUDA graphs and sampling keep memory for each."""
+    """All that a step has in work, and no more, as CUDA graphs and sampling keep memory for each."""
     rows = engine_rows(draft.plan, model, draft.configs)
-    value = max(SOME_SEQUENCES, 32 * ceil(rows / 32))
-    if (
-        model.role == "rollout"
-        and draft.is_free(model, SEQUENCES)
-        and value < get(draft.cfg(model), SEQUENCES)
-    ):
-        draft.take(model, {SEQUENCES: value}, f"a step has {rows} responses in work on an engine")
+    value = min(max(SOME_SEQUENCES, 32 * ceil(rows / 32)), get(draft.cfg(model), SEQUENCES))
+    if model.role == "rollout" and draft.is_free(model, SEQUENCES):
+        more = "" if value >= rows else "; the host keeps up with no more at once"
+        draft.take(model, {SEQUENCES: value}, f"a step has {rows} responses in work on an engine{more}")
+
+
+def _choose_tokens(draft: Draft, model: ModelPlan) -> None:
+    """As many tokens of prompts in an engine step as a training step has, up to MOST_TOKENS."""
+    cfg = draft.cfg(model)
+    rollout = cfg.actor_rollout_ref.rollout
+    texts = not sees_images(model_type_of(cfg.actor_rollout_ref.model))  # a tower takes memory for each token
+    if model.role != "rollout" or model.is_teacher or not texts or not draft.is_free(model, TOKENS):
+        return
+    prompts = ceil(engine_rows(draft.plan, model, draft.configs) / rollout.n)
+    tokens = prompts * rollout.prompt_length
+    value = MOST_TOKENS if tokens > rollout.max_num_batched_tokens else rollout.max_num_batched_tokens
+    draft.take(model, {TOKENS: value}, f"the prompts of a step have up to {tokens} tokens")
 
 
 def _share_of(draft: Draft, model: ModelPlan, with_rows: bool, graphs: bool) -> float | None:
@@ -82,13 +98,17 @@ def _share_of(draft: Draft, model: ModelPlan, with_rows: bool, graphs: bool) -> 
     shape, gib = read_shape(cfg, model.role), draft.machine.gib
     if isinstance(shape, str) or gib is None:
         return None
-    weights, cache = engine_bytes(model, cfg, shape, engine_rows(draft.plan, model, draft.configs))
-    held = weights + WORKSPACE_BYTES + (cache if with_rows else 0) + (GRAPHS_BYTES if graphs else 0)
+    rows = engine_rows(draft.plan, model, draft.configs)
+    weights, cache = engine_bytes(model, cfg, shape, rows, shares_prompts=True)
+    logits = SAMPLER_COPIES * 4 * min(rows, cfg.actor_rollout_ref.rollout.max_num_seqs) * shape.vocabulary
+    workspace = max(WORKSPACE_BYTES, logits)
+    held = weights + workspace + (cache if with_rows else 0) + (GRAPHS_BYTES if graphs else 0)
     return min(1.0, ceil(100 * held / (gib * GIB)) / 100)
 
 
 def _choose_awake(draft: Draft, smaller: Sequence[tuple[ModelPlan, Changes]]) -> bool:
-    """Engines keep their memory between rollouts, if all may and fit beside micro-batches: all, or none.
+    """Engines keep their memory between rollouts, if all may, and fit beside micro-batches with all rows of
+    a step: all, or none. A cache that holds fewer costs more than waking.
 
     Whether they do.
     """
@@ -109,7 +129,7 @@ def _choose_awake(draft: Draft, smaller: Sequence[tuple[ModelPlan, Changes]]) ->
             share = _share_of(draft, model, with_rows=True, graphs=graphs)
             if share is None:
                 return False
-            if share < draft.cfg(model).actor_rollout_ref.rollout.device_share:
+            if share != draft.cfg(model).actor_rollout_ref.rollout.device_share:
                 changes[SHARE] = share
         found.append((model, changes))
     needs = draft.weigh_all([*smaller, *found])
@@ -149,8 +169,8 @@ def _choose_share(draft: Draft, model: ModelPlan) -> None:
     needed = _share_of(draft, model, with_rows=True, graphs=graphs)
     if least is None or needed is None or not _share_is_free(draft, model):
         return
-    wanted = min(MOST_SHARE, max(needed, rollout.device_share))
-    for steps in range(floor((wanted - least) / SHARE_STEP) + 1):
+    wanted = min(MOST_SHARE, max(needed + SHARE_STEP, rollout.device_share))  # vLLM's own parts vary
+    for steps in range(floor((wanted - least) / SHARE_STEP + 1e-9) + 1):
         share = round(wanted - steps * SHARE_STEP, 2)
         needs = draft.weigh(model, {SHARE: share})
         if needs is not None:

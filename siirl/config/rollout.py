@@ -263,7 +263,7 @@ class RolloutConfig:
     )
     tensor_model_parallel_size: int = key(1, "ranks that share one engine", low=1)
     max_num_batched_tokens: int = key(
-        8192, "most tokens of an engine step (hf: padded prompt tokens of one prefill)", low=1
+        8192, "most tokens of an engine step (hf: padded prompt tokens of one prefill)", low=1, auto=True
     )
     max_model_len: int | None = key(None, "most tokens of prompt and response together", low=1)
     max_num_seqs: int = key(1024, "most sequences generated at once on each rank", low=1, auto=True)

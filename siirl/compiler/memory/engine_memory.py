@@ -19,6 +19,8 @@ from siirl.config import Config
 
 KEPT_WEIGHTS = "weights for a restart"
 """Of a vLLM engine, in host memory."""
+ENDS_TOKENS = 32
+"""Of vLLM's blocks that no other sample shares: the last ones of a prompt and of its response."""
 WRITING_BYTES = 512 << 20
 """Of the memory through which weights are written in place, on the trainer's device, where no key says more.
 Each half of it takes a message to the engine's process and back, and both wait for the device."""
@@ -97,13 +99,19 @@ def scored_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shar
     ]
 
 
-def engine_bytes(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> tuple[int, int]:
-    """Weights, and the KV cache of a batch's rows as far as they run at once."""
+def engine_bytes(
+    model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int, shares_prompts: bool = False
+) -> tuple[int, int]:
+    """Weights, and the KV cache of a batch's rows as far as they run at once.
+
+    shares_prompts: the samples of a prompt find its full blocks in the cache, so it is there once.
+    """
     rollout = cfg.actor_rollout_ref.rollout
     width, tp = BYTES[rollout.dtype], model.dims.tp
     at_once = min(rows_per_shard, rollout.max_num_seqs)
-    each = shape.cached or 2 * shape.kv_width
-    cache = shape.layers * each * at_once * (rollout.prompt_length + rollout.response_length)
+    prompts, more = (-(-at_once // rollout.n), ENDS_TOKENS) if shares_prompts else (at_once, 0)
+    tokens = prompts * rollout.prompt_length + at_once * (rollout.response_length + more)
+    cache = shape.layers * (shape.cached or 2 * shape.kv_width) * tokens
     adapter = adapter_params(cfg.actor_rollout_ref.model, shape) if model.base else 0
     params = (shape.params if model.base in (None, model.name) else 0) + adapter
     return -(-params // tp) * width, -(-cache // tp) * width

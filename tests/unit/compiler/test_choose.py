@@ -62,7 +62,10 @@ def test_on_a_large_gpu_nothing_is_slow_that_nobody_asked_for(tmp_path):
     before = configs["actor_old_log_prob"].actor_rollout_ref.rollout
     assert before.log_prob_use_dynamic_bsz and before.log_prob_max_token_len_per_gpu >= 32768
     samples = configs["rollout_actor"].actor_rollout_ref.rollout
-    assert not samples.enforce_eager and not samples.free_cache_engine
+    assert not samples.enforce_eager
+    assert (samples.max_num_seqs, samples.max_num_batched_tokens) == (1024, 16384)
+    cache = (128 * 512 + 1024 * 512) * 28 * 2 * 8 * 128 * 2 / GIB  # a prompt of 8 responses is there once
+    assert cache + 1.2 + 4 < samples.gpu_memory_utilization * 139.8 < cache + 1.2 + 20
     assert plan.chosen_for == "1 x GPUs of 140 GiB, with flash-attn-4 and liger-kernel"
     assert all(reason and key in " ".join(choice_lines(plan)) for key, reason in spoken(plan))
     assert Plan.from_json(plan.to_json()) == plan
