@@ -139,10 +139,10 @@ def test_an_engine_that_stays_awake_holds_all_rows_of_a_step_or_else_it_sleeps_w
     tmp_path,
 ):
     longer = ("data.max_response_length=1100",)
-    _, _, plan, configs = planned(keys_of(tmp_path, "B", *SMALL_BATCHES, *longer), H200_GIB)
+    _, _, plan, _ = planned(keys_of(tmp_path, "B", *SMALL_BATCHES, *longer), H200_GIB)
     assert chosen(plan, AWAKE, SHARE) == {AWAKE: False, SHARE: 0.53}
     longest = ("data.max_response_length=1600",)
-    _, _, plan, configs = planned(keys_of(tmp_path, "B", *SMALL_BATCHES, *longest), H200_GIB)
+    _, _, plan, _ = planned(keys_of(tmp_path, "B", *SMALL_BATCHES, *longest), H200_GIB)
     assert chosen(plan, AWAKE, SHARE) == {SHARE: 0.72}
 
 
