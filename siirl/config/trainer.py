@@ -131,7 +131,11 @@ class TrainerConfig:
         "is more; then it counts as stuck, and the run is started again (not under torchrun)",
         low=1,
     )
-    trace: bool = key(False, "write <output_dir>/trace.json.gz: what every rank did when")
+    trace: bool | None = key(
+        None,
+        "record what every rank does when, for `siirl view`; null: in a few steps; true: in all, or in "
+        "trace_steps, and write <output_dir>/trace.json.gz; false: in none",
+    )
     trace_steps: tuple[int, ...] = key((), "steps that are traced; empty: all", when="trace", low=0)
     trace_sync: bool = key(
         False, "wait for the GPU at the borders of phases, which costs some speed", when="trace"

@@ -25,20 +25,21 @@ log = logging.getLogger(__name__)
 def make_observer(
     cfg: Config, plan: Plan, rank: int, device: torch.device, output_dir: Path, position_path: Path
 ) -> Observer:
-    """The observer of this rank. All ranks call it: with trainer.trace they align their clocks."""
+    """The observer of this rank. All ranks call it: but for trainer.trace=false they align their clocks."""
     trainer = cfg.trainer
     on_gpu = device.type == "cuda"
     trace = None
-    if trainer.trace:
+    if trainer.trace is not False:
         zero_s = common_zero_s(dist.group.WORLD)
         label = f"rank {rank} ({socket.gethostname()}, {device})"
-        trace = TraceFile(output_dir / TRACE_DIR, rank, label, zero_s, trainer.trace_steps)
+        steps = trainer.trace_steps if trainer.trace else None
+        trace = TraceFile(output_dir / TRACE_DIR, rank, label, zero_s, steps)
     return Observer(
         position=PositionFile(position_path),
         sync=partial(torch.cuda.synchronize, device) if on_gpu else None,
         trace=trace,
-        memory=DeviceMemory(device, trainer.trace) if on_gpu else HostMemory(trainer.trace),
-        sync_phases=trainer.trace and trainer.trace_sync,
+        memory=DeviceMemory(device) if on_gpu else HostMemory(),
+        sync_phases=bool(trainer.trace and trainer.trace_sync),
         heartbeat=current_heartbeat(),
         profile=_make_profile(cfg, plan, rank, device, output_dir),
     )
@@ -69,7 +70,9 @@ def profile_folder(cfg: Config, output_dir: Path) -> Path:
 
 
 def finish_trace(cfg: Config, rank: int, output_dir: Path) -> Path | None:
-    """Merge the traces of all ranks on rank 0, once all have come here; the file, None without one."""
+    """Merge the traces of all ranks on rank 0, once all have come here; the file, None where none was asked
+    for: `siirl trace` makes one of those of a few steps.
+    """
     if not cfg.trainer.trace:
         return None
     with waiting():

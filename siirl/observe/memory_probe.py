@@ -22,8 +22,8 @@ class MemoryMeter(Protocol):
         """A span begins."""
         ...
 
-    def end(self, name: str) -> dict[str, float]:
-        """The span ends: what it used, for the trace."""
+    def end(self, name: str, traced: bool) -> dict[str, float]:
+        """The span ends: what it used, for the trace if it is traced."""
         ...
 
     def sample(self) -> None:
@@ -37,11 +37,7 @@ class MemoryMeter(Protocol):
 
 class HostMemory:
     """Resident memory of this process; its peak since begin_step where Linux lets us reset it, else since
-    the start of the process. Some 50 microseconds a step, and for a trace 10 a span."""
-
-    def __init__(self, traced: bool = False):
-        """traced: say what spans use."""
-        self._traced = traced
+    the start of the process. Some 50 microseconds a step, and 10 a traced span."""
 
     def begin_step(self) -> None:
         with contextlib.suppress(OSError):
@@ -50,9 +46,9 @@ class HostMemory:
     def begin(self) -> None:
         """Steps count, not spans."""
 
-    def end(self, name: str) -> dict[str, float]:
-        """Resident memory when the span ends; nothing without a trace, or where /proc does not tell."""
-        if not self._traced:
+    def end(self, name: str, traced: bool) -> dict[str, float]:
+        """Resident memory when a traced span ends; nothing else, or where /proc does not tell."""
+        if not traced:
             return {}
         try:
             pages = int(Path("/proc/self/statm").read_bytes().split()[1])
@@ -82,10 +78,8 @@ class DeviceMemory(HostMemory):
     ends of spans, and where `sample` is called).
     """
 
-    def __init__(self, device: Any, traced: bool = False):
+    def __init__(self, device: Any):
         import torch
-
-        super().__init__(traced)
 
         torch.cuda.init()  # statistics cannot be reset before
         self._cuda, self._device = torch.cuda, device
@@ -101,7 +95,7 @@ class DeviceMemory(HostMemory):
         self._used = 0
         self.sample()
 
-    def end(self, name: str) -> dict[str, float]:
+    def end(self, name: str, traced: bool) -> dict[str, float]:
         self.sample()
         found = {
             "peak_gib": self._cuda.max_memory_allocated(self._device) / GIB,
@@ -111,7 +105,7 @@ class DeviceMemory(HostMemory):
         for kind, gib in found.items():
             for key in (f"memory/{kind}", f"memory/{name}_{kind}"):
                 self._step[key] = max(self._step.get(key, 0.0), gib)
-        return found | super().end(name)
+        return found | super().end(name, traced)
 
     def sample(self) -> None:
         free, total = self._cuda.mem_get_info(self._device)

@@ -150,6 +150,8 @@ class Observer:
             self._profile.begin_step(step)
         if self._memory is not None:
             self._memory.begin_step()
+        if self._trace is not None:
+            self._trace.begin_step()
         self._step_start_s = self._now(self._sync)
 
     def end_step(self) -> None:
@@ -191,7 +193,7 @@ class Observer:
             with self._measure(name, name, self._sync, args | {"step": step}):
                 yield
                 if memory is not None:
-                    self.note(**memory.end(name))
+                    self.note(**memory.end(name, self._trace is not None and self._trace.wants(step)))
 
     def phase(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """See the function `phase`."""

@@ -17,6 +17,10 @@ from typing import Any
 from siirl.errors import DataError
 
 log = logging.getLogger(__name__)
+FEW_STEPS, EVERY_STEPS, FEW_BYTES = (1, 2, 3, 10, 20, 50), 100, 8 << 20
+"""Where nobody says which steps are traced: these of an attempt and every so manieth one, as far as they have
+room in a file of this size; what was written before makes room for them.
+"""
 TRACE_DIR, TRACE_FILE = "trace", "trace.json.gz"
 _JSON = json.JSONEncoder(separators=(",", ":"), default=str)
 
@@ -27,18 +31,34 @@ class TraceFile:
     An event is one write of about 150 bytes, made at once: what a killed process was doing is on record.
     """
 
-    def __init__(self, folder: Path, rank: int, label: str, zero_s: float, steps: Collection[int] = ()):
+    def __init__(
+        self, folder: Path, rank: int, label: str, zero_s: float, steps: Collection[int] | None = ()
+    ):
         """label: shown as the name of the rank. zero_s: the moment of this process's time.perf_counter that
-        counts as 0, the same on all ranks. steps: trace only these; empty: all."""
+        counts as 0, the same on all ranks. steps: trace only these; empty: all; None: a few."""
         folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         self._fd: int | None = os.open(folder / f"rank_{rank}.jsonl", flags, 0o644)
-        self._rank, self._zero_s, self._steps = rank, zero_s, frozenset(steps)
+        self._rank, self._zero_s, self._label = rank, zero_s, label
+        self._steps = None if steps is None else frozenset(steps)
+        self._begun, self._few = 0, False
         self._lanes: dict[int, int] = {}
-        self._write({"ph": "M", "name": "process_name", "args": {"name": label}})
-        self._write({"ph": "M", "name": "process_sort_index", "args": {"sort_index": rank}})
+        self._names: dict[int, str] = {}
+        self._write_names()
+
+    def begin_step(self) -> None:
+        """A training step begins; all ranks say so, and come to the same answer whether it is one of few."""
+        self._begun += 1
+        self._few = self._begun in FEW_STEPS or self._begun % EVERY_STEPS == 0
+        if not self._few or self._steps is not None or self._fd is None:
+            return
+        if os.fstat(self._fd).st_size > FEW_BYTES:
+            os.ftruncate(self._fd, 0)
+            self._write_names()
 
     def wants(self, step: int) -> bool:
+        if self._steps is None:
+            return self._few
         return not self._steps or step in self._steps
 
     def begin(self, name: str, at_s: float) -> None:
@@ -69,9 +89,18 @@ class TraceFile:
         ident = threading.get_ident()
         if ident not in self._lanes:
             lane = self._lanes[ident] = len(self._lanes)
-            name = threading.current_thread().name if lane else "instructions"
-            self._write({"ph": "M", "name": "thread_name", "tid": lane, "args": {"name": name}})
+            self._names[lane] = threading.current_thread().name if lane else "instructions"
+            self._write_lane(lane, self._names[lane])
         return self._lanes[ident]
+
+    def _write_names(self) -> None:
+        self._write({"ph": "M", "name": "process_name", "args": {"name": self._label}})
+        self._write({"ph": "M", "name": "process_sort_index", "args": {"sort_index": self._rank}})
+        for lane, name in list(self._names.items()):
+            self._write_lane(lane, name)
+
+    def _write_lane(self, lane: int, name: str) -> None:
+        self._write({"ph": "M", "name": "thread_name", "tid": lane, "args": {"name": name}})
 
     def _write(self, event: dict[str, Any]) -> None:
         if self._fd is None:
@@ -93,7 +122,7 @@ def merge_trace(output_dir: Path) -> Path:
     if not files:
         raise DataError(
             f"{output_dir / TRACE_DIR} has no rank_*.jsonl: no traced run wrote there. Give the "
-            "trainer.output_dir of a run with trainer.trace=true."
+            "trainer.output_dir of a run that was not started with trainer.trace=false."
         )
     out = output_dir / TRACE_FILE
     aside = out.with_suffix(".tmp")

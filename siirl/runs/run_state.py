@@ -32,6 +32,8 @@ from siirl.runs.run_files import (
 LOG_FILE = "logs/rank_0.log"
 FRESH_S = 120.0
 """A run on another machine whose last sign of life is younger is taken to go on: locks may not reach here."""
+_CULPRIT = re.compile(r"rank (\d{1,9})\b[^:]*: (.*)", re.S)
+"""As siirl/launch/failure.py writes a cause."""
 _PROBLEM = re.compile(rb"^.*\[rank \d+\] [WEC] .*$", re.M)
 
 Status = Literal["running", "ended", "failed", "interrupted"]
@@ -158,6 +160,8 @@ def read_run(folder: Path, rewards: bool = True) -> RunState:
     failures = read_failures(folder, unreadable)
     attempts = read_attempts(folder, unreadable, start.run_id)
     errors = {failure.rank: _first_line(failure.error) for failure in failures}
+    if progress.how == "failed" and (named := _CULPRIT.match(progress.cause)):
+        errors.setdefault(int(named[1]), named[2])  # one that was killed leaves no error of its own
     ranks = tuple(
         RankState(rank, at.step, at.node, at.time_s, errors.get(rank, ""), at.part, at.order, at.waits)
         for rank, at in positions.items()

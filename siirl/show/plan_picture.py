@@ -1,6 +1,7 @@
 """The picture of a plan: a lane for each set of ranks, nodes left to right, arrows for rows and weights."""
 
 import io
+import textwrap
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +18,13 @@ FORMATS = (".svg", ".png")
 
 AGENT_COLORS = ("#3b6fb6", "#d9822b", "#3f9b6c", "#a2559b", "#c04f4f", "#7a7a3a", "#4a9fb0", "#8c6d4f")
 _INK, _FAINT, _LANE_COLOR, _WEIGHT_COLOR = "#22262b", "#6b737c", "#f3f4f6", "#b03a48"
-_BOX_W, _BOX_H, _GAP_X, _GAP_Y = 2.4, 0.84, 1.2, 0.3  # inches
+_BOX_W, _BOX_H, _GAP_X, _GAP_Y = 1.7, 0.98, 0.72, 0.34  # inches
+_NAME, _TEXT, _CHARS = 9.5, 9, 22  # points: 12 pixels of a page; characters in a line of a box
 _PLACE = "rows"
 """Words that are not seen."""
 _MARGIN, _HEADER, _TRACK, _NOTE = 0.3, 0.42, 0.34, 0.22
+_STRIPE, _LINE = 0.16, 0.21
+"""Where the number of the agent stands; from line to line."""
 
 Point = tuple[float, float]
 Way = tuple[str, str, int]
@@ -115,7 +119,7 @@ def _figure(plan: Plan, configs: Configs, places: bool = False) -> Any:
     axes.axis("off")
     counts = f"{len(plan.nodes)} nodes on {plan.world_size} rank{'s' * (plan.world_size > 1)}"
     title = f"{plan.dag_id}: {counts}, one training step"
-    axes.text(_MARGIN, canvas.top + 0.24, title, size=12, color=_INK, weight="bold", va="center")
+    axes.text(_MARGIN, canvas.top + 0.24, title, size=11.5, color=_INK, weight="bold", va="center")
     _draw_legend(axes, plan, canvas, _MARGIN + 0.1 * len(title))
     stages = _stages(plan)
     for lane in canvas.lanes:
@@ -137,7 +141,7 @@ def _figure(plan: Plan, configs: Configs, places: bool = False) -> Any:
         _draw_node(axes, plan, node, canvas.centers[node], configs)
     for line, (node, why) in enumerate(plan.pruned.items()):
         axes.text(
-            _MARGIN, -0.12 - _NOTE * line, f"left out: {node} ({why})", size=8, color=_FAINT, va="center"
+            _MARGIN, -0.12 - _NOTE * line, f"left out: {node} ({why})", size=_TEXT, color=_FAINT, va="center"
         )
     return figure
 
@@ -172,7 +176,7 @@ def _arrange(plan: Plan, edges: list[tuple[str, str]]) -> _Canvas:
     for lane in reversed(lanes):
         lane.bottom, lane.top = bottom, bottom + lane.height
         bottom = lane.top + 0.22
-    left = _MARGIN + 0.55 + _BOX_W / 2
+    left = _MARGIN + 0.45 + _BOX_W / 2
     centers: dict[str | Way, Point] = {}
     for lane in lanes:
         for column, slots in lane.slots.items():
@@ -181,7 +185,7 @@ def _arrange(plan: Plan, edges: list[tuple[str, str]]) -> _Canvas:
             for index, slot in enumerate(slots):
                 y = lane.top - lane.head - (index + 0.5) * step
                 centers[slot] = (left + column * (_BOX_W + _GAP_X), y)
-    width = left + max(columns.values()) * (_BOX_W + _GAP_X) + _BOX_W / 2 + _MARGIN + 0.25
+    width = left + max(columns.values()) * (_BOX_W + _GAP_X) + _BOX_W / 2 + _MARGIN + 0.15
     return _Canvas(lanes, centers, max(width, 7.0), lanes[0].top)
 
 
@@ -258,8 +262,8 @@ def _short(reference: str | None) -> str:
     return (reference or "").rpartition(":")[2]
 
 
-def _cut(text: str, most: int = 13) -> str:
-    return text if len(text) <= most else f"{text[: most - 2]}.."
+def _cut(text: str, most: int = 9) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}\u2026"
 
 
 def _before_weights(plan: Plan, end: Point, canvas: _Canvas) -> float:
@@ -344,7 +348,7 @@ def _draw_lane(axes: Any, lane: _Lane, width: float) -> None:
     corner, size = (_MARGIN - 0.1, lane.bottom), (width - 2 * _MARGIN + 0.2, lane.height)
     axes.add_artist(FancyBboxPatch(corner, *size, boxstyle=style, fc=_LANE_COLOR, ec="none"))
     text = f"rank{'s' if len(lane.ranks) > 1 else ''} {format_ranks(lane.ranks)}"
-    axes.text(_MARGIN + 0.55, lane.top - 0.2, text, size=9.5, color=_FAINT, va="center", weight="bold")
+    axes.text(_MARGIN + 0.45, lane.top - 0.2, text, size=9.5, color=_FAINT, va="center", weight="bold")
 
 
 def _draw_node(axes: Any, plan: Plan, name: str, center: Point, configs: Configs) -> None:
@@ -359,18 +363,20 @@ def _draw_node(axes: Any, plan: Plan, name: str, center: Point, configs: Configs
     tint = FancyBboxPatch(corner, _BOX_W, _BOX_H, boxstyle=style, fc=color, ec="none", alpha=0.1, zorder=3)
     tint.set_gid(node_mark(plan, name))
     axes.add_artist(tint)
-    stripe = Rectangle(corner, 0.1, _BOX_H, fc=color, ec="none", zorder=4)
+    stripe = Rectangle(corner, _STRIPE, _BOX_H, fc=color, ec="none", zorder=4)
     axes.add_artist(stripe)
     stripe.set_clip_path(outline)
-    detail = _detail(plan, name, configs)
-    lines = (
-        (name, 9.5, _INK, 0.22),
-        (f"{node.op}, agent {node.agent}", 8, _FAINT, -0.01),
-        (detail, 8, _FAINT, -0.23),
-    )
-    for text, size, ink, shift in lines:
-        shown = text if len(text) < 34 else text[:32] + "..."
-        axes.text(x + 0.04, y + shift, shown, size=size, color=ink, ha="center", va="center", zorder=5)
+    if len({one.agent for one in plan.nodes.values()}) > 1:
+        style = {"size": _TEXT, "color": "white", "ha": "center", "va": "center", "zorder": 5}
+        axes.text(corner[0] + _STRIPE / 2, y, str(node.agent), **style)
+    details = textwrap.wrap(_detail(plan, name, configs), _CHARS, max_lines=3, placeholder="\u2026")
+    lines = [
+        (_cut(name, _CHARS), _NAME, _INK),
+        *((_cut(text, _CHARS), _TEXT, _FAINT) for text in (node.op, *details)),
+    ]
+    for place, (text, size, ink) in enumerate(lines):
+        down = (place - (len(lines) - 1) / 2) * min(_LINE, 0.9 * _BOX_H / len(lines))
+        axes.text(x + _STRIPE / 2, y - down, text, size=size, color=ink, ha="center", va="center", zorder=5)
 
 
 def _detail(plan: Plan, name: str, configs: Configs) -> str:
@@ -413,7 +419,9 @@ def _draw_loop(axes: Any, stage: StagePlan, track: int, canvas: _Canvas) -> None
     until = f" until {_short(stage.until)}" if stage.until else ""
     box = {"boxstyle": "round,pad=0.15", "fc": _LANE_COLOR, "ec": "none"}
     text = f"again{until}, {stage.max_turns} times in all at most"
-    axes.text((out + back) / 2, high, text, size=8, color=color, ha="center", va="center", bbox=box, zorder=3)
+    axes.text(
+        (out + back) / 2, high, text, size=_TEXT, color=color, ha="center", va="center", bbox=box, zorder=3
+    )
 
 
 def _draw_edge(
@@ -446,7 +454,7 @@ def _draw_edge(
     if clear is not None:
         place, side = (next_x - clear, place[1]), "right"
     box = {"boxstyle": "round,pad=0.12", "fc": _LANE_COLOR, "ec": "none", "alpha": 0.9}
-    style = {"size": 7, "color": _INK, "bbox": box, "linespacing": 1.05, "zorder": 6}
+    style = {"size": _TEXT, "color": _INK, "bbox": box, "linespacing": 1.05, "zorder": 6}
     if label == _PLACE:
         box["alpha"] = style["alpha"] = 0
     return axes.text(*place, label, ha=side, va="center", **style)
@@ -454,7 +462,7 @@ def _draw_edge(
 
 def _weights_side(plan: Plan, link: LinkPlan, track: int, canvas: _Canvas) -> float:
     """Where the arrow of a link goes up, left of the rollout that it ends at."""
-    return canvas.centers[plan.models[link.target].node][0] - _BOX_W / 2 - 0.28 - 0.1 * track
+    return canvas.centers[plan.models[link.target].node][0] - _BOX_W / 2 - 0.2 - 0.1 * track
 
 
 def _draw_weights(axes: Any, plan: Plan, link: LinkPlan, track: int, canvas: _Canvas) -> None:
@@ -479,6 +487,6 @@ def _draw_weights(axes: Any, plan: Plan, link: LinkPlan, track: int, canvas: _Ca
     text = f"weights, if newer ({link.kind})"
     box = {"boxstyle": "round,pad=0.15", "fc": _LANE_COLOR, "ec": "none"}
     label = axes.text(
-        x - _BOX_W, low, text, size=8, color=_WEIGHT_COLOR, ha="center", va="center", bbox=box, zorder=3
+        x - _BOX_W, low, text, size=_TEXT, color=_WEIGHT_COLOR, ha="center", va="center", bbox=box, zorder=3
     )
     label.set_gid(link_mark(plan, link.name))

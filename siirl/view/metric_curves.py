@@ -28,6 +28,20 @@ def curves(history: MetricHistory, left_out: LeftOut) -> dict[str, Any]:
     return out
 
 
+def clock(history: MetricHistory) -> dict[str, list[float]]:
+    """When steps were reported, in seconds since the first one's step began, as far as that is known."""
+    points = sorted((step, time_s) for step, time_s in history.times.items() if time_s > 0)
+    if not points:
+        return {"steps": [], "seconds": []}
+    first, begin_s = points[0]
+    begin_s -= history.series.get("time/step_s", {}).get(first, 0.0)
+    kept = thin(points, MOST_POINTS)
+    return {
+        "steps": [step for step, _ in kept],
+        "seconds": [round(time_s - begin_s, 2) for _, time_s in kept],
+    }
+
+
 def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
     """At most `most` of the points, ends and extremes among them: of each stretch its lowest and highest."""
     if len(points) <= most:

@@ -22,8 +22,9 @@ from siirl.view.alerts import alerts
 from siirl.view.dag_share import dag_of
 from siirl.view.episodes import KINDS, Episodes, signatures
 from siirl.view.memory_phases import memory_phases
-from siirl.view.metric_curves import curves
+from siirl.view.metric_curves import clock, curves
 from siirl.view.rank_groups import RankGroup, rank_groups
+from siirl.view.run_settings import settings
 from siirl.view.run_status import health, overview, trainer_of
 from siirl.view.timeline import timeline
 
@@ -31,10 +32,10 @@ TOKENS = "rollouts/tokens"
 SAMPLE_KEYS = {"train": "rollout_data_dir", "validation": "validation_data_dir"}
 OVERVIEW = "overview"
 """The part that is in the page itself: all that can be said at once of a run of any size."""
-PARTS = (OVERVIEW, "alerts", "dag", "timeline", "memory", "curves", "episodes", "health")
+PARTS = (OVERVIEW, "alerts", "dag", "timeline", "memory", "curves", "clock", "episodes", "settings", "health")
 TEXTS = "texts "
 """Before the name of a block: the texts of its episodes."""
-OF_HISTORY = ("alerts", "memory", "curves")
+OF_HISTORY = ("alerts", "memory", "curves", "clock")
 """They wait for one reading of all metrics; the others read the end of the file at most."""
 REST = 4.0
 """A part is read again after so many times as long as reading it took, however fast its files change."""
@@ -96,6 +97,8 @@ class RunParts:
             "timeline": self._timeline,
             "memory": self._memory,
             "curves": lambda left_out: curves(self._read_history(left_out), left_out),
+            "clock": lambda left_out: clock(self._read_history(left_out)),
+            "settings": self._settings,
             "episodes": lambda left_out: self._read_episodes().listed(left_out),
             "health": lambda left_out: health(self._state(left_out), left_out),
         }
@@ -105,6 +108,8 @@ class RunParts:
     def _signature(self, name: str) -> Any:
         """What changes when the files of a part do; None: it is not looked for."""
         own = [self.folder / JOB_FILE]
+        if name == "settings":
+            return signatures(own)
         if name in OF_HISTORY or name == "dag":
             return signatures([*own, self.folder / METRICS_FILE])
         if name == "timeline":
@@ -132,6 +137,11 @@ class RunParts:
         job = read_job(self.folder, LeftOut())
         plan, groups = self._read_plan(job), self._groups(job)
         return attempt(lambda: timeline(self.folder, plan, groups, left_out), None, "the trace", left_out)
+
+    def _settings(self, left_out: LeftOut) -> list[list[str]]:
+        job = read_job(self.folder, LeftOut())
+        plan = self._read_plan(job)
+        return attempt(lambda: settings(self.folder, job, plan, left_out), [], "settings", left_out)
 
     def _memory(self, left_out: LeftOut) -> dict[str, Any] | None:
         job, series = read_job(self.folder, LeftOut()), self._read_history(left_out).series

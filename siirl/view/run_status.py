@@ -15,6 +15,7 @@ from siirl.runs.run_files import latest_metrics, read_starts
 from siirl.runs.run_state import RunState, attempt_text
 from siirl.runs.run_text import moment_text
 from siirl.view.rank_groups import MOST_CELLS, RankGroup, cells, places
+from siirl.view.run_settings import looked_at
 
 MOST_LOGS, MOST_PLACES = 64, 200
 SHOWN_PACKAGES = ("torch", "transformers", "vllm", "sglang")
@@ -78,6 +79,7 @@ def overview(
         "world_size": whole(job.get("world_size")),
         "commit": commit + (" (changed)" if start.siirl.get("changed") else ""),
         "packages": {name: start.packages[name] for name in SHOWN_PACKAGES if name in start.packages},
+        "settings": attempt(lambda: looked_at(run.folder), [], "settings", left_out),
         "places": where[:MOST_PLACES],
         "groups": {kind: cells(some[:MOST_CELLS], where) for kind, some in shown.items()},
     }

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import socket
 import tarfile
 import tempfile
 from importlib.resources import files
@@ -57,10 +58,15 @@ def _demo(folder: Path) -> Path:
 
 
 def _serve(folders: list[Path], port: int) -> None:
-    from siirl.view.page_server import PageServer
+    from siirl.view.page_server import HOST, PageServer
 
     with PageServer(folders, port) as server:
-        print(f"{server.url}\nopen it in a browser on this machine; Ctrl-C ends.", flush=True)
+        far = f"ssh -L {server.server_port}:{HOST}:{server.server_port} {socket.gethostname()}"
+        print(
+            f"{server.url}\nopen it in a browser on this machine; from another one, run there first:\n"
+            f"{far}\nCtrl-C ends.",
+            flush=True,
+        )
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -19,6 +19,7 @@ from siirl.view.run_parts import OVERVIEW, PARTS, TEXTS, Part, RunParts
 
 SCRIPTS = (
     "page.js",
+    "overview.js",
     "dag.js",
     "step.js",
     "timeline.js",
@@ -26,6 +27,7 @@ SCRIPTS = (
     "curves.js",
     "tokens.js",
     "conversations.js",
+    "config.js",
 )
 LAST_WORDS = "start();\n"
 MOST_TEXT_BYTES = 48 << 20

@@ -42,76 +42,117 @@ function ticks(low, high, count) {
   return found;
 }
 
+// Step -> seconds since the run began, as far as its metrics say when they were written.
+function clockOf(index) {
+  const clock = partOf("clock", index) || { steps: [], seconds: [] };
+  return step => {
+    let low = 0, high = clock.steps.length - 1;
+    if (high < 0 || step < clock.steps[0] || step > clock.steps[high]) return null;
+    while (high - low > 1) { const middle = (low + high) >> 1; if (clock.steps[middle] <= step) low = middle; else high = middle; }
+    const wide = clock.steps[high] - clock.steps[low], part = wide ? (step - clock.steps[low]) / wide : 0;
+    return clock.seconds[low] + part * (clock.seconds[high] - clock.seconds[low]);
+  };
+}
+
 // A line for each (run, agent) that has the metric: colours tell agents of one run, or else runs; dashes the other.
-function linesOf(metric, agent, window) {
+// look: {agent, window, across: "step" or "time", log, zoom: [from, to] or null}
+function linesOf(metric, look) {
   const lines = [], several = page.data.runs.length > 1;
   page.data.runs.forEach((item, index) => {
     if (several && keep("hidden-" + index, false)) return;
+    const clock = clockOf(index);
     for (const [name, curve] of Object.entries(partOf("curves", index) || {})) {
-      if (base(name) !== metric || (agent !== "" && agentOf(name) !== null && String(agentOf(name)) !== agent)) continue;
       const of = agentOf(name);
-      lines.push({
+      if (base(name) !== metric || (look.agent !== "" && of !== null && String(of) !== look.agent)) continue;
+      const smoothed = smooth(curve.values, look.window), points = [];
+      curve.steps.forEach((step, at) => {
+        const x = look.across === "time" ? clock(step) : step;
+        if (x === null || (look.log && smoothed[at] <= 0) || (look.zoom && (x < look.zoom[0] || x > look.zoom[1]))) return;
+        points.push({ x, step, y: smoothed[at], raw: curve.values[at] });
+      });
+      if (points.length) lines.push({
         color: several ? COLORS[index % COLORS.length] : of === null ? COLORS[0] : agentColor(of),
-        dash: several && of !== null ? DASHES[of % DASHES.length] : "",
-        label: [several && item.label, of !== null && "agent " + of].filter(Boolean).join(", "),
-        steps: curve.steps, values: smooth(curve.values, window), raw: curve.values, of: curve.of,
+        dash: several && of !== null ? DASHES[of % DASHES.length] : "", run: item.label, agent: of,
+        label: [several && item.label, of !== null && "agent " + of].filter(Boolean).join(", "), points, clock, of: curve.of,
       });
     }
   });
   return lines;
 }
 
-function chart(metric, lines) {
-  const { width, height, left, right, top, bottom } = CHART;
+function logTicks(low, high) {
+  const found = [];
+  for (let power = Math.floor(low); power <= Math.ceil(high) && found.length < 40; power++)
+    for (const times of high - low > 3 ? [1] : [1, 2, 5]) found.push(power + Math.log10(times));
+  return found.filter(value => value >= low - 1e-9 && value <= high + 1e-9);
+}
+
+// zoom: what a stretch that is drawn over the picture is given to.
+function chart(metric, lines, look, zoom) {
+  const { width, height, left, right, top, bottom } = CHART, up = value => look.log ? Math.log10(value) : value;
   let low = Infinity, high = -Infinity, first = Infinity, last = -Infinity;
-  for (const line of lines) {
-    for (const value of line.values) { low = Math.min(low, value); high = Math.max(high, value); }
-    first = Math.min(first, line.steps[0]);
-    last = Math.max(last, line.steps[line.steps.length - 1]);
+  for (const line of lines) for (const point of line.points) {
+    low = Math.min(low, up(point.y)); high = Math.max(high, up(point.y));
+    first = Math.min(first, point.x); last = Math.max(last, point.x);
   }
   if (low === high) { const room = Math.abs(low) * 0.1 || 1; low -= room; high += room; }
   if (first === last) { first -= 0.5; last += 0.5; }
-  const x = step => left + (step - first) / (last - first) * (width - left - right);
-  const y = value => top + (high - value) / (high - low) * (height - top - bottom);
+  const x = at => left + (at - first) / (last - first) * (width - left - right);
+  const y = value => top + (high - up(value)) / (high - low) * (height - top - bottom);
+  const axis = at => look.across === "time" ? seconds(Number(at.toPrecision(6))) : String(at);
   const picture = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0 });
-  picture.append(draw("title", {}, metric + ": " + lines.map(line =>
-    (line.label ? line.label + " " : "") + short(line.raw[line.raw.length - 1]) + " in step " + line.steps[line.steps.length - 1]).join("; ")));
-  for (const value of ticks(low, high, 4)) picture.append(
-    draw("line", { class: "tick", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
-    draw("text", { class: "axis", x: left - 5, y: y(value) + 4, "text-anchor": "end" }, short(value)));
-  for (const step of ticks(first, last, 5).filter(Number.isInteger)) picture.append(
-    draw("text", { class: "axis", x: x(step), y: height - 7, "text-anchor": "middle" }, String(step)));
+  const end = line => line.points[line.points.length - 1];
+  picture.append(draw("title", {}, metric + ": " + lines.map(line => (line.label ? line.label + " " : "") + short(end(line).raw) + " in step " + end(line).step).join("; ")));
+  for (const value of look.log ? logTicks(low, high) : ticks(low, high, 4)) {
+    const at = top + (high - value) / (high - low) * (height - top - bottom);
+    picture.append(draw("line", { class: "tick", x1: left, x2: width - right, y1: at, y2: at }),
+      draw("text", { class: "axis", x: left - 5, y: at + 4, "text-anchor": "end" }, short(look.log ? 10 ** value : value)));
+  }
+  for (const at of ticks(first, last, 5).filter(at => look.across === "time" || Number.isInteger(at))) picture.append(
+    draw("text", { class: "axis", x: x(at), y: height - 7, "text-anchor": "middle" }, axis(at)));
   for (const line of lines) {
-    const points = line.steps.map((step, index) => x(step).toFixed(1) + "," + y(line.values[index]).toFixed(1)).join(" ");
-    if (line.steps.length === 1) picture.append(draw("circle", { cx: x(line.steps[0]), cy: y(line.values[0]), r: 3, fill: line.color }));
+    const points = line.points.map(point => x(point.x).toFixed(1) + "," + y(point.y).toFixed(1)).join(" ");
+    if (line.points.length === 1) picture.append(draw("circle", { cx: x(line.points[0].x), cy: y(line.points[0].y), r: 3, fill: line.color }));
     else picture.append(draw("polyline", { points, fill: "none", stroke: line.color, "stroke-width": 1.6, "stroke-dasharray": line.dash || null }));
   }
   const cursor = draw("line", { class: "tick", y1: top, y2: height - bottom, visibility: "hidden" });
-  picture.append(cursor);
-  let place = last;
+  const stretch = draw("rect", { class: "stretch", y: top, height: height - top - bottom, width: 0, x: 0 });
+  picture.append(stretch, cursor);
+  let place = last, from = null;
   const point = (clientX, clientY) => {
-    const step = Math.round(Math.max(first, Math.min(last, place)));
-    cursor.setAttribute("x1", x(step)); cursor.setAttribute("x2", x(step)); cursor.setAttribute("visibility", "visible");
-    const said = lines.map(line => {
-      let at = 0;
-      line.steps.forEach((other, index) => { if (Math.abs(other - step) < Math.abs(line.steps[at] - step)) at = index; });
-      const mean = line.values[at] === line.raw[at] ? "" : " (smoothed " + short(line.values[at]) + ")";
-      return (line.label ? line.label + ": " : "") + short(line.raw[at]) + mean + " in step " + line.steps[at];
-    });
-    tip(said.join("\n"), clientX, clientY);
+    const at = Math.max(first, Math.min(last, place));
+    cursor.setAttribute("x1", x(at)); cursor.setAttribute("x2", x(at)); cursor.setAttribute("visibility", "visible");
+    tip(lines.map(line => {
+      const near = line.points.reduce((best, other) => Math.abs(other.x - at) < Math.abs(best.x - at) ? other : best);
+      const mean = near.y === near.raw ? "" : " (smoothed " + short(near.y) + ")", time = line.clock(near.step);
+      return (line.label ? line.label + ": " : "") + short(near.raw) + mean + " in step " + near.step + (time === null ? "" : ", after " + seconds(time));
+    }).join("\n"), clientX, clientY);
   };
   const hide = () => { tip(""); cursor.setAttribute("visibility", "hidden"); };
-  picture.addEventListener("pointermove", event => {
+  const under = event => {
     const box = picture.getBoundingClientRect();
-    place = first + ((event.clientX - box.left) / box.width * width - left) / (width - left - right) * (last - first);
+    return Math.max(first, Math.min(last, first + ((event.clientX - box.left) / box.width * width - left) / (width - left - right) * (last - first)));
+  };
+  picture.addEventListener("pointermove", event => {
+    place = under(event);
+    if (from !== null) { stretch.setAttribute("x", x(Math.min(from, place))); stretch.setAttribute("width", Math.abs(x(place) - x(from))); }
     point(event.clientX, event.clientY);
   });
+  picture.addEventListener("pointerdown", event => { from = under(event); picture.setPointerCapture(event.pointerId); });
+  picture.addEventListener("pointerup", event => {
+    const to = under(event), began = from;
+    from = null;
+    if (began !== null && Math.abs(x(to) - x(began)) > 6) zoom([Math.min(began, to), Math.max(began, to)]);
+  });
+  picture.addEventListener("dblclick", () => zoom(null));
   picture.addEventListener("pointerleave", hide);
   picture.addEventListener("blur", hide);
+  const positions = [...new Set(lines.flatMap(line => line.points.map(point => point.x)))].sort((a, b) => a - b);
   picture.addEventListener("keydown", event => {
     const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!move) return;
-    place = Math.max(first, Math.min(last, Math.round(place) + move));
+    const now = positions.findIndex(at => at >= place - 1e-9);
+    place = positions[Math.max(0, Math.min(positions.length - 1, (now < 0 ? positions.length - 1 : now) + move))];
     const box = picture.getBoundingClientRect();
     point(box.left + box.width / 2, box.top + 20);
     event.preventDefault();
@@ -121,38 +162,66 @@ function chart(metric, lines) {
     make("div", { class: "legend" }, lines.length > 1 ? lines.map(line => {
       const stroke = { x1: 0, x2: 22, y1: 4, y2: 4, stroke: line.color, "stroke-width": 2.5, "stroke-dasharray": line.dash || null };
       return make("span", {}, draw("svg", { class: "key", viewBox: "0 0 22 8", "aria-hidden": "true" }, draw("line", stroke)), line.label);
-    }) : null, left_out ? make("span", {}, left_out.steps.length + " of " + left_out.of + " points") : null));
+    }) : null, left_out ? make("span", {}, left_out.points.length + " of " + left_out.of + " points") : null));
 }
 
-section("curves", "Curves", ["curves"], () => {
+// A cell that no spreadsheet takes for a formula.
+function csvCell(value) {
+  if (typeof value === "number") return String(value);
+  const text = /^[=+\-@\t\r]/.test(value) ? "'" + value : value;
+  return '"' + text.replaceAll('"', '""') + '"';
+}
+
+// What the charts show, unsmoothed, as a table to be saved.
+function csvOf(charts) {
+  const rows = [["metric", "run", "agent", "step", "seconds", "value"]];
+  for (const [metric, lines] of charts) for (const line of lines) for (const point of line.points) {
+    const time = line.clock(point.step);
+    rows.push([metric, line.run, line.agent === null ? "" : line.agent, point.step, time === null ? "" : Number(time.toFixed(1)), point.raw]);
+  }
+  return rows.map(row => row.map(csvCell).join(",")).join("\n") + "\n";
+}
+
+function save(text, name) {
+  const address = URL.createObjectURL(new Blob([text], { type: "text/csv" })), link = make("a", { href: address, download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(address), 1000);
+}
+
+section("curves", "Curves", ["curves", "clock"], () => {
   const names = new Set(), agents = new Set();
   for (const index of page.data.runs.keys()) for (const name of Object.keys(partOf("curves", index) || {})) {
     names.add(base(name));
     if (agentOf(name) !== null) agents.add(agentOf(name));
   }
-  const words = keep("metric", ""), window = Number(keep("window", 1)), agent = keep("agent", "");
-  const grid = make("div", { class: "grid" }), count = make("span", { class: "faint", role: "status" });
+  if (!names.size) return [make("p", { class: "box" }, "No step has been reported yet: metrics.jsonl is empty or not there.")];
+  const words = keep("metric", ""), grid = make("div", { class: "grid" }), count = make("span", { class: "faint", role: "status" });
+  const whole = make("button", { type: "button", onclick: () => set("zoom")(null) }, "whole run");
+  let charts = [];
   const render = () => {
     const wanted = keep("metric", "").toLowerCase().split(/\s+/).filter(Boolean);
+    const look = { agent: keep("agent", ""), window: Number(keep("window", 1)), across: keep("across", "step"), log: keep("scale", "") === "log", zoom: keep("zoom", null) };
     const found = wanted.length ? inOrder([...names].filter(name => wanted.some(word => name.toLowerCase().includes(word)))) : usual(names);
-    const charts = found.slice(0, MOST_CHARTS).map(name => [name, linesOf(name, keep("agent", ""), Number(keep("window", 1)))]);
-    grid.replaceChildren(...charts.filter(([, lines]) => lines.length).map(([name, lines]) => chart(name, lines)));
-    count.textContent = Math.min(found.length, MOST_CHARTS) + " of " + plural(names.size, "metric")
-      + (wanted.length ? "" : " (the usual ones; type to see others)");
+    charts = found.slice(0, MOST_CHARTS).map(name => [name, linesOf(name, look)]).filter(([, lines]) => lines.length);
+    grid.replaceChildren(...charts.map(([name, lines]) => chart(name, lines, look, set("zoom"))));
+    whole.hidden = !look.zoom;
+    count.textContent = charts.length + " of " + plural(names.size, "metric") + (wanted.length ? "" : " (the usual ones; type to see others)");
   };
-  const set = key => value => { page.state[key] = value; render(); };
+  const set = key => value => { page.state[key] = value; if (key === "across") page.state.zoom = null; tip(""); render(); };
   const search = make("input", {
     type: "search", list: "metrics", value: words, placeholder: "entropy, time/, ...",
     oninput: event => set("metric")(event.target.value),
   });
   const bar = make("div", { class: "bar" }, make("label", {}, "metrics with", search),
     make("datalist", { id: "metrics" }, [...names].sort().map(name => make("option", { value: name }))),
-    choice("smoothing", window, [[1, "none"], [5, "5 points"], [15, "15 points"], [51, "51 points"], [151, "151 points"]], set("window")),
-    agents.size ? choice("agent", agent, [["", "all"], ...[...agents].sort((a, b) => a - b).map(n => [n, "agent " + n])], set("agent")) : null,
+    choice("smoothing", keep("window", 1), [[1, "none"], [5, "5 points"], [15, "15 points"], [51, "51 points"], [151, "151 points"]], set("window")),
+    choice("over", keep("across", "step"), [["step", "steps"], ["time", "wall-clock time"]], set("across")),
+    choice("scale", keep("scale", ""), [["", "linear"], ["log", "logarithmic"]], set("scale")),
+    agents.size ? choice("agent", keep("agent", ""), [["", "all"], ...[...agents].sort((a, b) => a - b).map(n => [n, "agent " + n])], set("agent")) : null,
     page.data.runs.length > 1 ? page.data.runs.map((item, index) => make("label", {},
       make("input", { type: "checkbox", checked: !keep("hidden-" + index, false), onchange: event => set("hidden-" + index)(!event.target.checked) }),
-      item.label)) : null, count);
-  if (!names.size) return [make("p", { class: "box" }, "No step has been reported yet: metrics.jsonl is empty or not there.")];
+      item.label)) : null,
+    make("button", { type: "button", id: "csv", onclick: () => save(csvOf(charts), "curves.csv") }, "CSV"), whole, count);
   render();
-  return [bar, grid];
+  return [bar, grid, make("p", { class: "faint" }, "Draw over a picture to look closer at a stretch of all of them; a double click shows the whole run.")];
 }, true);

@@ -5,14 +5,14 @@ const STATES = Object.keys(STATE_COLORS);  // a node has the first that one of i
 
 function heat(share) { return `hsl(${Math.round(130 - 130 * Math.min(1, share * 1.6))} 75% 55%)`; }
 
-const READABLE = 0.75;  // of the picture's own size: so small its words can still be read
-const PIXELS_OF_POINT = 4 / 3, ROOM = 1260;
+const PIXELS_OF_POINT = 4 / 3, EDGE_TEXT = 9;  // points: 12 pixels, as the words of the picture have at least
 
-// A button that shows a wide picture whole, or as large as its words can be read, to be scrolled.
+// A button that shows a picture whole that is wider than the window; else its words are as large as others.
 function sizeButton(svg) {
-  const least = parseFloat(svg.getAttribute("width")) * PIXELS_OF_POINT * READABLE;
-  if (!(least > ROOM)) return null;
-  const set = () => { const whole = keep("whole picture", false); svg.style.minWidth = whole ? "0" : Math.round(least) + "px"; button.setAttribute("aria-pressed", String(whole)); };
+  const wide = parseFloat(svg.getAttribute("width")) * PIXELS_OF_POINT, room = document.getElementById("main").clientWidth - 42;
+  svg.style.width = Math.round(wide) + "px";
+  if (!(wide > room)) return null;
+  const set = () => { const whole = keep("whole picture", false); svg.style.width = whole ? "100%" : Math.round(wide) + "px"; button.setAttribute("aria-pressed", String(whole)); };
   const button = make("button", { type: "button", onclick: () => { page.state["whole picture"] = !keep("whole picture", false); set(); } }, "whole picture");
   set();
   return button;
@@ -32,6 +32,8 @@ function picture(dag) {
     ground.setAttribute("data-plain", ground.getAttribute("style") || "");
     ground.append(draw("title", {}, node.name + ": " + said(node)));
     grounds.set(node.name, ground);
+    const { right, top } = corners(ground);
+    svg.append(draw("rect", { class: "swatch", x: right - 11, y: top + 4, width: 7, height: 7, rx: 1.5, fill: nodeColor(node.name) }));
   }
   return { box: make("div", { class: "picture", id: "picture", tabindex: 0 }, svg), svg, grounds, size: sizeButton(svg) };
 }
@@ -43,12 +45,13 @@ function corners(outline) {
   return { left: Math.min(...x), right: Math.max(...x), top: Math.min(...y), bottom: Math.max(...y) };
 }
 
-// Other words in the place of some of the picture, a line each.
-function reword(group, lines, kind, about) {
-  const outline = group.querySelector("path"), { left, right, top, bottom } = corners(outline), size = 7.5;
-  const words = lines.map((line, index) => draw("text", { x: (left + right) / 2, y: (top + bottom) / 2 + size * (index + 0.8 - lines.length / 2), class: kind, "text-anchor": "middle" }, line));
+// Other words in the place of some of the picture, a line each: above a level arrow, or on a ground that hides it.
+function reword(group, lines, kind, about, level) {
+  const { left, right, top, bottom } = corners(group.querySelector("path")), size = EDGE_TEXT * 1.15, high = size * lines.length;
+  const x = (left + right) / 2, y = level ? (top + bottom) / 2 - high - 2.5 : (top + bottom - high) / 2, wide = Math.max(...lines.map(line => line.length)) * EDGE_TEXT * 0.6;
+  const words = lines.map((line, index) => draw("text", { x, y: y + size * (index + 0.8), class: kind, "text-anchor": "middle" }, line));
   words[0].prepend(draw("title", {}, about));
-  group.replaceChildren(...words);
+  group.replaceChildren(draw("rect", { class: "ground", x: x - wide / 2, y, width: wide, height: high }), ...words);
 }
 
 function sizeText(bytes) {
@@ -71,7 +74,8 @@ function labelEdges(drawn, edges) {
     const group = drawn.svg.querySelector("#" + CSS.escape(edge.mark));  // none where other arrows imply this one
     if (!group || !group.querySelector("path")) continue;
     group.setAttribute("data-edge", between);
-    reword(group, words, "edge", between);
+    const ends = edge.names.map(name => drawn.grounds.get(name)).filter(Boolean).map(corners);
+    reword(group, words, "edge", between, ends.length > 1 && Math.abs(ends[0].top - ends[1].top) < 1);
   }
 }
 
@@ -100,7 +104,8 @@ section("dag", "DAG", ["dag", "overview"], () => {
     .filter(([, count]) => count).map(([state, count]) => count + " " + (state === "idle" || state === "failed" ? state : count > 1 ? state.slice(0, -1) : state));
   const rows = [...dag.nodes, ...dag.parts].sort((a, b) => (b.share || 0) - (a.share || 0)).map(part => {
     const bar = make("meter", { min: 0, max: 1, value: part.share || 0, "aria-label": part.name + ": share of the step" });
-    const cells = [part.name, part.op || "", part.op ? String(part.agent) : "", part.ranks || "",
+    const named = [make("i", { class: "patch", color: nodeColor(part.name) }), part.name];
+    const cells = [named, part.op || "", part.op ? String(part.agent) : "", part.ranks || "",
       part.mean_s === null ? "-" : seconds(part.mean_s), part.share === null ? "-" : (part.share * 100).toFixed(1) + "%", bar, saidAt(part.name).join("; ")];
     return make("tr", {}, cells.map(cell => make("td", {}, cell)));
   });
@@ -121,8 +126,8 @@ section("dag", "DAG", ["dag", "overview"], () => {
     if (!ground) continue;
     if (by === "time" && node.share !== null) paint(ground, heat(node.share), 0.15 + 0.35 * Math.min(1, node.share * 1.6));
     const state = STATES.find(state => placesAt(node.name).some(place => place.state === state)) || "idle";
-    if (by !== "time" && about.places.length) {
-      paint(ground, STATE_COLORS[state], 0.45);
+    if (about.places.length && (by !== "time" || state === "failed")) {
+      paint(ground, STATE_COLORS[state], state === "failed" ? 0.6 : 0.45);
       ground.setAttribute("data-state", state);
       ground.firstChild.textContent += "\n" + (saidAt(node.name).join("\n") || "idle");
     }

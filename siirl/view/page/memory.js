@@ -1,12 +1,12 @@
 // Memory of each phase: what the plan estimated, part by part, over what was measured on the fullest rank.
 
-const BARS = { left: 190, right: 70, width: 1240, row: 34, top: 24, bar: 11 };
+const BARS = { left: 190, right: 70, row: 34, top: 24, bar: 11 };
 
 function gib(value) { return value >= 0.1 ? Number(value.toPrecision(4)) + " GiB" : Number((value * 1024).toPrecision(3)) + " MiB"; }
 function at(measured) { return measured ? gib(measured[0]) + " in step " + measured[1] : "-"; }
 
 function memoryBars(memory) {
-  const { left, right, width, row, top, bar } = BARS, phases = memory.phases;
+  const { left, right, row, top, bar } = BARS, width = roomWide(), phases = memory.phases;
   const sizes = phases.flatMap(phase => [phase.estimate && phase.estimate.device, ...["peak", "reserved", "device"].map(kind => phase[kind] && phase[kind][0])]);
   const most = Math.max(1e-3, memory.device_gib || 0, ...sizes.filter(Boolean)) * 1.02;
   const kinds = [...new Set(phases.flatMap(phase => phase.estimate ? phase.estimate.parts.map(part => part[1]) : []))];

@@ -81,8 +81,21 @@ function seconds(value) {
   return minutes < 120 ? minutes + " min" : Math.floor(minutes / 60) + " h " + (minutes % 60) + " min";
 }
 function lasting(ms) { return ms < 10000 ? short(ms) + " ms" : seconds(ms / 1000); }
-function axisText(ms, wide) { return wide < 10000 ? short(ms) + " ms" : short(ms / 1000) + " s"; }
+function axisText(ms, wide) { return wide < 10000 && ms < 10000 ? short(ms) + " ms" : short(ms / 1000) + " s"; }
 function agentColor(agent) { return page.data.agent_colors[agent % page.data.agent_colors.length]; }
+// The colour of a node in every section, by its place in the plan; what a step does besides nodes has quiet ones.
+const OTHER_COLORS = { load: "#9aa2ab", reshard: "#6b737c", weight_sync: "#b03a48", free: "#c3c8cd", report: "#b9a98c", checkpoint: "#8c7a5b", validation: "#7d8f69", "between instructions": "#8a929b" };
+function nodeColor(name) {
+  const dag = run().dag, at = dag ? dag.nodes.findIndex(node => node.name === name) : -1;
+  if (at >= 0) return MORE_COLORS[at % MORE_COLORS.length];
+  if (Object.hasOwn(OTHER_COLORS, name)) return OTHER_COLORS[name];
+  let sum = 0;
+  for (const letter of name) sum = (sum * 31 + letter.codePointAt(0)) % 997;
+  const free = MORE_COLORS.slice(dag ? dag.nodes.length : 0), colors = free.length ? free : MORE_COLORS;
+  return colors[sum % colors.length];
+}
+// How wide a picture in a box can be without being scrolled; words stay as large as they are.
+function roomWide() { return Math.max(640, document.getElementById("main").clientWidth - 74); }
 function choice(title, value, options, change) {
   const chosen = options.map(([key, text]) => make("option", { value: key, selected: String(key) === String(value) }, text));
   return make("label", {}, title, make("select", { onchange: event => change(event.target.value) }, chosen));
@@ -97,111 +110,6 @@ function tip(text, x, y) {
   const wide = box.offsetWidth, high = box.offsetHeight;
   box.style.left = Math.max(4, Math.min(x + 14, innerWidth - wide - 8)) + "px";
   box.style.top = Math.max(4, y + 18 + high > innerHeight ? y - high - 10 : y + 18) + "px";
-}
-
-section("overview", "Overview", ["overview"], () => {
-  const about = run().overview, parts = [];
-  const facts = [
-    ["state", [make("span", { class: "state " + about.state, id: "state" }, about.state), about.cause ? " " + about.cause : ""]],
-    ["step", make("span", { id: "step" }, about.step === null ? "none yet" : String(about.step),
-      about.total ? " of " + about.total : "", " ",
-      about.total ? make("progress", { max: about.total, value: about.step || 0, "aria-label": "steps done" }) : null,
-      about.left_s !== null ? " about " + seconds(about.left_s) + " left" : "")],
-    ["folder", make("code", {}, about.folder)],
-    ["command", about.command ? make("details", {}, make("summary", {}, make("code", {}, brief(about.command))), make("code", {}, about.command)) : "-"],
-    ["started", [about.started, about.host && " on " + about.host, about.starts > 1 && " (start " + about.starts + " in this folder)"]
-      .filter(Boolean).join("") || "-"],
-    ["ranks", about.world_size === null ? "-" : String(about.world_size)],
-    ["siirl", about.commit.trim() || "-"],
-    ["packages", Object.entries(about.packages).map(([name, version]) => name + " " + version).join(", ") || "-"],
-  ];
-  parts.push(make("div", { class: "box" }, make("h2", {}, about.name),
-    make("table", {}, facts.map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, value))))));
-  page.written = Promise.all([
-    later(parts, "Numbers", "curves", "numbers", found => [lastNumbers(found || {})]),
-    later(parts, "Alerts", "alerts", "alerts", found => found && found.length ? found.map(alert => make("div", { class: "box alert" }, alert.text))
-      : [make("p", { class: "faint" }, "Nothing in the numbers asks for a look.")]),
-  ]);
-  if (about.places.length) parts.push(make("h2", {}, about.state === "running" ? "Where each rank is" : "Where each rank was last"), whereRanksAre(about));
-  return parts;
-});
-
-// A heading, and below it what a part says, once that has been read; a promise of that.
-function later(parts, title, name, id, told) {
-  const holder = make("div", { id }), index = page.run;
-  parts.push(make("h2", {}, title), holder);
-  const tell = () => holder.replaceChildren(...told(partOf(name, index)));
-  if (partOf(name, index) !== undefined) { tell(); return Promise.resolve(); }
-  holder.append(make("p", { class: "faint", role: "status" }, "reading the numbers..."));
-  return load(name, index).then(tell, () => holder.replaceChildren(make("p", { class: "down" }, "The numbers cannot be read.")));
-}
-
-const SHOWN_FIRST = [
-  ["reward", ["reward/total", "reward/shaped", "reward/score"]], ["validation reward", ["val/reward/mean"]], ["response length", ["rollout/response_length"]],
-  ["entropy", ["actor/entropy"]], ["tokens per second", ["perf/tokens_per_s"]],
-];
-
-// The last values of what is looked at first, each with its curve in small, agent by agent.
-function lastNumbers(curves) {
-  const rows = [];
-  for (const [title, names] of SHOWN_FIRST) {
-    const of = name => Object.keys(curves).filter(known => known.replace(/^agent_\d+\//, "") === name);
-    const found = names.map(of).find(known => known.length) || [];
-    for (const name of found) {
-      const { steps, values } = curves[name], agent = /^agent_(\d+)\//.exec(name);
-      rows.push(make("tr", { "data-last": name }, make("th", { scope: "row" }, title + (agent ? ", agent " + agent[1] : "")), make("td", {}, short(values[values.length - 1])),
-        make("td", { class: "faint" }, "step " + steps[steps.length - 1]), make("td", {}, sparkline(steps, values, agent ? agentColor(Number(agent[1])) : COLORS[0]))));
-    }
-  }
-  return rows.length ? make("div", { class: "box" }, make("table", {}, rows)) : make("p", { class: "faint" }, "No step has been reported yet.");
-}
-
-function sparkline(steps, values, color) {
-  const wide = 220, high = 28, low = Math.min(...values), top = Math.max(...values), first = steps[0], last = steps[steps.length - 1];
-  const x = step => last === first ? wide / 2 : 2 + (step - first) / (last - first) * (wide - 4), y = value => top === low ? high / 2 : 3 + (top - value) / (top - low) * (high - 6);
-  const points = steps.map((step, index) => x(step).toFixed(1) + "," + y(values[index]).toFixed(1)).join(" ");
-  return draw("svg", { class: "spark", viewBox: `0 0 ${wide} ${high}`, width: wide, height: high, role: "img", "aria-label": "from " + short(values[0]) + " to " + short(values[values.length - 1]) },
-    steps.length > 1 ? draw("polyline", { points, fill: "none", stroke: color, "stroke-width": 1.5 }) : draw("circle", { cx: x(first), cy: y(values[0]), r: 2.5, fill: color }));
-}
-
-function brief(ranks) { return ranks.length > 120 ? ranks.slice(0, 118) + "\u2026" : ranks; }
-function doingText(place) { return brief(place.text) || place.state; }
-function placeColor(index) { return index < 0 ? "var(--shade)" : COLORS[index % COLORS.length]; }
-
-// Ranks in the same node of the same step as one row, who is behind first; machines and shards as cells.
-function whereRanksAre(about) {
-  const ago = at => seconds(Math.max(0, page.data.made_s - at));
-  const rows = about.places.map((place, index) => make("tr", {}, [make("span", {}, make("i", { class: "patch", color: placeColor(index) }), String(place.count)),
-    brief(place.ranks), String(place.step), place.node + (place.at && place.at !== place.node ? " for " + place.at : ""), about.state === "ended" ? "-" : doingText(place),
-    (ago(place.first_s) === ago(place.last_s) ? "" : ago(place.first_s) + " to ") + ago(place.last_s) + " before"].map(cell => make("td", {}, cell))));
-  const grids = Object.entries(about.groups).map(([kind, cells]) => make("div", {}, make("h3", {}, plural(cells.length, kind.replace(/s$/, ""))), grid(kind, cells, about.places)));
-  return make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "places" },
-    make("tr", {}, ["ranks", "which", "step", "node", about.state === "running" ? "now" : "last", "entered, before this page was made"].map(cell => make("th", { scope: "col" }, cell))), rows), grids);
-}
-
-// A cell for each group of ranks, coloured by where most of them are, marked where they are apart. Arrows read them.
-function grid(kind, cells, places) {
-  const wide = 64, size = 14, svg = draw("svg", { class: "cells", id: "cells-" + kind, tabindex: 0, role: "img", width: Math.min(cells.length, wide) * size,
-    height: Math.ceil(cells.length / wide) * size, "aria-label": plural(cells.length, kind.replace(/s$/, "")) + ": arrows read one after another; the table above has them by place" });
-  const text = ([label, counts]) => [label, ...counts.map(([place, count]) => places[place] ? count + " in step " + places[place].step + ", " + places[place].node + (places[place].state === "runs" ? "" : ": " + doingText(places[place])) : count + " elsewhere")].join("\n");
-  cells.forEach((cell, index) => {
-    const [first] = cell[1], box = draw("rect", { x: index % wide * size, y: Math.floor(index / wide) * size, width: size - 2, height: size - 2,
-      fill: first && places[first[0]] ? placeColor(first[0]) : placeColor(-1), class: cell[1].length > 1 ? "apart" : null });
-    box.addEventListener("pointermove", event => tip(text(cell), event.clientX, event.clientY));
-    box.addEventListener("pointerleave", () => tip(""));
-    svg.append(box);
-  });
-  let chosen = -1;
-  svg.addEventListener("keydown", event => {
-    const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: wide, ArrowUp: -wide }[event.key];
-    if (!move) return;
-    chosen = Math.max(0, Math.min(cells.length - 1, chosen + move));
-    const box = svg.children[chosen].getBoundingClientRect();
-    tip(text(cells[chosen]), box.left, box.bottom);
-    event.preventDefault();
-  });
-  svg.addEventListener("blur", () => tip(""));
-  return svg;
 }
 
 // What was left out of the parts that are shown.

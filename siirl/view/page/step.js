@@ -20,17 +20,17 @@ function nodesOf(name, spans, nodes) {
 }
 
 function strip(bound, begin) {
+  STRIP.width = roomWide();
   const ranks = [...new Set(bound.path.map(part => part[0]))].sort((a, b) => a - b);
-  const names = [...new Set(bound.path.map(part => part[1]))], scale = (STRIP.width - STRIP.left) / bound.total_ms;
-  const svg = draw("svg", { id: "path", role: "img", viewBox: `0 0 ${STRIP.width} ${STRIP.top + ranks.length * STRIP.row + 6}`,
+  const scale = (STRIP.width - STRIP.left) / bound.total_ms;
+  const svg = draw("svg", { id: "path", role: "img", width: STRIP.width, viewBox: `0 0 ${STRIP.width} ${STRIP.top + ranks.length * STRIP.row + 6}`,
     "aria-label": "critical path: " + bound.path.map(part => part[1] + " on rank " + part[0]).join(", then ") });
   for (const at of ticks(0, bound.total_ms, 8)) svg.append(
     draw("text", { class: "axis", x: STRIP.left + at * scale, y: 12, "text-anchor": "middle" }, axisText(at, bound.total_ms)));
   ranks.forEach((rank, place) => svg.append(draw("text", { class: "lane", x: 4, y: STRIP.top + place * STRIP.row + 14 }, "rank " + rank)));
   for (const [rank, name, start, end] of bound.path) {
     const x = STRIP.left + (start - begin) * scale, wide = Math.max(0.6, (end - start) * scale), y = STRIP.top + ranks.indexOf(rank) * STRIP.row;
-    const color = name === "between instructions" ? "#8a929b" : MORE_COLORS[names.indexOf(name) % MORE_COLORS.length];
-    const box = draw("rect", { class: "span", x: x.toFixed(1), y, width: wide.toFixed(1), height: STRIP.row - 4, fill: color, "data-name": name });
+    const box = draw("rect", { class: "span", x: x.toFixed(1), y, width: wide.toFixed(1), height: STRIP.row - 4, fill: nodeColor(name), "data-name": name });
     box.addEventListener("pointermove", event => tip(name + "\nrank " + rank + "\n" + lasting(end - start), event.clientX, event.clientY));
     box.addEventListener("pointerleave", () => tip(""));
     svg.append(box);
@@ -43,7 +43,7 @@ function strip(bound, begin) {
 
 function fasterTable(bound) {
   const head = ["instruction", "waited for", "share of the step", "on ranks", "the step, were it twice as fast"];
-  const rows = bound.faster.map(row => [row.name, lasting(row.ms), (row.share * 100).toFixed(1) + "%", row.ranks.join(", "),
+  const rows = bound.faster.map(row => [[make("i", { class: "patch", color: nodeColor(row.name) }), row.name], lasting(row.ms), (row.share * 100).toFixed(1) + "%", row.ranks.join(", "),
     lasting(row.total_ms) + " (" + (100 * (row.total_ms / bound.total_ms - 1)).toFixed(1) + "%)"]);
   return make("table", { id: "faster" }, make("tr", {}, head.map(title => make("th", { scope: "col" }, title))),
     rows.map(cells => make("tr", {}, cells.map(cell => make("td", {}, cell)))));
@@ -52,7 +52,7 @@ function fasterTable(bound) {
 section("step", "Step", ["timeline", "dag"], () => {
   const trace = run().timeline, dag = run().dag;
   if (!trace || !trace.bounds.length) return [make("p", { class: "box" },
-    "There is no trace of a whole step: run with trainer.trace=true (and trainer.trace_steps=[...] for some steps only).")];
+    NO_TRACE)];
   const bound = trace.bounds.find(item => item.step === keep("replayed", null)) || trace.bounds[trace.bounds.length - 1];
   const parts = played(trace, bound.step), begin = bound.begin_ms, edges = trace.edges[bound.step] || [];
   const drawn = dag && picture(dag), [path, move] = strip(bound, begin);

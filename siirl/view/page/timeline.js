@@ -1,7 +1,7 @@
 // Ranks over time, from the trace: intervals of nodes, their phases below them. Zoomed by buttons, keys and Ctrl + wheel.
 
 const LANE = { left: 178, row: 15, gap: 7, top: 22, width: 1240 };
-const LEAST_PIXELS = 0.4, DEEPEST = 3;
+const LEAST_PIXELS = 0.4, DEEPEST = 3, MOST_NAMES = 24;
 
 const MEMORY = { peak_gib: "tensors at most", reserved_gib: "reserved at most", device_gib: "in use on the device", host_gib: "memory of the process" };
 
@@ -24,7 +24,7 @@ function laneNames(trace) {
 }
 
 function lanesPicture(trace, view, chosen, choose) {
-  const names = laneNames(trace), color = name => { const at = names.indexOf(name); return at < 0 ? "#8a929b" : MORE_COLORS[at % MORE_COLORS.length]; };
+  const names = new Set(laneNames(trace)), color = name => names.has(name) ? nodeColor(name) : "#8a929b";
   const scale = (LANE.width - LANE.left) / (view.end - view.start);
   let y = LANE.top, hidden = 0;
   const svg = draw("svg", { id: "lanes", tabindex: 0, role: "application",
@@ -62,17 +62,22 @@ function lanesPicture(trace, view, chosen, choose) {
   return [svg, hidden];
 }
 
-section("timeline", "Timeline", ["timeline"], () => {
+const NO_TRACE = "No whole step is on record yet. A run records its steps 1, 2, 3, 10, 20, 50, 100, 200 and so on, all of them with trainer.trace=true, none with trainer.trace=false.";
+const APART = 0.2;  // of the time shown, between steps: then the last one is shown first
+
+section("timeline", "Timeline", ["timeline", "dag"], () => {
   const whole = run().timeline;
+  LANE.width = roomWide();
   if (!whole) return [make("p", { class: "box" },
-    "There is no trace of a whole step: run with trainer.trace=true (and trainer.trace_steps=[...] for some steps only).")];
+    NO_TRACE)];
   const kinds = { ranks: whole.chosen ? plural(new Set(whole.lanes.map(lane => lane.rank)).size, "rank") + ", evenly chosen" : "ranks" };
   for (const [kind, { lanes, of }] of Object.entries(whole.groups)) if (of > 1) kinds[kind] = (lanes.length < of ? lanes.length + " of " : "")
     + (kind === "alike" ? plural(of, "set") + " of ranks that do the same" : plural(of, kind.replace(/s$/, "")));
   const lanesBy = keep("lanes", "") in kinds ? keep("lanes", "") : whole.chosen && "alike" in kinds ? "alike" : "ranks";
   const trace = { ...whole, lanes: lanesBy === "ranks" ? whole.lanes : whole.groups[lanesBy].lanes };
   const all = { start: 0, end: Math.max(1e-3, ...trace.steps.map(step => step.end)) };
-  let view = keep("view", null) || all, chosen = null;
+  const last = trace.steps[trace.steps.length - 1], apart = trace.steps.slice(1).reduce((sum, step, at) => sum + Math.max(0, step.start - trace.steps[at].end), 0);
+  let view = keep("view", null) || (apart > APART * all.end ? { start: last.start, end: Math.max(last.end, last.start + 1e-3) } : all), chosen = null;
   const holder = make("div", { class: "lanes box" }), note = make("span", { class: "faint", role: "status" });
   const render = focus => {
     const [svg, hidden] = lanesPicture(trace, view, chosen, pick => { chosen = pick; render(true); });
@@ -126,5 +131,5 @@ section("timeline", "Timeline", ["timeline"], () => {
     make("button", { type: "button", onclick: () => zoom(2), "aria-label": "zoom out" }, "\u2212"),
     make("button", { type: "button", onclick: () => pan(-0.5), "aria-label": "earlier" }, "\u2190"),
     make("button", { type: "button", onclick: () => pan(0.5), "aria-label": "later" }, "\u2192"), note),
-    make("div", { class: "legend" }, laneNames(trace).slice(0, MORE_COLORS.length).map((name, at) => make("span", {}, make("i", { class: "patch", color: MORE_COLORS[at] }), name))), holder];
+    make("div", { class: "legend" }, laneNames(trace).slice(0, MOST_NAMES).map(name => make("span", {}, make("i", { class: "patch", color: nodeColor(name) }), name))), holder];
 });

@@ -98,6 +98,30 @@ def test_only_the_asked_steps_are_traced(tmp_path):
     assert len(observer.spans) == 9, "measured all the same"
 
 
+def test_where_nobody_says_which_a_few_steps_of_the_attempt_are_traced_in_a_bounded_file(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("siirl.observe.trace.FEW_BYTES", 700)
+    observer, sizes = traced(tmp_path, steps=None), []
+    with observing(observer):
+        with observer.span("start", 0):
+            pass
+        for step in range(41, 251):  # it goes on from a checkpoint
+            observer.begin_step(step)
+            with observer.span("rollout", step), phase("decode"):
+                pass
+            sizes.append((tmp_path / "trace" / "rank_0.jsonl").stat().st_size)
+    events = events_of(tmp_path)
+    written = [n for n, size in enumerate(sizes, 1) if n == 1 or size != sizes[n - 2]]
+    assert written == [1, 2, 3, 10, 20, 50, 100, 200]
+    assert max(sizes) < 2 * 700 and sizes[-1] < max(sizes)
+    assert [e["args"]["step"] for e in events if e["ph"] == "E" and "step" in e["args"]][-1] == 240
+    assert {e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]} == {
+        "rank 0",
+        "instructions",
+    }
+
+
 def test_other_threads_have_lanes_of_their_own_and_do_not_disturb_the_step(tmp_path):
     observer = traced(tmp_path)
 
@@ -128,7 +152,7 @@ def test_what_a_dead_rank_was_doing_is_in_the_merged_trace(tmp_path, capsys):
 
 
 def test_merging_without_a_trace_names_the_folder(tmp_path, capsys):
-    with pytest.raises(DataError, match=r"trace has no rank_\*\.jsonl.*trainer\.trace=true"):
+    with pytest.raises(DataError, match=r"trace has no rank_\*\.jsonl.*trainer\.trace=false"):
         merge_trace(tmp_path)
     assert main(["trace", str(tmp_path)]) == 2
     assert "Traceback" not in capsys.readouterr().err
@@ -181,7 +205,7 @@ class Meter:
     def begin(self):
         self.calls.append("begin")
 
-    def end(self, name):
+    def end(self, name, traced):
         self.calls.append(name)
         return {"peak_gib": 1.5}
 

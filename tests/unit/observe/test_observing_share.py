@@ -75,8 +75,8 @@ def test_a_step_whose_rows_are_shown_does_not_wait_for_their_rewards():
 
 
 def test_what_a_span_has_in_memory_is_asked_for_a_trace_only():
-    assert HostMemory().end("rollout") == {}
-    assert HostMemory(traced=True).end("rollout")["host_gib"] > 0
+    assert HostMemory().end("rollout", traced=False) == {}
+    assert HostMemory().end("rollout", traced=True)["host_gib"] > 0
 
 
 def record(row_id: int, advantage: float) -> dict:

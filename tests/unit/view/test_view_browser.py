@@ -44,6 +44,23 @@ EVERY_SECTION = """
     scrub.value = 0.3 * scrub.max;
     scrub.dispatchEvent(new Event("input"));
   }
+  if (item.id === "curves") {
+    const kinds = document.querySelectorAll("#panel .bar select");
+    kinds[1].value = "time"; kinds[1].dispatchEvent(new Event("change"));
+    kinds[2].value = "log"; kinds[2].dispatchEvent(new Event("change"));
+    page.state.zoom = [5, 9];
+    redraw();
+    const look = { agent: "", window: 1, across: "time", log: true, zoom: page.state.zoom };
+    const table = csvOf([["reward/score", linesOf("reward/score", look)]]);
+    document.getElementById("panel").append(make("pre", { id: "table" }, table));
+  }
+  if (item.id === "config") {
+    const beside = [...document.querySelectorAll("#panel .bar select")].pop();
+    beside.value = "1";
+    beside.dispatchEvent(new Event("change"));
+    await new Promise(done => setTimeout(done, 50));
+    await page.written;
+  }
   if (item.id === "conversations") {
     const beside = document.querySelector("#episodes details select");
     beside.selectedIndex = 1;
@@ -57,11 +74,16 @@ EVERY_SECTION = """
 """
 
 
+def retell(folder, more):
+    """Its metrics with more of them, as if a step had taken two seconds."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = (json.dumps(record | {"time_s": 1000 + 2 * record["step"]} | more) for record in records)
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
 def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, monkeypatch):
     folder = write_run(tmp_path / "run", text=HOSTILE)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    also = (json.dumps(json.loads(line) | {"actor/entropy": 1.0}) for line in lines)
-    (folder / "metrics.jsonl").write_text("\n".join(also) + "\n")
+    retell(folder, {"actor/entropy": 1.0})
     write_error(folder, 0, HOSTILE)
     record_end(folder, "id", "failed", HOSTILE)
     job = json.loads((folder / "job.json").read_text())
@@ -77,6 +99,7 @@ def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, 
     job["memory_estimate"] = {"device_gib": 8, "assumed": True, "phases": [phase]}
     (folder / "job.json").write_text(json.dumps(job))
     second = write_run(tmp_path / "second", name="other")
+    retell(second, {})
     monkeypatch.setattr("siirl.view.view_page.LAST_WORDS", "start();\n" + EVERY_SECTION)
     shown = dom(export([folder, second], tmp_path / "page.html").as_uri())
     run = read_run(folder)
@@ -86,6 +109,24 @@ def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, 
     assert re.findall('data-metric="([^"]*)"', parts["curves"])[:2] == ["reward/score", "actor/entropy"]
     assert re.findall('data-last="([^"]*)"', parts["overview"]) == ["reward/score", "actor/entropy"]
     assert parts["overview"].count('class="spark"') == 2, "what is optimised first, each with its curve"
+    assert "<details" in parts["overview"] and "trainer.token=..." in parts["overview"], "the command, folded"
+    axis = re.findall('class="axis"[^>]*>([^<]*)', parts["curves"])
+    assert any(text.endswith(" s") for text in axis), "wall-clock time"
+    table = re.search('id="table">(.*?)</pre>', parts["curves"], re.S)[1].splitlines()
+    assert table[0] == '"metric","run","agent","step","seconds","value"'
+    assert [line.split(",")[0] for line in table[1:]] == ['"reward/score"'] * (len(table) - 1)
+    times = [float(line.split(",")[4]) for line in table[1:] if line]
+    assert len(times) > 1 and all(5 <= time <= 9 for time in times), (
+        "the stretch that was drawn, of both runs"
+    )
+    assert re.findall('data-key="([^"]*)"', parts["config"]) == ["trainer.experiment_name"]
+    color: dict[str, str] = {}
+    for fill, name in re.findall(
+        'fill="(#[^"]*)"[^>]*data-name="([^"]*)"', parts["step"] + parts["timeline"]
+    ):
+        if name in [node["name"] for node in run["dag"]["nodes"]]:
+            assert color.setdefault(name, fill) == fill, "one colour for a node in all sections"
+    assert set(color) == {node["name"] for node in run["dag"]["nodes"]}
     assert parts["dag"].count("data-node=") == len(run["dag"]["nodes"]), "all boxes are coloured"
     assert parts["dag"].count('data-state="failed"') == 1, "rank 0 has left an error in the first node"
     assert parts["timeline"].count('class="span"') >= len(run["dag"]["nodes"]) * 3 * 2

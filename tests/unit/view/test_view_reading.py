@@ -22,8 +22,9 @@ from siirl.runs.run_files import MetricHistory, read_history
 from siirl.runs.run_state import run_folder
 from siirl.view import episodes, trace_reader, view_page
 from siirl.view.alerts import alerts
-from siirl.view.metric_curves import MOST_POINTS, curves, thin
+from siirl.view.metric_curves import MOST_POINTS, clock, curves, thin
 from siirl.view.run_parts import RunParts
+from siirl.view.run_settings import ROLLOUT
 from siirl.view.view_page import read_run
 
 
@@ -150,6 +151,9 @@ def test_the_state_is_that_of_the_folder(tmp_path):
     assert read_run(folder)["overview"]["state"] == "ended"
     record_end(folder, "id", "stopped", "stopped by SIGTERM")
     assert read_run(folder)["overview"]["state"] == "interrupted"
+    record_end(folder, "id", "failed", "rank 1, step 6, actor_train: killed by SIGKILL")
+    (failed,) = [place for place in read_run(folder)["overview"]["places"] if place["state"] == "failed"]
+    assert (failed["ranks"], failed["count"]) == ("1", 1), "it was killed, and left no error of its own"
     (folder / "progress.jsonl").unlink()
     write_error(folder, 1, "PeerError: gone", secondary=True)
     write_error(folder, 0, "ValueError: no such column")
@@ -167,6 +171,36 @@ def test_the_state_is_that_of_the_folder(tmp_path):
         assert read_run(folder)["overview"]["state"] == "running"
         holder.communicate()
     assert read_run(folder)["overview"]["state"] == "failed"
+
+
+def test_settings_say_who_set_them_and_hide_secrets(tmp_path):
+    folder = write_run(tmp_path / "run")
+    job = json.loads((folder / "job.json").read_text())
+    rollout = {"n": 16, "max_lag": 0, "enforce_eager": False}
+    job["config"] |= {
+        "actor_rollout_ref": {"rollout": rollout, "model": {"path": "/m", "hf_hub_token": "hush"}},
+        "ray_init": {"env_vars": {"API_KEY": "hush"}},
+        "explicit": ["actor_rollout_ref.rollout.n", "ray_init.env_vars"],
+    }
+    plan = json.loads(job["plan"])
+    eager = {"model": "agent_0.rollout", "keys": {f"{ROLLOUT}.enforce_eager": False}, "reason": "on CUDA"}
+    job["plan"] = json.dumps(plan | {"choices": [eager]})
+    (folder / "job.json").write_text(json.dumps(job))
+    run = read_run(folder)
+    rows = {row[0]: row[1:] for row in run["settings"]}
+    assert rows[f"{ROLLOUT}.n"] == ["16", "set", ""]
+    assert rows[f"{ROLLOUT}.enforce_eager"] == ["agent_0.rollout: False", "chosen", "on CUDA"]
+    assert rows["ray_init.env_vars.API_KEY"][:2] == ["***", "set"] and "hush" not in json.dumps(run)
+    about = {name: value for name, value, _ in run["overview"]["settings"]}
+    assert about == {"model": "/m", "responses of a prompt": "16"}, "what is off is left out"
+
+
+def test_the_clock_of_curves_begins_with_the_first_step():
+    history = MetricHistory()
+    for step, time_s in ((1, 1010.0), (2, 1030.0), (3, 1040.5)):
+        history.add({"step": step, "time_s": time_s, "time/step_s": 10.0})
+    assert clock(history) == {"steps": [1, 2, 3], "seconds": [10.0, 30.0, 40.5]}
+    assert clock(MetricHistory()) == {"steps": [], "seconds": []}
 
 
 def test_a_curve_of_many_points_keeps_its_ends_and_extremes():
