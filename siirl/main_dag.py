@@ -92,7 +92,8 @@ def run(cfg: Config, found: Findings) -> int:
         setup_logging(0, job.log_dir)
         device_gib = device_memory_gib()
         job = dataclasses.replace(job, memory_estimate=estimate_record(plan, node_cfgs, device_gib))
-        too_much = memory_warnings(plan, node_cfgs, device_gib)
+        too_much = memory_warnings(plan, node_cfgs, device_gib, found)
+        found.close()
         for warning in [*seen.warnings, *too_much]:
             log.warning(warning)
         setup = [model_setup(plan, node_cfgs), *batch_lines(plan, node_cfgs), *choice_lines(plan)]

@@ -144,6 +144,7 @@ def planned(cfg: Config, elsewhere: bool, found: Findings) -> PlannedRun:
     found.close()
     seen = with_choices(surveyed, machine_of(cfg, choose_launcher(cfg)), kept_choices(cfg))
     assert seen.plan is not None, "without a plan there is a problem"
-    too_much = memory_warnings(seen.plan, seen.node_cfgs, device_memory_gib())
+    too_much = memory_warnings(seen.plan, seen.node_cfgs, device_memory_gib(), found)
+    found.close()
     warnings = [*seen.warnings, *too_much]
     return PlannedRun(seen.cfg, seen.plan, seen.node_cfgs, warnings, seen.data, surveyed)

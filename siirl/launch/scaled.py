@@ -7,6 +7,7 @@ from siirl.compiler.choose import choose
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.memory.phases import estimate_record
 from siirl.config import Config
+from siirl.findings import Findings
 from siirl.launch.devices import device_memory_gib, machine_of
 from siirl.launch.job import Job
 from siirl.show.memory_text import memory_warnings
@@ -38,8 +39,10 @@ class Scaled:
         plan, node_cfgs = compile_plan(self._dag, cfg, world_size)
         plan, node_cfgs = choose(plan, node_cfgs, machine_of(self._cfg, "ray"))
         device_gib = device_memory_gib()
-        for warning in memory_warnings(plan, node_cfgs, device_gib):
+        found = Findings()
+        for warning in memory_warnings(plan, node_cfgs, device_gib, found):
             log.warning(warning)
+        found.close()
         trainer = job.config["trainer"] | {"nnodes": nnodes, "min_nnodes": None}
         return dataclasses.replace(
             job,

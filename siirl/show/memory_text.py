@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from siirl.compiler.backends import backend_of
+from siirl.compiler.memory.engine_starts import engine_starts
 from siirl.compiler.memory.estimate import GIB
 from siirl.compiler.memory.phases import PhasePeak, estimated, memory_lines, phase_peaks
 from siirl.compiler.plan import ModelPlan, Plan
@@ -11,12 +12,18 @@ from siirl.config import Config
 from siirl.config.resolve import get
 from siirl.config.roles import ROLE_GROUPS, ROLES
 from siirl.config.tree import with_overrides
+from siirl.errors import Place, PlacementError
+from siirl.findings import Findings
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.show.text_table import table
 
 _SHOWN = 5  # largest parts of a phase
 _SMALL = 0.01  # of a phase: parts below are left out
 _MOST_CHANGES = 6
+SURE = 1.25
+"""Above so many times a device the estimate, which is within 15%, leaves no doubt."""
+LARGEST_GIB = 288.0
+"""Of the devices that there are (B300)."""
 
 Configs = Mapping[str, Config]
 
@@ -38,13 +45,31 @@ def memory_table(plan: Plan, configs: Configs, device_gib: float | None) -> list
     return [*table(rows), *_verdicts(plan, configs, gib), *([told] if found.assumed else [])]
 
 
-def memory_warnings(plan: Plan, configs: Configs, device_gib: float | None) -> list[str]:
-    """A line for each set of ranks whose fullest phase does not fit a device of known size."""
-    cfg = next(iter(configs.values()))
-    gib = cfg.trainer.device_memory_gib or device_gib
-    if gib is None or cfg.trainer.device == "cpu":
+def memory_warnings(plan: Plan, configs: Configs, device_gib: float | None, found: Findings) -> list[str]:
+    """A line for each set of ranks whose fullest phase may not fit a device of known size.
+
+    Into `found` goes what cannot run: an engine whose share does not hold its weights, and phases that take
+    far more than a device has; where its size is not known, than any device has.
+    """
+    trainer = next(iter(configs.values())).trainer
+    known = trainer.device_memory_gib or device_gib
+    if trainer.device == "cpu":
         return []
-    return [f"memory: {line}" for line in _verdicts(plan, configs, gib) if "does not fit" in line]
+    gib = known or LARGEST_GIB
+    found.take(
+        (PlacementError(one.text) for one in engine_starts(plan, configs, gib) if not one.starts),
+        Place.MACHINE,
+    )
+    warnings = []
+    for ranks, peak in _fullest(plan, configs, gib).items():
+        if peak.device > SURE * gib * GIB:
+            text = f"ranks {format_ranks(ranks)}: {_too_much(plan, configs, ranks, peak, gib)}"
+            if known is None:
+                text += " No device has more: trainer.device_memory_gib sets what yours have."
+            found.add(PlacementError(text), Place.MACHINE)
+        elif known and peak.device > gib * GIB:
+            warnings.append(f"memory: {_too_much(plan, configs, ranks, peak, gib)}")
+    return warnings
 
 
 def gib_text(num_bytes: int) -> str:
@@ -73,17 +98,22 @@ def _fullest(plan: Plan, configs: Configs, gib: float) -> dict[Ranks, PhasePeak]
 
 
 def _verdicts(plan: Plan, configs: Configs, gib: float) -> list[str]:
-    """For each set of ranks whether its fullest phase fits a device; what to change if not."""
+    """For each set of ranks whether its fullest phase fits a device, what to change if not; of each engine
+    what its share holds."""
     fullest = _fullest(plan, configs, gib)
     lines = []
     for ranks, peak in fullest.items():
         where = f"ranks {format_ranks(ranks)}: " if len(fullest) > 1 else ""
-        need = f"{peak.device / GIB:.0f} in {peak.node}"
-        if peak.device <= gib * GIB:
-            lines.append(f"{where}fits {gib:g} GiB: yes, {need}")
-        else:
-            lines.append(f"{where}does not fit {gib:g} GiB: {need}. {_advice(plan, configs, ranks, gib)}")
-    return lines
+        fits = f"fits {gib:g} GiB: yes, {peak.device / GIB:.0f} in {peak.node}"
+        lines.append(
+            where + (fits if peak.device <= gib * GIB else _too_much(plan, configs, ranks, peak, gib))
+        )
+    return lines + [one.text for one in engine_starts(plan, configs, gib)]
+
+
+def _too_much(plan: Plan, configs: Configs, ranks: Ranks, peak: PhasePeak, gib: float) -> str:
+    need = f"{peak.device / GIB:.0f} in {peak.node}"
+    return f"does not fit {gib:g} GiB: {need}. {_advice(plan, configs, ranks, gib)}"
 
 
 def _advice(plan: Plan, configs: Configs, ranks: Ranks, gib: float) -> str:

@@ -20,7 +20,8 @@ from siirl.compiler.memory.phases import engine_rows, estimate_record, memory_li
 from siirl.config import load_config
 from siirl.config.root import all_keys
 from siirl.dag.spec import DagBuilder, DagSpec
-from siirl.show.memory_text import memory_table, memory_warnings
+from siirl.findings import Findings
+from siirl.show.memory_text import SURE, memory_table, memory_warnings
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -247,8 +248,9 @@ def test_what_the_plan_advises_fits_and_is_accepted(extra, tmp_path, capsys):
     keys = re.search(r"With (.+?): \d+ in", line).group(1).split()
     assert (WHOLE.replace("=false", "=True") in keys) == (WHOLE in extra)
     assert "fits 61 GiB: yes" in verdict([*command, *keys])
-    assert main(["check", "--elsewhere", *command]) == 0
-    assert "memory: does not fit 61 GiB" in capsys.readouterr().err
+    code = main(["check", "--elsewhere", *command])
+    needs = int(re.search(r"does not fit 61 GiB: (\d+)", capsys.readouterr().err).group(1))
+    assert code == (2 if needs > 61 * SURE else 0)
     assert main(["check", "--elsewhere", *command, *keys]) == 0
     assert "does not fit" not in capsys.readouterr().err
 
@@ -370,8 +372,11 @@ def test_a_device_of_unknown_size_is_assumed_in_the_plan_and_no_warning(tmp_path
     table = memory_table(plan, configs, None)
     assert any("does not fit 80 GiB" in line and "more devices" in line for line in table)
     assert "80 GiB is assumed" in table[-1]
-    assert memory_warnings(plan, configs, None) == []
-    assert len(memory_warnings(plan, configs, 139.8)) == 1
+    need = int(re.search(r"does not fit 80 GiB: (\d+)", " ".join(table)).group(1))
+    for gib, told, refused in ((None, 0, 0), (0.9 * need, 1, 0), (0.7 * need, 0, 1)):
+        found = Findings()
+        assert len(memory_warnings(plan, configs, gib, found)) == told
+        assert len(found) == refused
     on_cpu = {
         node: dataclasses.replace(node_cfg, trainer=dataclasses.replace(node_cfg.trainer, device="cpu"))
         for node, node_cfg in configs.items()
