@@ -29,13 +29,11 @@ def module_source(module: str) -> Path | None:
     ModuleNotFoundError if there is no such module.
     """
     top, *inner = module.split(".")
-    name = top
     try:
         spec = importlib.util.find_spec(top)
-        for part in inner:
-            name = f"{name}.{part}"
+        for part in inner:  # by its last name: a folder without __init__.py looks a longer one's parents up
             places = spec.submodule_search_locations if spec is not None else None
-            spec = importlib.machinery.PathFinder.find_spec(name, list(places)) if places else None
+            spec = importlib.machinery.PathFinder.find_spec(part, list(places)) if places else None
     except (ImportError, ValueError):  # a module without a spec
         spec = None
     if spec is None:

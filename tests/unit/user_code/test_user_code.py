@@ -1,11 +1,13 @@
 """Code that a workflow names is found, parsed, and fits how siirl calls it, before anything starts."""
 
+import sys
+
 import pytest
 
 from siirl.errors import DagError
 from siirl.user_code.load_object import load_object
 from siirl.user_code.signatures import Call
-from siirl.user_code.source import check_loaded, check_reference
+from siirl.user_code.source import check_loaded, check_reference, module_source
 
 CODE = """
 raise SystemExit("the module was run")
@@ -115,3 +117,17 @@ def test_loading_says_what_is_wrong_as_the_check_does(tmp_path, monkeypatch):
     ):
         with pytest.raises(DagError, match=f"node 'n': route = .*{words}"):
             load_object(reference, "node 'n': route")
+
+
+def test_modules_in_folders_without_init_are_found_and_nothing_of_them_is_imported(tmp_path, monkeypatch):
+    for inner in ("plain.py", "deeper/below.py"):
+        file = tmp_path / "outer_of_mine" / "inner" / inner
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("plain", "deeper.below"):
+        found = module_source(f"outer_of_mine.inner.{name}")
+        assert found == tmp_path / "outer_of_mine" / "inner" / (name.replace(".", "/") + ".py")
+    with pytest.raises(ModuleNotFoundError):
+        module_source("outer_of_mine.inner.absent.below")
+    assert not any(name.startswith("outer_of_mine") for name in sys.modules)
