@@ -71,7 +71,7 @@ class Trainer:
         return {name: (shape, torch.float32) for name, shape in self._shapes.items()}
 
     def export_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Gathered about GATHERED_BYTES at a time, as siirl/engines/train/fsdp_state.py does."""
+        """Gathered about GATHERED_BYTES at a time, as siirl/engines/train/fsdp/fsdp_state.py does."""
         names, size = [], 0
         for name, shape in self._shapes.items():
             names.append(name)

@@ -45,7 +45,7 @@ from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.links import make_link
 from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.served.engine_weights import EngineWeights
-from siirl.engines.train.fsdp import FSDPEngine
+from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
 from siirl.observe.spans import Observer, observing
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.process_groups import ProcessGroupManager, connect_when_used

@@ -397,7 +397,7 @@ def _vllm_no_experts(cfg: Config) -> str:
 
 TRAIN_BACKENDS = {
     "fsdp": Backend(
-        "siirl.engines.train.fsdp:FSDPEngine",
+        "siirl.engines.train.fsdp.fsdp_engine:FSDPEngine",
         _fsdp_dims,
         fsdp_lines,
         gathers_weights=True,

@@ -16,7 +16,7 @@ from recorded_cases import case_of, record_outcome
 from safetensors.torch import load_file
 from train_engine_cases import Scenario
 
-from siirl.engines.train.micro_batches import row_lengths
+from siirl.engines.train.packed.micro_batches import row_lengths
 
 ACTOR = "actor_rollout_ref.actor"
 ONE_ROW = (f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",)
@@ -54,8 +54,8 @@ def grouped(counts: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("counts", [(5, 0, 9, 1), (0, 0, 15, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_grouped_product_equals_that_of_each_expert(counts, dtype):
-    from siirl.engines.train.grouped_product import GroupedProduct
-    from siirl.engines.train.hf_experts import grouped_product
+    from siirl.engines.train.experts.grouped_product import GroupedProduct
+    from siirl.engines.train.experts.hf_experts import grouped_product
 
     x_SD, weight_EOD, ends_E = grouped(counts, dtype)
     expert_S = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))

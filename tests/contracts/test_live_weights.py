@@ -7,7 +7,7 @@ from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
-from siirl.engines.train.fsdp_state import held_tensors
+from siirl.engines.train.fsdp.fsdp_state import held_tensors
 from siirl.engines.train.live_weights import LiveWeights
 
 ALONE = Scenario("one rank", 1)

@@ -11,7 +11,7 @@ from expert_cases import router_losses_of_hf
 from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
-from siirl.engines.train.packing import packed_lengths
+from siirl.engines.train.packed.packing import packed_lengths
 
 ACTOR = "actor_rollout_ref.actor"
 OPTIONS = f"+{ACTOR}.megatron.override_transformer_config"
@@ -27,7 +27,7 @@ def model_dir() -> str:
 @pytest.mark.parametrize("counts", [(5, 0, 9, 1), (0, 0, 15, 0), (0, 0, 0, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_grouped_product_equals_that_of_each_expert(counts, dtype):
-    from siirl.engines.train.grouped_product import GroupedProduct
+    from siirl.engines.train.experts.grouped_product import GroupedProduct
     from siirl.engines.train.megatron.grouped_experts import grouped_linear
 
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config import Config, load_config, with_overrides
 from siirl.data.rows import take_rows
 from siirl.engines.engine_registry import make_train_engine
-from siirl.engines.train.fsdp import FSDPEngine
+from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
 from siirl.parallel.process_groups import ProcessGroupManager
 
 MODEL = "actor_rollout_ref.model"

@@ -12,7 +12,7 @@ from fixtures_tiny import make_tiny_model_dir
 from safetensors import safe_open
 from train_engine_cases import Scenario
 
-from siirl.engines.train import fsdp_model
+from siirl.engines.train.fsdp import fsdp_model
 from siirl.model_files.weight_slices import SafetensorsFolder
 
 

@@ -115,7 +115,7 @@ def arguments_of(inputs: Inputs, other: Path, folder: Path, of_agent_1: dict[str
 
 def recorded_work(rank: int, world_size: int, arguments: list[str], output: str) -> None:
     """One worker, which keeps the rows of every optimizer step and the gradients of the first."""
-    from siirl.engines.train.fsdp import FSDPEngine
+    from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
     from siirl.engines.train.megatron.engine import MegatronEngine
 
     Path(output).mkdir(exist_ok=True)

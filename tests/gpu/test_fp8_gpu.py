@@ -35,7 +35,7 @@ PROMPTS = [[(7 * row + place) % 20 + 2 for place in range(9 + row % 5)] for row 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(41, 16), (41, 640), (300, 6144), (7, 28672)])
 def test_the_kernel_rounds_as_the_formula_does_bit_for_bit(shape, dtype):
-    from siirl.engines.train.float8 import rounded
+    from siirl.engines.train.fsdp.float8 import rounded
 
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=draw) * torch.logspace(-20, 20, shape[0])[:, None]
@@ -53,7 +53,7 @@ def test_the_kernel_rounds_as_the_formula_does_bit_for_bit(shape, dtype):
 @pytest.mark.parametrize("sides", [(2048, 6144), (6144, 2048), (128, 48)])
 @pytest.mark.parametrize("tokens", [1, 37, 4096])
 def test_products_and_gradients_are_those_by_hand(tokens, sides):
-    from siirl.engines.train.float8 import Float8Product
+    from siirl.engines.train.fsdp.float8 import Float8Product
 
     torch.manual_seed(tokens)
     x, grad = torch.randn(tokens, sides[0]), torch.randn(tokens, sides[1])
@@ -71,7 +71,7 @@ def test_products_and_gradients_are_those_by_hand(tokens, sides):
 
 def test_products_in_fp8_are_faster_than_in_bf16():
     """At the sides of workload A. Prints what a layer takes forward, and forward and backward."""
-    from siirl.engines.train.float8 import use_float8
+    from siirl.engines.train.fsdp.float8 import use_float8
 
     for sides in ((2048, 6144), (6144, 2048), (2048, 2048)):
         x = torch.randn(40960, sides[0], dtype=torch.bfloat16, device="cuda", requires_grad=True)

@@ -16,7 +16,7 @@ from proven_models import record
 from recorded_cases import case_of, on_cuda, record_outcome
 from train_engine_cases import Scenario
 
-from siirl.engines.train.hf_experts import grouped_product
+from siirl.engines.train.experts.hf_experts import grouped_product
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,9 @@ from packed_attention_cases import alone, bounds_of, drawn_forest, forest_bounds
 from torch import nn
 from transformers import AttentionInterface
 
-from siirl.engines.train import sequence_bounds
-from siirl.engines.train.attention_kernels import attention_by
-from siirl.engines.train.shared_attention import join_
+from siirl.engines.train.attention.attention_kernels import attention_by
+from siirl.engines.train.attention.shared_attention import join_
+from siirl.engines.train.packed import sequence_bounds
 from siirl.errors import ConfigError
 
 pytestmark = [

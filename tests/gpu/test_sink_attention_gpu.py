@@ -7,8 +7,8 @@ import torch
 from sink_cases import SIZE, by_hand, inputs
 from torch import nn
 
-from siirl.engines.train.attention import packed_attention
-from siirl.engines.train.sequence_bounds import bounds_of
+from siirl.engines.train.attention.packed_attention import packed_attention
+from siirl.engines.train.packed.sequence_bounds import bounds_of
 
 pytestmark = [
     pytest.mark.gpu,

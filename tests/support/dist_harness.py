@@ -39,7 +39,7 @@ PRELOAD = (
     "matplotlib.backends.backend_agg",
     "pandas",  # pyarrow imports it where it is installed
     "siirl.dag_worker.training",
-    "siirl.engines.train.fsdp",
+    "siirl.engines.train.fsdp.fsdp_engine",
     "siirl.engines.rollout.hf.hf_rollout",
     "siirl.launch.input_checks",
     "siirl.main_dag",

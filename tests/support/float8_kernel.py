@@ -6,7 +6,8 @@ Of numbers that FP8 has, under scales of all sizes: the interpreter's own roundi
 
 import torch
 
-from siirl.engines.train import float8, float8_triton
+from siirl.engines.train import triton_kernels
+from siirl.engines.train.fsdp import float8
 
 
 def main() -> None:
@@ -20,7 +21,7 @@ def main() -> None:
             x = (every[drawn] * torch.exp2(torch.arange(-20, 21))[:, None]).to(dtype)
             x[7], x[9, 0] = 0.0, 448.0
             for factor in (None, torch.full((columns,), 0.125)):
-                ours, scale = float8_triton.rounded_on_gpu(x, factor)
+                ours, scale = triton_kernels.rounded_on_gpu(x, factor)
                 theirs, expected = float8.rounded(x, factor)
                 assert torch.equal(scale, expected), (dtype, columns)
                 same = ours.float() == theirs.float()
@@ -28,7 +29,7 @@ def main() -> None:
                 assert (same | carried).all(), (dtype, columns)
                 assert same.float().mean() > 0.95
             x[3, 5] = torch.inf
-            assert float8_triton.rounded_on_gpu(x)[1].isinf().flatten().nonzero().tolist() == [[3]]
+            assert triton_kernels.rounded_on_gpu(x)[1].isinf().flatten().nonzero().tolist() == [[3]]
 
 
 if __name__ == "__main__":

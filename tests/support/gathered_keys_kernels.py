@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 from packed_attention_cases import drawn_forest, forest_bounds
 
-from siirl.engines.train import gathered_keys_triton, sequence_bounds
+from siirl.engines.train import triton_kernels
+from siirl.engines.train.packed import sequence_bounds
 
 ROUNDING = {
     ("cpu", torch.float32): 1e-6,
@@ -38,10 +39,10 @@ def compare(forest, heads: int, size: int, dtype: torch.dtype, device: str = "cp
     by_head = torch.randn(heads, num_tokens, size, generator=draw).to(device, dtype)
     product = torch.randn(num_tokens, 2 * heads + 1, size, generator=draw).to(device, dtype)
     k, v = by_head.transpose(0, 1), product[:, 1 : heads + 1]
-    for mine, x in zip(gathered_keys_triton.gathered(k, v, keys), (k, v), strict=True):
+    for mine, x in zip(triton_kernels.gathered(k, v, keys), (k, v), strict=True):
         assert torch.equal(mine, x[keys.index]) and mine.is_contiguous()
     grads = torch.randn(2, len(keys.index), heads, size, generator=draw).to(device, dtype)
-    runs = [gathered_keys_triton.added_up(*grads, k, v, keys) for _ in range(2)]
+    runs = [triton_kernels.added_up(*grads, k, v, keys) for _ in range(2)]
     for mine, again, grad, x in zip(*runs, grads, (k, v), strict=True):
         exact = torch.zeros(x.shape, dtype=torch.float64, device=device)
         exact.index_add_(0, keys.index, grad.double())

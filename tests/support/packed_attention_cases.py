@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
+from siirl.engines.train.packed.sequence_bounds import SequenceBounds, SharedPrompts
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 

@@ -34,7 +34,7 @@ TEMPERATURE, LR, EPS, BETA1, WEIGHT_DECAY, CLIP = 0.7, 1e-3, 1e-6, 0.9, 0.1, 0.5
 ENTROPY_COEFF = 0.05
 LORA_RANK, LORA_ALPHA, SEED = 4, 8, 3
 ENGINES = {
-    "fsdp": "siirl.engines.train.fsdp:FSDPEngine",
+    "fsdp": "siirl.engines.train.fsdp.fsdp_engine:FSDPEngine",
     "megatron": "siirl.engines.train.megatron.engine:MegatronEngine",
 }
 

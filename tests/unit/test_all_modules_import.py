@@ -18,7 +18,7 @@ def test_module_imports(name):
         pytest.importorskip("megatron.core")
     if name.startswith("siirl.engines.rollout.sglang.native"):
         pytest.importorskip("sglang", reason="needs SGLang")
-    if name == "siirl.engines.train.flash_four":
+    if name == "siirl.engines.train.attention.flash_four":
         pytest.importorskip("flash_attn.cute", reason="needs flash-attn-4")
     importlib.import_module(name)
 

@@ -43,7 +43,7 @@ _ACCUMULATED_BYTES = 10
 """A parameter's gradient in bf16 read, and added to one in fp32."""
 
 LEAST_SAVING = 0.1
-"""As in siirl/engines/train/micro_batches.py; a test holds them equal."""
+"""As in siirl/engines/train/packed/micro_batches.py; a test holds them equal."""
 
 _FLOPS_OF_A_BYTE = 180
 """A product of weights with more rows than so many halves of this is bound by arithmetic, not by the weights

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from siirl.engines.train.lora import plain_name
+from siirl.engines.train.adapters.lora import plain_name
 from siirl.errors import DataError, WeightSyncError
 from siirl.model_files.directory import check_weight_files, weight_files
 from siirl.model_files.file_parts import stored_parts

@@ -18,8 +18,8 @@ from transformers.utils import logging as transformers_logging
 from siirl.compiler.model_types import known_types, sees_images, why_not
 from siirl.compiler.plan import Head
 from siirl.config.common import ModelConfig
-from siirl.engines.train.attention_kernels import attention_by
-from siirl.engines.train.hf_experts import GROUPED_EXPERTS
+from siirl.engines.train.attention.attention_kernels import attention_by
+from siirl.engines.train.experts.hf_experts import GROUPED_EXPERTS
 from siirl.engines.train.layer_compiler import compile_layer
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.model_files.directory import check_weight_files, model_dir

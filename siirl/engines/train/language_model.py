@@ -21,10 +21,10 @@ from siirl.compiler.plan import Head
 from siirl.compiler.router_choices import TOP_K
 from siirl.config.teacher import WHOLE
 from siirl.engines.train.kept_logits import kept_logits_bytes
-from siirl.engines.train.packed_images import PackedImages
-from siirl.engines.train.packing import PackedBatch
-from siirl.engines.train.sequence_bounds import SequenceBounds
-from siirl.engines.train.vision import see, tower_of
+from siirl.engines.train.packed.packing import PackedBatch
+from siirl.engines.train.packed.sequence_bounds import SequenceBounds
+from siirl.engines.train.vision.image_embeddings import see, tower_of
+from siirl.engines.train.vision.packed_images import PackedImages
 
 
 class PackedModel(nn.Module, ABC):

@@ -9,7 +9,7 @@ from siirl.config.resolve import get
 from siirl.config.roles import ROLES, BatchKeys, role_group, role_model, token_budget, trained_group
 from siirl.dag.fields_read import uses_full_kl
 from siirl.data.image_reader import ImageReader
-from siirl.engines.train.micro_batches import MicroBatchLimit
+from siirl.engines.train.packed.micro_batches import MicroBatchLimit
 from siirl.errors import ConfigError, NotSupportedError
 
 

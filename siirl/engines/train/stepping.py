@@ -14,11 +14,11 @@ from torch import Tensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
-from siirl.engines.train.micro_batches import row_lengths, sharing_pays
 from siirl.engines.train.offload import HostCopies
-from siirl.engines.train.packing import PackedBatch, pack_rows
+from siirl.engines.train.optimizer import learning_rate
+from siirl.engines.train.packed.micro_batches import row_lengths, sharing_pays
+from siirl.engines.train.packed.packing import PackedBatch, pack_rows
 from siirl.engines.train.pieces import Piece
-from siirl.engines.train.schedules import learning_rate
 from siirl.engines.train.settings import EngineSettings
 from siirl.engines.train.transfers import sent_rows
 from siirl.errors import CheckpointError, NumericsError

@@ -21,7 +21,7 @@ from siirl.checkpoint.export import export_adapter, export_hf
 from siirl.checkpoint.hf_directory import save_hf
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
-from siirl.engines.train.fsdp import FSDPEngine
+from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
 from siirl.errors import CheckpointError, ConfigError, DataError
 from siirl.model_files.directory import weights_digest
 from siirl.model_files.stored_tensors import TensorReader, load_tensors, save_tensors

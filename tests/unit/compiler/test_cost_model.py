@@ -19,7 +19,7 @@ from siirl.compiler.memory.estimate import model_shape, read_shape
 from siirl.compiler.plan import LinkPlan
 from siirl.config import load_config
 from siirl.dag.spec import DagBuilder
-from siirl.engines.train import micro_batches
+from siirl.engines.train.packed import micro_batches
 from siirl.show.cost_text import explanation
 
 ROOT = Path(__file__).parents[3]

@@ -6,7 +6,7 @@ from transformers import get_scheduler
 
 from siirl.config import load_config, with_overrides
 from siirl.config.checks import check_config
-from siirl.engines.train.schedules import learning_rate
+from siirl.engines.train.optimizer import learning_rate
 from siirl.errors import ConfigError
 
 TOTAL = 40

@@ -23,10 +23,10 @@ from packed_attention_cases import alone as attention_of_row
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
-from siirl.engines.train import sequence_bounds
-from siirl.engines.train.attention import packed_attention
-from siirl.engines.train.attention_kernels import attention_by, flash_kernels
+from siirl.engines.train.attention.attention_kernels import attention_by, flash_kernels
+from siirl.engines.train.attention.packed_attention import packed_attention
 from siirl.engines.train.megatron import layers
+from siirl.engines.train.packed import sequence_bounds
 from siirl.errors import ConfigError
 
 
@@ -40,11 +40,11 @@ def kernels(monkeypatch):
     package["flash_attn.cute.interface"]._flash_attn_bwd = flash_four_backward
     for name, module in package.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "siirl.engines.train.flash_four", raising=False)
-    from siirl.engines.train.flash_four import FlashFourKernels
+    monkeypatch.delitem(sys.modules, "siirl.engines.train.attention.flash_four", raising=False)
+    from siirl.engines.train.attention.flash_four import FlashFourKernels
 
     yield FlashFourKernels()
-    monkeypatch.delitem(sys.modules, "siirl.engines.train.flash_four", raising=False)
+    monkeypatch.delitem(sys.modules, "siirl.engines.train.attention.flash_four", raising=False)
 
 
 def packed(inputs):
@@ -155,6 +155,6 @@ class Spy:
 
 def test_a_package_that_is_not_there_is_a_config_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
-    monkeypatch.delitem(sys.modules, "siirl.engines.train.flash_four", raising=False)
+    monkeypatch.delitem(sys.modules, "siirl.engines.train.attention.flash_four", raising=False)
     with pytest.raises(ConfigError, match=r"flash-attn-4 is not installed.*attention_kernels=torch"):
         attention_by("flash_attn_4")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from siirl.engines.train.float8 import FP8, Float8Linear, Float8Product, rounded, use_float8
+from siirl.engines.train.fsdp.float8 import FP8, Float8Linear, Float8Product, rounded, use_float8
 from siirl.errors import NotSupportedError
 
 SUPPORT = Path(__file__).resolve().parents[2] / "support"

@@ -12,13 +12,13 @@ from transformers import AutoConfig
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config, with_overrides
+from siirl.engines.train.adapters.lora import add_lora
 from siirl.engines.train.hf_model import (
     build_skeleton,
     torch_dtype,
     use_liger_kernels,
 )
 from siirl.engines.train.language_model import PackedValueModel
-from siirl.engines.train.lora import add_lora
 from siirl.engines.train.optimizer import make_adamw
 from siirl.engines.train.settings import engine_settings
 from siirl.errors import ConfigError, DataError, NotSupportedError

@@ -5,7 +5,7 @@ import torch
 from packed_attention_cases import alone, bounds_of, drawn_forest, forest_bounds, rows_alone, sample
 from torch import nn
 
-from siirl.engines.train.attention import packed_attention
+from siirl.engines.train.attention.packed_attention import packed_attention
 from siirl.errors import NotSupportedError
 
 

@@ -12,10 +12,10 @@ import torch
 from packed_attention_cases import bounds_of, drawn_forest, each_row, forest_bounds, rows_alone, sample
 from torch.utils.checkpoint import checkpoint
 
-from siirl.engines.train import sequence_bounds, shared_attention
-from siirl.engines.train.gathered_keys import added_up, gathered
-from siirl.engines.train.sequence_bounds import with_segment
-from siirl.engines.train.shared_attention import FlashKernels
+from siirl.engines.train.attention import shared_attention
+from siirl.engines.train.attention.shared_attention import FlashKernels, added_up, gathered
+from siirl.engines.train.packed import sequence_bounds
+from siirl.engines.train.packed.sequence_bounds import with_segment
 
 SUPPORT = Path(__file__).resolve().parents[2] / "support"
 ONES = ([1, 1], [[1, 1], [1]], [1])

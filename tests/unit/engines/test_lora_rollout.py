@@ -13,7 +13,14 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config, with_overrides
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Request, SamplingParams
-from siirl.engines.train.lora import adapter_name, adapters_of, add_lora, hf_name, merged_rows, plain_name
+from siirl.engines.train.adapters.lora import (
+    adapter_name,
+    adapters_of,
+    add_lora,
+    hf_name,
+    merged_rows,
+    plain_name,
+)
 from siirl.errors import RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims
 

@@ -6,8 +6,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from siirl.engines.train.layer_compiler import compile_layer
-from siirl.engines.train.merged_linears import merge_linears
+from siirl.engines.train.layer_compiler import compile_layer, merge_linears
 
 WIDTH = 16
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from siirl.algorithms.row_cost import row_cost
 from siirl.data.rows import make_rows
 from siirl.engines.train.megatron.context_parallel import context_shard
-from siirl.engines.train.micro_batches import (
+from siirl.engines.train.packed.micro_batches import (
     MicroBatchLimit,
     bundles_of,
     count_bundles,
@@ -22,8 +22,8 @@ from siirl.engines.train.micro_batches import (
     single_rows,
     split_bundles,
 )
-from siirl.engines.train.packing import pack_rows, packed_tokens
-from siirl.engines.train.sequence_bounds import with_segment
+from siirl.engines.train.packed.packing import pack_rows, packed_tokens
+from siirl.engines.train.packed.sequence_bounds import with_segment
 from siirl.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from train_engine_cases import NUM_ROWS, sample_rows
 
 from siirl.data.rows import take_rows
-from siirl.engines.train import ulysses
-from siirl.engines.train.attention import packed_attention
-from siirl.engines.train.packing import PackedBatch, pack_rows
-from siirl.engines.train.sequence_bounds import SequenceShard
-from siirl.engines.train.ulysses import of_all_tokens, own_tokens, whole_sequences
+from siirl.engines.train.attention import ulysses
+from siirl.engines.train.attention.packed_attention import packed_attention
+from siirl.engines.train.attention.ulysses import of_all_tokens, own_tokens, whole_sequences
+from siirl.engines.train.packed.packing import PackedBatch, pack_rows
+from siirl.engines.train.packed.sequence_bounds import SequenceShard
 from siirl.errors import NotSupportedError
 
 SIZE, OF_VALUES, EXPERTS = 8, 6, 3

@@ -5,9 +5,9 @@ import torch
 from sink_cases import SIZE, by_hand, inputs
 from torch import Tensor, nn
 
-from siirl.engines.train.attention import _padded, packed_attention
-from siirl.engines.train.sequence_bounds import bounds_of
-from siirl.engines.train.shared_attention import FlashKernels
+from siirl.engines.train.attention.packed_attention import _padded, packed_attention
+from siirl.engines.train.attention.shared_attention import FlashKernels
+from siirl.engines.train.packed.sequence_bounds import bounds_of
 from siirl.errors import NotSupportedError
 
 

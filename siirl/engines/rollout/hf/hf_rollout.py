@@ -38,10 +38,10 @@ from siirl.engines.rollout.weight_loading import (
     stored_tensors_of,
     tensor_names,
 )
-from siirl.engines.train.frozen_base import use_base
+from siirl.engines.train.adapters.frozen_base import use_base
+from siirl.engines.train.adapters.lora import adapter_name, add_lora
+from siirl.engines.train.experts.router_replay import RouterReplay
 from siirl.engines.train.hf_model import attentions, model_class
-from siirl.engines.train.lora import adapter_name, add_lora
-from siirl.engines.train.router_replay import RouterReplay
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError
 from siirl.model_files.hf_config import load_hf_config
 from siirl.parallel.process_groups import ProcessGroupManager

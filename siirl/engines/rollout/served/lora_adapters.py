@@ -11,7 +11,7 @@ from torch import Tensor
 from siirl.config import Config
 from siirl.engines.rollout.served.engine_process import EngineProcess
 from siirl.engines.rollout.weight_loading import WeightSpecs
-from siirl.engines.train.lora import adapter_name
+from siirl.engines.train.adapters.lora import adapter_name
 from siirl.model_files.adapter_files import write_adapter
 
 MEMORY_FOLDER = Path("/dev/shm")

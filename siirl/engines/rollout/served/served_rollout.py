@@ -46,8 +46,8 @@ from siirl.engines.rollout.served.row_scores import ONE_TOKEN, checked_scores
 from siirl.engines.rollout.served.stream import EngineStream, StreamRouter
 from siirl.engines.rollout.served.weight_transfer import weights_of_directory
 from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights
+from siirl.engines.train.adapters.lora import adapter_name
 from siirl.engines.train.live_weights import LiveWeights
-from siirl.engines.train.lora import adapter_name
 from siirl.errors import EpisodeFailed, RolloutError, WeightSyncError
 from siirl.model_files.hf_config import engine_overrides, load_hf_config
 from siirl.observe.metrics import Metrics

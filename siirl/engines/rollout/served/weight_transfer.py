@@ -12,8 +12,8 @@ from siirl.config import Config
 from siirl.engines.rollout.served.kept_weights import KeptWeights
 from siirl.engines.rollout.served.shared_buffer import SharedBuffer
 from siirl.engines.rollout.weight_loading import WeightSpecs, tensor_names
+from siirl.engines.train.adapters.lora import adapter_name, add_lora
 from siirl.engines.train.hf_model import model_class
-from siirl.engines.train.lora import adapter_name, add_lora
 
 BUCKET_BYTES = 256 << 20
 """Weights reach the engine in pieces of this size, or of the largest tensor."""

@@ -14,8 +14,8 @@ from siirl.engines.rollout.served.kept_weights import KeptWeights
 from siirl.engines.rollout.served.samples import sampled_sum
 from siirl.engines.rollout.served.shared_buffer import SharedBuffer
 from siirl.engines.rollout.weight_loading import WeightSpecs
+from siirl.engines.train.adapters.lora import adapter_name
 from siirl.engines.train.live_weights import LiveWeights
-from siirl.engines.train.lora import adapter_name
 from siirl.observe.spans import phase
 
 BUCKET_BYTES = WRITING_BYTES

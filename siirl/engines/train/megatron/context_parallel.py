@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from siirl.engines.train.sequence_bounds import SequenceBounds
-from siirl.engines.train.shared_attention import varlen_kernel
+from siirl.engines.train.attention.shared_attention import varlen_kernel
+from siirl.engines.train.packed.sequence_bounds import SequenceBounds
 
 
 @dataclass(frozen=True)

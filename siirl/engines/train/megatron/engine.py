@@ -20,7 +20,7 @@ from siirl.compiler.router_choices import router_choices
 from siirl.config import Config
 from siirl.data.chosen_experts import no_experts
 from siirl.data.rows import take_rows
-from siirl.engines.train.attention_kernels import flash_kernels
+from siirl.engines.train.attention.attention_kernels import flash_kernels
 from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
 from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, new_head
 from siirl.engines.train.language_model import pass_flops
@@ -30,7 +30,7 @@ from siirl.engines.train.megatron.linear_adapters import adapter_entries, new_ad
 from siirl.engines.train.megatron.micro_batch import MicroBatch, make_micro_batch, make_rope
 from siirl.engines.train.megatron.model import LocalParams, adapt_stages, all_agree, build_stages, wrap_stages
 from siirl.engines.train.megatron.options import ddp_config, optimizer_config, transformer_config
-from siirl.engines.train.megatron.pipeline import KnownShapes
+from siirl.engines.train.megatron.pipeline_stage import KnownShapes
 from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.sources import Fill, weight_source
 from siirl.engines.train.megatron.stage_routers import StageRouters
@@ -41,7 +41,7 @@ from siirl.engines.train.megatron.state import (
     training_state,
 )
 from siirl.engines.train.megatron.weights import entries, family_of, num_active_weights
-from siirl.engines.train.micro_batches import (
+from siirl.engines.train.packed.micro_batches import (
     MicroBatchLimit,
     bundles_of,
     count_bundles,
@@ -49,16 +49,16 @@ from siirl.engines.train.micro_batches import (
     row_lengths,
     split_bundles,
 )
-from siirl.engines.train.packing import (
+from siirl.engines.train.packed.packing import (
     PackedBatch,
     new_columns,
     packed_lengths,
     packed_tokens,
     vector_outputs,
 )
+from siirl.engines.train.packed.shared_rows import SumOverRanks
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.settings import engine_settings
-from siirl.engines.train.shared_rows import SumOverRanks
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.errors import UserError
 from siirl.model_files.hf_config import load_hf_config, written_changes

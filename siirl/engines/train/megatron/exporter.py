@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from siirl.engines.train.lora import adapter_name
+from siirl.engines.train.adapters.lora import adapter_name
 from siirl.engines.train.megatron.model import LocalParams
 from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, runs
 from siirl.engines.train.megatron.scope import MegatronScope

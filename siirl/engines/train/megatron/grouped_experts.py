@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn.functional import silu
 
-from siirl.engines.train.grouped_product import GROUPED_MULTIPLE, GroupedProduct, expert_by_expert
+from siirl.engines.train.experts.grouped_product import GROUPED_MULTIPLE, GroupedProduct, expert_by_expert
 
 
 class GroupedExperts(SequentialMLP):

@@ -16,11 +16,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from siirl.engines.train.attention import packed_attention
+from siirl.engines.train.attention.packed_attention import packed_attention
+from siirl.engines.train.attention.shared_attention import FlashKernels
 from siirl.engines.train.megatron.context_parallel import ContextShard, context_attention
 from siirl.engines.train.megatron.fused import Heads, StreamNorm, TurnedHeads, rotated
-from siirl.engines.train.sequence_bounds import SequenceBounds
-from siirl.engines.train.shared_attention import FlashKernels
+from siirl.engines.train.packed.sequence_bounds import SequenceBounds
 
 Rope = tuple[Tensor, Tensor]
 """Cosines and sines of the positions, [N, D] each."""

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from siirl.compiler.plan import Head
-from siirl.engines.train.expert_lora import adapter_parts
+from siirl.engines.train.adapters.lora import ADAPTER, add_lora, merged_rows
+from siirl.engines.train.experts.expert_lora import adapter_parts
 from siirl.engines.train.hf_model import VALUE_HEAD, empty_source
-from siirl.engines.train.lora import ADAPTER, add_lora, merged_rows
 from siirl.engines.train.megatron.layers import new_parameter
 from siirl.engines.train.megatron.parameter_entries import Block, Entry, runs
 from siirl.engines.train.settings import EngineSettings

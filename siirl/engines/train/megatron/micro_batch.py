@@ -13,12 +13,12 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from siirl.engines.train.attention.shared_attention import FlashKernels
 from siirl.engines.train.megatron.context_parallel import context_shard
 from siirl.engines.train.megatron.layers import PackedRows, Rope
-from siirl.engines.train.packing import PackedBatch
-from siirl.engines.train.sequence_bounds import with_segment
-from siirl.engines.train.shared_attention import FlashKernels
-from siirl.engines.train.shared_rows import own_predictions
+from siirl.engines.train.packed.packing import PackedBatch
+from siirl.engines.train.packed.sequence_bounds import with_segment
+from siirl.engines.train.packed.shared_rows import own_predictions
 
 
 @dataclass(frozen=True)

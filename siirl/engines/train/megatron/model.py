@@ -20,7 +20,6 @@ from transformers import PretrainedConfig
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.engines.train.megatron.fused import gated_unit
-from siirl.engines.train.megatron.group_router import GroupRouter
 from siirl.engines.train.megatron.grouped_experts import GroupedExperts
 from siirl.engines.train.megatron.latent_attention import LatentAttention
 from siirl.engines.train.megatron.layers import (
@@ -40,6 +39,7 @@ from siirl.engines.train.megatron.linear_adapters import (
 from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, runs
 from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token, scale_embedding
 from siirl.engines.train.megatron.scope import MegatronScope
+from siirl.engines.train.megatron.stage_routers import GroupRouter
 from siirl.engines.train.megatron.weights import entries, family_of, tied_head
 from siirl.errors import DataError
 from siirl.model_files.directory import check_weight_files

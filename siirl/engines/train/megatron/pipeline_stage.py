@@ -4,11 +4,14 @@ Legend: N packed tokens on this rank, M predicted tokens, D hidden size.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -212,3 +215,27 @@ def scale_embedding(stage: Stage, scale: float) -> None:
         return embedded * embedded.new_tensor(scale)
 
     stage.embedding.register_forward_hook(scaled)
+
+
+class KnownShapes(P2PCommunicator):
+    """megatron-core's messages of one run of the 1F1B schedule, without its exchange of shapes.
+
+    That exchange waits for the device twice a message. All stages of a pipeline cut the same rows into the
+    same micro-batches, and activations and gradients arrive in their order. Build it inside the model's
+    scope; no communication.
+    """
+
+    def __init__(self, group: torch.distributed.ProcessGroup, config: Any, shapes: Sequence[tuple[int, ...]]):
+        """shapes: of the activations that each micro-batch sends from stage to stage, on this rank."""
+        super().__init__(group, config)
+        self._activations, self._gradients = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(
+        self,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of what arrives from the previous and from the next stage."""
+        return next(self._activations) if recv_prev else (), next(self._gradients) if recv_next else ()

@@ -15,8 +15,7 @@ from siirl.compiler.head_sizes import head_size
 from siirl.compiler.model_types import EXPERTS, why_not
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
-from siirl.engines.train.megatron.latent_entries import latent_entries, latent_options
-from siirl.engines.train.megatron.parameter_entries import Block, Entry
+from siirl.engines.train.megatron.parameter_entries import Block, Entry, latent_entries, latent_options
 from siirl.errors import NotSupportedError
 
 CHOICE_BIAS = "choice_bias"
@@ -169,7 +168,7 @@ def _shared_width(config: PretrainedConfig) -> int:
 
 
 def _group_options(config: PretrainedConfig) -> dict[str, Any]:
-    """Of routers that choose among groups of experts: see group_router.py."""
+    """Of routers that choose among groups of experts: see stage_routers.py."""
     options = _expert_options("moe_intermediate_size", lambda config: config.norm_topk_prob)(config)
     return options | {
         "moe_router_score_function": "sigmoid",

@@ -15,10 +15,13 @@ from siirl.config import Config
 from siirl.data.chosen_experts import no_experts
 from siirl.data.rows import take_rows
 from siirl.engines.link_rows import RowLayout
+from siirl.engines.train.adapters.frozen_base import FrozenBase
+from siirl.engines.train.attention.ulysses import of_all_tokens, own_tokens
 from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
-from siirl.engines.train.expert_parallel import add_up_copies
-from siirl.engines.train.frozen_base import FrozenBase
-from siirl.engines.train.fsdp_model import (
+from siirl.engines.train.experts.expert_parallel import add_up_copies
+from siirl.engines.train.experts.router_loss import RouterLoss
+from siirl.engines.train.experts.router_replay import RouterReplay, put_experts
+from siirl.engines.train.fsdp.fsdp_model import (
     build_sharded,
     compute_dtype,
     fsdp_modules,
@@ -27,7 +30,7 @@ from siirl.engines.train.fsdp_model import (
     mesh_of,
     reduce_dtype,
 )
-from siirl.engines.train.fsdp_state import (
+from siirl.engines.train.fsdp.fsdp_state import (
     base_names,
     exported,
     exported_adapter,
@@ -41,11 +44,12 @@ from siirl.engines.train.fsdp_state import (
     specs,
     training_state,
 )
+from siirl.engines.train.fsdp.lone_gradients import LoneGradients
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed, seen_back
 from siirl.engines.train.live_weights import LiveWeights
-from siirl.engines.train.lone_gradients import LoneGradients
-from siirl.engines.train.micro_batches import (
+from siirl.engines.train.optimizer import make_adamw, scaled_to_norm
+from siirl.engines.train.packed.micro_batches import (
     MicroBatchLimit,
     bundles_of,
     count_bundles,
@@ -54,16 +58,12 @@ from siirl.engines.train.micro_batches import (
     row_lengths,
     split_bundles,
 )
-from siirl.engines.train.optimizer import make_adamw, scaled_to_norm
-from siirl.engines.train.packing import PackedBatch, new_columns, vector_outputs
+from siirl.engines.train.packed.packing import PackedBatch, new_columns, vector_outputs
+from siirl.engines.train.packed.shared_rows import SumOverRanks
 from siirl.engines.train.pieces import Piece
-from siirl.engines.train.router_loss import RouterLoss
-from siirl.engines.train.router_replay import RouterReplay, put_experts
 from siirl.engines.train.settings import engine_settings
-from siirl.engines.train.shared_rows import SumOverRanks
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.engines.train.transfers import Arrivals
-from siirl.engines.train.ulysses import of_all_tokens, own_tokens
 from siirl.model_files.hf_config import written_changes
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.data.rows import seen_of
-from siirl.engines.train.packed_images import prompt_images
+from siirl.engines.train.vision.packed_images import prompt_images
 from siirl.errors import ConfigError
 
 PAIRS = "pair_id"

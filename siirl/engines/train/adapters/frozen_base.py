@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from siirl.engines.train.lora import adapter_name, plain_name
+from siirl.engines.train.adapters.lora import adapter_name, plain_name
 from siirl.engines.train.offload import HostCopies
 from siirl.observe.spans import phase
 

@@ -3,8 +3,8 @@
 import torch
 
 from siirl.config.common import FLASH_4
-from siirl.engines.train.attention import PACKED_ATTENTION
-from siirl.engines.train.shared_attention import FlashKernels
+from siirl.engines.train.attention.packed_attention import PACKED_ATTENTION
+from siirl.engines.train.attention.shared_attention import FlashKernels
 from siirl.errors import ConfigError
 
 FLASH_4_CAPABILITY = (9, 0)
@@ -15,7 +15,7 @@ def attention_by(kernels: str) -> str:
     """transformers' name of packed attention by these kernels; ConfigError as flash_kernels."""
     if flash_kernels(kernels) is None:
         return PACKED_ATTENTION
-    from siirl.engines.train.flash_four import PACKED_BY_FLASH_4
+    from siirl.engines.train.attention.flash_four import PACKED_BY_FLASH_4
 
     return PACKED_BY_FLASH_4
 
@@ -33,7 +33,7 @@ def flash_kernels(kernels: str) -> FlashKernels | None:
             "Set it to torch."
         )
     try:
-        from siirl.engines.train.flash_four import FlashFourKernels
+        from siirl.engines.train.attention.flash_four import FlashFourKernels
     except ImportError as error:
         raise ConfigError(
             f"model.attention_kernels={kernels}: the package flash-attn-4 is not installed, or is of another "

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from siirl.compiler.adapter_targets import expert_targets
 from siirl.config.common import ModelConfig
-from siirl.engines.train.expert_lora import ADAPTER, ExpertAdapter, add_expert_adapters
+from siirl.engines.train.experts.expert_lora import ADAPTER, ExpertAdapter, add_expert_adapters
 from siirl.errors import ConfigError
 
 

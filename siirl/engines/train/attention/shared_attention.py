@@ -2,13 +2,13 @@
 
 A token of a response attends to its own segment, causally, and to all of its prompt, which stands in the
 batch once. GPUs do it in one call, for which the keys and values of each row are laid side by side
-(RowAttention, gathered_keys.py). CPUs do it in two, and GPUs where prompts are too long for that
+(RowAttention). CPUs do it in two, and GPUs where prompts are too long for that
 (SharedAttention): to its own, and to its prompt, joined by the logarithms of their normalisers. The softmax
 over both is that over each times its share of the sum, and the gradients of both follow from the joined
 output and normaliser. Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
 
 Legend: N packed tokens, P those of shared prompts, R those of their responses, H query heads, K key-value
-heads, D head size, S segments, L the longest.
+heads, D head size, S segments, L the longest, M keys that rows read.
 """
 
 import functools
@@ -18,13 +18,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from siirl.engines.train.gathered_keys import added_up, gathered
-from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
+from siirl.engines.train.packed.sequence_bounds import RowKeys, SequenceBounds, SharedPrompts
 
 if torch.cuda.is_available():
-    from siirl.engines.train import shared_attention_triton
+    from siirl.engines.train import triton_kernels
 else:
-    shared_attention_triton = None
+    triton_kernels = None
 
 aten = torch.ops.aten
 
@@ -288,8 +287,8 @@ def _packed(x_SHLD: Tensor, bounds: SequenceBounds) -> Tensor:
 
 def join_(out_RHD: Tensor, lse_HR: Tensor, more_RHD: Tensor, more_lse_HR: Tensor) -> None:
     """out and lse of one part of the attention become those of both parts."""
-    if out_RHD.is_cuda and shared_attention_triton is not None:
-        shared_attention_triton.join_(out_RHD, lse_HR, more_RHD, more_lse_HR)
+    if out_RHD.is_cuda and triton_kernels is not None:
+        triton_kernels.join_(out_RHD, lse_HR, more_RHD, more_lse_HR)
         return
     joined = torch.logaddexp(lse_HR, more_lse_HR)
     ours, theirs = ((of_part - joined).exp().t().unsqueeze(-1) for of_part in (lse_HR, more_lse_HR))
@@ -363,3 +362,32 @@ class SharedAttention(torch.autograd.Function):
             into=(dq[responses], dk[prompts], dv[prompts]),
         )
         return dq, dk, dv, None, None, None
+
+
+def gathered(k_NKD: Tensor, v_NKD: Tensor, keys: RowKeys | None) -> tuple[Tensor, Tensor]:
+    """Keys and values [M, K, D] as whole rows read them, in that order; the given ones, if keys is None.
+
+    They live as long as the attention of a layer: a backward pass gathers them again. They are M x K x D
+    numbers twice, and in a backward pass their gradients as many: what rows with prompts of their own have.
+    """
+    if keys is None:
+        return k_NKD, v_NKD
+    if k_NKD.is_cuda and triton_kernels is not None:
+        return triton_kernels.gathered(k_NKD, v_NKD, keys)
+    return k_NKD.index_select(0, keys.index), v_NKD.index_select(0, keys.index)
+
+
+def added_up(
+    dk_MKD: Tensor, dv_MKD: Tensor, k_NKD: Tensor, v_NKD: Tensor, keys: RowKeys | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of k and v, which lie as these do, of those of the gathered ones.
+
+    Added up in fp32 at least, in the order of the M: the same in every run.
+    """
+    if keys is None:
+        return dk_MKD, dv_MKD
+    if dk_MKD.is_cuda and triton_kernels is not None:
+        return triton_kernels.added_up(dk_MKD, dv_MKD, k_NKD, v_NKD, keys)
+    pairs = ((k_NKD, dk_MKD), (v_NKD, dv_MKD))
+    dk, dv = (torch.zeros_like(x).index_add_(0, keys.index, grad) for x, grad in pairs)  # it rounds once
+    return dk, dv

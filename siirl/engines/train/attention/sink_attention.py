@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from siirl.engines.train.sequence_bounds import SequenceBounds
-from siirl.engines.train.shared_attention import Attended, Kernels
+from siirl.engines.train.attention.shared_attention import Attended, Kernels
+from siirl.engines.train.packed.sequence_bounds import SequenceBounds
 
 
 class SinkAttention(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from siirl.engines.train.packing import PackedBatch
+from siirl.engines.train.packed.packing import PackedBatch
 
 
 def own_predictions(packed: PackedBatch, index_n: Tensor, num_tokens: int) -> PackedBatch:

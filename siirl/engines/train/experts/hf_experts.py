@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from siirl.engines.train.expert_lora import adapted
-from siirl.engines.train.expert_parallel import computed_elsewhere, held, ranks_of
-from siirl.engines.train.grouped_product import GROUPED_MULTIPLE, GroupedProduct, expert_by_expert
+from siirl.engines.train.experts.expert_lora import adapted
+from siirl.engines.train.experts.expert_parallel import computed_elsewhere, held, ranks_of
+from siirl.engines.train.experts.grouped_product import GROUPED_MULTIPLE, GroupedProduct, expert_by_expert
 
 GROUPED_EXPERTS = "siirl_grouped"
 """Name under which transformers finds `grouped_experts`."""

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from siirl.engines.train.sequence_bounds import SequenceBounds
-from siirl.engines.train.shared_attention import FlashKernels, PaddedKernels, band
-from siirl.engines.train.sink_attention import SinkAttention, with_a_sink_key
-from siirl.engines.train.ulysses import own_shares, whole_sequences
+from siirl.engines.train.attention.shared_attention import FlashKernels, PaddedKernels, band
+from siirl.engines.train.attention.sink_attention import SinkAttention, with_a_sink_key
+from siirl.engines.train.attention.ulysses import own_shares, whole_sequences
+from siirl.engines.train.packed.sequence_bounds import SequenceBounds
 from siirl.errors import NotSupportedError
 
 PACKED_ATTENTION = "siirl_packed"

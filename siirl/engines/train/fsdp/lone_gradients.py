@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from siirl.engines.train.fsdp_model import fsdp_modules
+from siirl.engines.train.fsdp.fsdp_model import fsdp_modules
 
 if torch.cuda.is_available():
-    from siirl.engines.train import lone_gradients_triton
+    from siirl.engines.train import triton_kernels
 else:
-    lone_gradients_triton = None
+    triton_kernels = None
 
 
 class LoneGradients:
@@ -55,8 +55,8 @@ def _added(total: Tensor | None, grad: Tensor, dtype: torch.dtype) -> Tensor:
     if total is None and grad.dtype == dtype:
         return grad
     lies_whole = grad.is_contiguous() and (total is None or total.is_contiguous())
-    if lone_gradients_triton is not None and grad.is_cuda and lies_whole:
-        return lone_gradients_triton.added(total, grad, dtype)
+    if triton_kernels is not None and grad.is_cuda and lies_whole:
+        return triton_kernels.added(total, grad, dtype)
     return grad.to(dtype) if total is None else total.add_(grad)
 
 

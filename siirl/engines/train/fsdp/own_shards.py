@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
-from siirl.engines.train.lora import adapter_name, plain_name
+from siirl.engines.train.adapters.lora import adapter_name, plain_name
 from siirl.errors import NotSupportedError
 from siirl.model_files.file_parts import FilePart, file_parts
 from siirl.model_files.weight_slices import SafetensorsFolder

@@ -13,9 +13,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from siirl.engines.link_rows import RowLayout, Whole, whole_at_first
-from siirl.engines.train.expert_lora import adapter_parts, adapters_of_experts, merged_experts
+from siirl.engines.train.adapters.lora import adapter_name, adapters_of, hf_name, merged_rows, plain_name
+from siirl.engines.train.experts.expert_lora import adapter_parts, adapters_of_experts, merged_experts
 from siirl.engines.train.live_weights import LiveWeights
-from siirl.engines.train.lora import adapter_name, adapters_of, hf_name, merged_rows, plain_name
 from siirl.engines.train.optimizer import MOMENTS
 from siirl.engines.train.pieces import Piece, PiecewiseTensor
 from siirl.errors import CheckpointError

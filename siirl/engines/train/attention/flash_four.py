@@ -9,8 +9,8 @@ from functools import partial
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from transformers import AttentionInterface
 
-from siirl.engines.train.attention import packed_attention
-from siirl.engines.train.shared_attention import Attended, FlashKernels, Grads, RowAttention
+from siirl.engines.train.attention.packed_attention import packed_attention
+from siirl.engines.train.attention.shared_attention import Attended, FlashKernels, Grads, RowAttention
 
 PACKED_BY_FLASH_4 = "siirl_packed_4"
 """Name under which transformers finds packed attention by these kernels. One with "flash" in it

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from siirl.engines.train.expert_parallel import held, modules_of_experts
+from siirl.engines.train.experts.expert_parallel import held, modules_of_experts
 from siirl.errors import ConfigError
 from siirl.model_files.file_parts import FilePart, file_parts
 

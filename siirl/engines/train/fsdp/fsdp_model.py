@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 
 from siirl.compiler.memory.estimate import stays_whole
 from siirl.compiler.plan import ModelPlan
-from siirl.engines.train.expert_parallel import deal_experts
-from siirl.engines.train.float8 import use_float8
-from siirl.engines.train.frozen_base import join_shards, use_base
+from siirl.engines.train.adapters.frozen_base import join_shards, use_base
+from siirl.engines.train.adapters.lora import adapter_name, add_lora
+from siirl.engines.train.experts.expert_parallel import deal_experts
+from siirl.engines.train.fsdp.float8 import use_float8
+from siirl.engines.train.fsdp.own_shards import Parts, can_be_read, parts_to_read, read_shards
 from siirl.engines.train.hf_model import (
     build_skeleton,
     compile_layers,
@@ -31,10 +33,8 @@ from siirl.engines.train.hf_model import (
     use_liger_kernels,
 )
 from siirl.engines.train.language_model import PACKED_MODELS, PackedModel
-from siirl.engines.train.lora import adapter_name, add_lora
-from siirl.engines.train.own_shards import Parts, can_be_read, parts_to_read, read_shards
 from siirl.engines.train.settings import EngineSettings
-from siirl.engines.train.vision import tower_of
+from siirl.engines.train.vision.image_embeddings import tower_of
 from siirl.errors import DataError, UserError
 from siirl.model_files.directory import check_weight_files, model_dir
 from siirl.model_files.hf_config import load_hf_config

@@ -32,7 +32,7 @@ LEAST = 2.0**-100
 def rounded(x_ND: Tensor, by_D: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(x, times by_D, in FP8 [N, D], and what each row is to be multiplied by again, fp32 [N, 1])."""
     if x_ND.is_cuda:
-        from siirl.engines.train.float8_triton import rounded_on_gpu
+        from siirl.engines.train.triton_kernels import rounded_on_gpu
 
         return rounded_on_gpu(x_ND, by_D)
     value_ND = x_ND.float() if by_D is None else x_ND.float() * by_D

@@ -14,15 +14,15 @@ from torch import Tensor
 from siirl.config.teacher import WHOLE
 from siirl.data.image_reader import ImageReader
 from siirl.data.rows import take_rows
-from siirl.engines.train.micro_batches import prompt_numbers, repeated_prompt_tokens
-from siirl.engines.train.packed_images import (
+from siirl.engines.train.packed.micro_batches import prompt_numbers, repeated_prompt_tokens
+from siirl.engines.train.packed.sequence_bounds import SequenceBounds, SharedPrompts
+from siirl.engines.train.transfers import sent
+from siirl.engines.train.vision.packed_images import (
     PackedImages,
     Segment,
     black_image,
     with_images_read,
 )
-from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
-from siirl.engines.train.transfers import sent
 from siirl.errors import DataError
 from siirl.types import EXPERT_FIELDS
 

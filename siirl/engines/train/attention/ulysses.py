@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from siirl.engines.train.packing import PackedBatch
-from siirl.engines.train.sequence_bounds import SequenceShard, with_segment
-from siirl.engines.train.shared_rows import own_predictions
+from siirl.engines.train.packed.packing import PackedBatch
+from siirl.engines.train.packed.sequence_bounds import SequenceShard, with_segment
+from siirl.engines.train.packed.shared_rows import own_predictions
 from siirl.errors import NotSupportedError
 
 

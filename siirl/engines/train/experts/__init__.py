@@ -1,0 +1,1 @@
+"""Mixtures of experts: products, ranks that have some each, adapters, the routers' loss and replay."""
