@@ -68,6 +68,8 @@ class Row:
     """That of the last turn; empty before the first."""
     busy: bool = False
     """Its next turn is being generated."""
+    by_tokens: bool = False
+    """It began with tokens, not messages: it goes on where others begin with all of its own."""
 
     def read(self, tokens: list[int], seen: Seen = NO_IMAGES) -> None:
         """Add tokens that the agent did not produce, and the images among them."""
@@ -168,6 +170,36 @@ class Context:
             opening, spelled, prompt = None, opening, None
         if opening is None:
             opening = self._started(renderer, messages, prompt, tools, spelled)
+        opening.row.busy = True
+        return opening
+
+    def begin_tokens(self, tokens: Sequence[int], text: str) -> Opening:
+        """Where the turn after these very tokens begins: in the row that holds most of them, or a new one.
+
+        text: what they say. ContextFull if they fit nowhere.
+        """
+        best: Row | None = None
+        for row in self.rows:
+            held = [*row.prompt_ids, *row.ids] if row.by_tokens and not row.busy else []
+            room = self._limits.response - (len(tokens) - len(row.prompt_ids))
+            longest = len(best.prompt_ids) + len(best.ids) if best is not None else 0
+            if len(held) > longest and room > 0 and list(tokens[: len(held)]) == held:
+                best = row
+        shown: Chat = [{"role": "prompt", "content": text}]  # a role that no chat has
+        if best is not None:
+            read = Read(list(tokens[len(best.prompt_ids) + len(best.ids) :]))
+            opening = Opening(
+                best,
+                read,
+                shown,
+                self._most(self._limits.response - len(best.ids) - len(read.tokens)),
+                text=text,
+            )
+        elif len(tokens) > self._limits.prompt:
+            raise ContextFull(self._too_long(len(tokens), shown))
+        else:
+            row = Row([{"role": "user", "content": text}], list(tokens), by_tokens=True)
+            opening = Opening(row, Read([]), shown, self._most(self._limits.response), text=text)
         opening.row.busy = True
         return opening
 

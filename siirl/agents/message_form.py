@@ -58,7 +58,7 @@ class OwnTurn(dict[str, Any]):
         plain: the same with its calls as text, for a template that does not write calls. frame: what the
         template writes around a plain answer.
         """
-        self.said, self.parse = said, parse
+        self.said, self.parse, self.turn = said, parse, turn
         calls = [call for call in said.calls if isinstance(call, ToolCall)]
         self.ids = [call.id or call_id(turn, index) for index, call in enumerate(calls)]
         """Of its calls."""

@@ -9,6 +9,12 @@ PAUSED = "paused"
 """finish_reason of a turn that was interrupted, as engines name it: it may go on."""
 
 
+STOP_STRING = "stop_string"
+"""finish_reason of a turn that ended at a text that a program named: no stop token is in it."""
+ENDED = ("stop", STOP_STRING)
+"""finish_reason of turns that came to an end of their own."""
+
+
 @dataclass(frozen=True)
 class Generated:
     """The tokens of one turn."""

@@ -99,13 +99,11 @@ def encode_prompts(
         _place(ids, chats, tokenizer(rendered, add_special_tokens=False)["input_ids"])
     if texts:
         whole = tokenizer([prompts[i] for i in texts])["input_ids"]
-        _place(
-            ids, texts, [_to_continue(tokenizer, prompts[i], x) for i, x in zip(texts, whole, strict=True)]
-        )
+        _place(ids, texts, [to_continue(tokenizer, prompts[i], x) for i, x in zip(texts, whole, strict=True)])
     return ids
 
 
-def _to_continue(tokenizer: PreTrainedTokenizerBase, text: Any, ids: list[int]) -> list[int]:
+def to_continue(tokenizer: Any, text: Any, ids: list[int]) -> list[int]:
     """The tokens of a text to continue: one beginning of text, and no end that is not its own."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos is not None and ids[:2] == [bos, bos]:  # a chat that was rendered already

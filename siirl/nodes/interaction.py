@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from siirl.agents.contexts import Limits, Row
 from siirl.agents.environments import HostedEnvironment, load_environment
 from siirl.agents.episode import Episode
+from siirl.agents.policy import ENDED
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Played, Speaker, run_all
 from siirl.agents.shown import as_written
@@ -423,7 +424,7 @@ def rows_of(
             "response_ids": row.ids,
             "response_length": len(row.ids),
             "response_mask": row.assistant_mask,
-            "finish_reason": FINISH_STOP if row.finish_reason == "stop" else FINISH_LENGTH,
+            "finish_reason": FINISH_STOP if row.finish_reason in ENDED else FINISH_LENGTH,
             "weight_version": row.versions,
             "rollout_log_prob": row.log_probs,
             "episode_id": episode.episode_id,
@@ -489,7 +490,7 @@ def _report_turns(metrics: Metrics, one: Played) -> None:
             continue
         for name in (message.node, f"turn_{min(message.turn, MOST_TURNS)}"):
             metrics.mean(f"interaction/{name}/length", message.info["tokens"])
-            metrics.mean(f"interaction/{name}/finished", message.info["finish_reason"] == "stop")
+            metrics.mean(f"interaction/{name}/finished", message.info["finish_reason"] in ENDED)
             metrics.mean(f"interaction/{name}/env_reward", message.reward)
         if "tool_calls" in message.info:
             for where in ("interaction", f"interaction/{message.node}"):

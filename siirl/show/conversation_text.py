@@ -148,7 +148,7 @@ def details_of(message: Mapping[str, Any]) -> list[str]:
     """What else is known of a message, in a few words each."""
     details = []
     if message.get("finish_reason") not in (None, "stop"):
-        details.append(f"ended by {message['finish_reason']}")
+        details.append(f"ended by {message['finish_reason'].replace('_', ' ')}")
     if message.get("tool_calls"):
         details.append(f"{message['tool_calls']} tool call{'s' * (message['tool_calls'] != 1)}")
     if message.get("to") is not None and message.get("role") != "tool" and not message.get("tool_calls"):

@@ -1,4 +1,4 @@
-"""Requests on all three wires whose content is hostile: each is answered, and costs its own episode at most.
+"""Requests on all wires whose content is hostile: each is answered, and costs its own episode at most.
 
 The server is ours, on loopback, in this process.
 """
@@ -16,7 +16,7 @@ from fuzzing import NASTY, SEED
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from outside_cases import episode, game_of
-from test_fuzz_sockets import ANSWERED, CHAT, PLAIN_MESSAGES, RESPONSES
+from test_fuzz_sockets import ANSWERED, CHAT, PLAIN_MESSAGES, RESPONSES, TEXTS
 
 from siirl.agents.contexts import ChatRenderer, Limits
 from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
@@ -157,7 +157,9 @@ ASKED = [
     ("/v1/responses", RESPONSES | {"max_output_tokens": 9000}),
     ("/v1/responses", RESPONSES | {"input": "q", "max_output_tokens": 9000} | STREAMED),
     ("/v1/messages", ANSWERED | {"max_tokens": 9000}),
-    ("/v1/messages", ANSWERED | {"messages": PLAIN_MESSAGES, "max_tokens": 9000} | STREAMED),
+    ("/v1/messages", ANSWERED | {"messages": PLAIN_MESSAGES, "max_tokens": 9000} | {"stream": True}),
+    ("/v1/completions", TEXTS | {"max_tokens": 9000}),
+    ("/v1/completions", TEXTS | {"prompt": "q", "max_tokens": 9000} | STREAMED),
 ]
 REWARD = {"reward": 1.0}, {"rewards": {"a": 1.0}}
 

@@ -187,6 +187,7 @@ MESSAGES = [
     {
         "role": "assistant",
         "content": "a",
+        "reasoning_content": "t",
         "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
     },
     {"role": "tool", "content": "r", "tool_call_id": "1"},
@@ -199,8 +200,14 @@ CHAT = {
     "max_tokens": 3,
     "stream": False,
     "temperature": 1.0,
+    "n": 1,
+    "stop": ["~"],
+    "logprobs": True,
 }
-BLOCKS = [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]
+BLOCKS = [
+    {"type": "thinking", "thinking": "t", "signature": "s"},
+    {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+]
 ANSWERED = {
     "model": "a",
     "max_tokens": 3,
@@ -218,6 +225,7 @@ RESPONSES = {
     "max_output_tokens": 3,
     "input": [
         {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1", "output": "r"},
     ],
@@ -225,6 +233,7 @@ RESPONSES = {
     "text": {"format": {"type": "text"}},
 }
 PLAIN_MESSAGES = [{"role": "user", "content": "q"}]
+TEXTS = {"model": "a", "prompt": ["q", [113, 58]], "max_tokens": 3, "stop": "~", "n": 1, "logprobs": 0}
 ASKED = [
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", CHAT | {"messages": PLAIN_MESSAGES}),
@@ -232,6 +241,7 @@ ASKED = [
     ("/v1/responses", RESPONSES | {"input": "q"}),
     ("/v1/messages", ANSWERED),
     ("/v1/messages", ANSWERED | {"messages": PLAIN_MESSAGES}),
+    ("/v1/completions", TEXTS),
     ("/v1/reward", {"reward": 1.0}),
 ]
 OTHERS = ["/task", "/v1/models", "/v1", "/"]

@@ -16,7 +16,7 @@ END = 3  # the token that ends a turn
 class Letters:
     """A vocabulary of characters; a turn in the template is ROLE:content and END."""
 
-    eos_token_id = END
+    eos_token_id, eos_token, bos_token_id = END, chr(END), None
     chat_template = "letters"
     name_or_path = "letters"
 

@@ -5,99 +5,59 @@ assistant's text without the spaces around it, as programs strip it, and the arg
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from siirl.agents.contexts import Chat
 from siirl.agents.episode import MOST_REWARD
-from siirl.agents.outside.content import ENDS, BadRequest, check_bounds, is_reward, parsed, refuse
+from siirl.agents.outside.content import BadRequest, check_bounds, is_reward, parsed
+from siirl.agents.outside.exchange import MOST_CHOICES, REASONING, Asked, Said, Token, calls_of, usage
+from siirl.agents.outside.parameters import flag, given, names, shown, stop_strings, whole_number
+from siirl.agents.shown import content_of, read_shown
 from siirl.dialect.tool_formats import Parsed, ToolCall, from_texts
-from siirl.errors import EpisodeFailed
+from siirl.errors import DataError, EpisodeFailed
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 ROLES |= {"tool": "tool", "function": "tool"}
-REFUSED = {
-    "n": (1, "one answer is sampled for a request. Send several requests"),
-    "stop": ([], ENDS),
-    "logprobs": (False, "log-probs stay with siirl"),
-    "logit_bias": ({}, "log-probs would not be the policy's"),
-    "audio": (None, "there is text only"),
-}
-"""Parameter -> (the value besides null that is taken, why another one is refused)."""
-PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty")
+ACTS = names(
+    "model messages tools tool_choice max_tokens max_completion_tokens "
+    "stream stop n logprobs return_token_ids"
+)
+CHOOSES = "the policy chooses whether it calls"
 UNREWARDED = "program_unrewarded"
 """Kind of EpisodeFailed: there is no reward."""
-OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed", *PENALTIES)
-"""Parameters that the run's configuration says, whatever a program asks."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request for a turn."""
-
-    model: str
-    messages: Chat
-    tools: tuple[dict[str, Any], ...]
-    most_tokens: int | None
-    """None: as many as the run allows."""
-    streams: bool
-    with_usage: bool
-    """A stream ends with the number of tokens."""
-    unused: tuple[str, ...]
-    """Parameters that were set and change nothing."""
-
-
-@dataclass(frozen=True)
-class Said:
-    """The answer to a request."""
-
-    key: str
-    model: str
-    turn: int
-    message: dict[str, Any]
-    """As templates have it: see as_message."""
-    finish_reason: str
-    """ "stop", "length" or "tool_calls"."""
-    num_read: int
-    num_said: int
-    reasoning: str | None = None
-    """What the model thought before, if it did."""
-
-    @property
-    def usage(self) -> dict[str, int]:
-        """The numbers of tokens."""
-        return {
-            "prompt_tokens": self.num_read,
-            "completion_tokens": self.num_said,
-            "total_tokens": self.num_read + self.num_said,
-        }
 
 
 def asked_of(body: Any) -> Asked:
     """The request that a JSON body is. BadRequest if it is none, or asks for what siirl does not do."""
     if not isinstance(body, dict) or not isinstance(body.get("model"), str):
         raise BadRequest("a request is a JSON object with model and messages")
-    refuse(body, REFUSED)
-    form = body.get("response_format")
-    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-        raise BadRequest(f"response_format = {shown(form)}: answers are text", "unsupported_parameter")
+    unused = given(body, ACTS, {})
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
-        raise BadRequest(f"tool_choice = {shown(choice)}: the policy chooses", "unsupported_parameter")
+        raise BadRequest(f"tool_choice = {shown(choice)}: {CHOOSES}", "unsupported_parameter")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages is no list of messages")
-    options = body.get("stream_options")
+    most = whole_number(body, "max_completion_tokens") or whole_number(body, "max_tokens")
     return Asked(
         body["model"],
         [message_of(message, f"messages[{index}]") for index, message in enumerate(messages)],
         () if choice == "none" else _tools(body.get("tools")),
-        _most_tokens(body),
-        bool(body.get("stream")),
-        isinstance(options, dict) and bool(options.get("include_usage")),
-        tuple(name for name in OF_THE_RUN if body.get(name) is not None),
+        most,
+        flag(body, "stream"),
+        with_usage(body),
+        unused,
+        stop_strings(body, "stop"),
+        whole_number(body, "n", MOST_CHOICES) or 1,
+        flag(body, "logprobs"),
+        flag(body, "return_token_ids"),
     )
+
+
+def with_usage(body: Mapping[str, Any]) -> bool:
+    """Whether a stream shall end with the number of tokens."""
+    options = body.get("stream_options")
+    return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
 def as_message(turn: Parsed, text: str, tools: tuple[dict[str, Any], ...]) -> dict[str, Any]:
@@ -122,55 +82,74 @@ def as_message(turn: Parsed, text: str, tools: tuple[dict[str, Any], ...]) -> di
     return {"role": "assistant", "content": turn.content.strip(), "tool_calls": made}
 
 
-def call_id(turn: int, index: int) -> str:
-    """The name of a call: nine characters, as Mistral wants."""
-    return f"c{turn:06d}{index:02d}"
+def arguments_of(call: Mapping[str, Any]) -> str:
+    """The arguments of a call as OpenAI writes them."""
+    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
 
 
 def _on_the_wire(said: Said) -> dict[str, Any]:
     """The message as programs get it."""
-    message = said.message
-    thought = {} if said.reasoning is None else {"reasoning_content": said.reasoning.strip()}
-    if "tool_calls" not in message:
-        return {"role": "assistant", "content": message["content"], **thought}
-    calls = [
+    message: dict[str, Any] = {"role": "assistant", "content": said.message["content"]}
+    if said.reasoning is not None:
+        message[REASONING] = said.reasoning.strip()
+    if not (calls := calls_of(said.message)):
+        return message
+    made = [
         {
-            "id": call_id(said.turn, index),
+            "id": call["id"],
             "type": "function",
-            "function": {
-                "name": call["function"]["name"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
+            "function": {"name": call["function"]["name"], "arguments": arguments_of(call)},
         }
-        for index, call in enumerate(message["tool_calls"])
+        for call in calls
     ]
-    return {"role": "assistant", "content": message["content"] or None, **thought, "tool_calls": calls}
+    return message | {"content": message["content"] or None, "tool_calls": made}
 
 
-def completion(said: Said, created: int) -> dict[str, Any]:
+def completion(answer: Sequence[Said], created: int) -> dict[str, Any]:
     """The answer in one piece."""
-    choice = {
-        "index": 0,
-        "message": _on_the_wire(said),
-        "finish_reason": said.finish_reason,
-        "logprobs": None,
-    }
-    return _head(said, created, "chat.completion") | {"choices": [choice], "usage": said.usage}
+    choices = [choice_of(said, index, {"message": _on_the_wire(said)}) for index, said in enumerate(answer)]
+    return head(answer, created, "chat.completion") | {"choices": choices, "usage": usage(answer)}
 
 
-def chunks(said: Said, created: int, with_usage: bool) -> Iterator[bytes]:
-    """The answer as server-sent events: the turn in one piece, as it is complete when it is known."""
-    head = _head(said, created, "chat.completion.chunk")
-    delta = _on_the_wire(said)
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-    parts = ((delta, None), ({}, said.finish_reason))
-    for delta, reason in parts:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
-        yield _event(head | {"choices": [choice]})
+def choice_of(said: Said, index: int, what: dict[str, Any], ended: bool = True) -> dict[str, Any]:
+    """A choice, or a part of it. ended: it is the last part."""
+    log_probs = {"content": [log_prob(token) for token in said.tokens], "refusal": None}
+    choice = {"index": index, **what, "finish_reason": said.finish_reason if ended else None}
+    choice["logprobs"] = log_probs if said.tokens and said.with_log_probs else None
+    if ended:
+        choice["stop_reason"] = said.stop  # as vLLM does
+    return choice | ({"token_ids": [token.id for token in said.tokens]} if said.read_ids else {})
+
+
+def log_prob(token: Token) -> dict[str, Any]:
+    """A sampled token as OpenAI writes it."""
+    bytes_ = list(token.text.encode(errors="replace"))
+    return {"token": token.text, "logprob": token.log_prob, "bytes": bytes_, "top_logprobs": []}
+
+
+def chunks(answer: Sequence[Said], created: int, with_usage: bool) -> Iterator[bytes]:
+    """The answer as server-sent events: of each turn its reasoning, its answer, and each call, one by one."""
+    begun = head(answer, created, "chat.completion.chunk")
+    for index, said in enumerate(answer):
+        bare = said.without_tokens()
+        deltas = list(_deltas(_on_the_wire(said)))
+        for delta in deltas[:-1]:
+            yield event(begun | {"choices": [choice_of(bare, index, {"delta": delta}, False)]})
+        yield event(begun | {"choices": [choice_of(said, index, {"delta": deltas[-1]}, False)]})
+        yield event(begun | {"choices": [choice_of(bare, index, {"delta": {}})]})
     if with_usage:
-        yield _event(head | {"choices": [], "usage": said.usage})
+        yield event(begun | {"choices": [], "usage": usage(answer)})
     yield b"data: [DONE]\n\n"
+
+
+def _deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a stream says of a message, one thing at a time."""
+    if REASONING in message:
+        yield {"role": "assistant", REASONING: message[REASONING]}
+    if message["content"] or "tool_calls" not in message:
+        yield {"role": "assistant", "content": message["content"]}
+    for index, call in enumerate(message.get("tool_calls", ())):
+        yield {"role": "assistant", "tool_calls": [{"index": index, **call}]}
 
 
 def error_body(text: str, code: str) -> dict[str, Any]:
@@ -207,11 +186,15 @@ def reward_of(body: Any, models: Mapping[str, int]) -> dict[int, float] | float:
     return {models[name]: float(value) for name, value in rewards.items()}
 
 
-def _head(said: Said, created: int, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{said.key}", "object": kind, "created": created, "model": said.model}
+def head(answer: Sequence[Said], created: int, kind: str, prefix: str = "chatcmpl") -> dict[str, Any]:
+    """What stands beside the choices of an answer."""
+    first = answer[0]
+    made = {"id": f"{prefix}-{first.key}", "object": kind, "created": created, "model": first.model}
+    return made | ({"prompt_token_ids": list(first.read_ids)} if first.read_ids else {})
 
 
-def _event(value: dict[str, Any]) -> bytes:
+def event(value: dict[str, Any]) -> bytes:
+    """A server-sent event."""
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
@@ -221,17 +204,38 @@ def message_of(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(f"{where} has no role of {', '.join(ROLES)}")
     role = ROLES[role]
-    content = text_of(message.get("content"), where)
+    content = content_on(message.get("content"), where)
+    if role == "tool":
+        return {"role": role, "content": content} | _named(message, where, "name", "tool_call_id")
     if role != "assistant":
         return {"role": role, "content": content}
+    if not isinstance(content, str):
+        raise BadRequest(f"{where}: an assistant says texts, no images")
     calls = message.get("tool_calls") or []
     if message.get("function_call"):
         raise BadRequest(f"{where} has function_call: write tool_calls")
     if not isinstance(calls, list):
         raise BadRequest(f"{where}: tool_calls is no list")
     made = [call_of(call, f"{where}: tool_calls[{index}]") for index, call in enumerate(calls)]
-    said = {"role": role, "content": content.strip()}
-    return said | {"tool_calls": made} if made else said
+    thought = message.get(REASONING, message.get("reasoning"))
+    return assistant(content, made, text_of(thought, where))
+
+
+def assistant(content: str, calls: Sequence[dict[str, Any]], reasoning: str) -> dict[str, Any]:
+    """A message of the assistant as templates have it."""
+    said: dict[str, Any] = {"role": "assistant", "content": content.strip()}
+    if calls:
+        said["tool_calls"] = list(calls)
+    return said | ({REASONING: reasoning.strip()} if reasoning.strip() else {})
+
+
+def _named(message: Mapping[str, Any], where: str, *names: str) -> dict[str, str]:
+    """Texts that a message may have. BadRequest for one that is none."""
+    found = {name: message[name] for name in names if message.get(name) is not None}
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise BadRequest(f"{where}: {name} = {shown(value)} is no text")
+    return found
 
 
 def call_of(call: Any, where: str) -> dict[str, Any]:
@@ -244,7 +248,44 @@ def call_of(call: Any, where: str) -> dict[str, Any]:
         arguments = parsed(arguments, f"{where}: arguments = {shown(arguments)}")
     if not isinstance(arguments, dict):
         raise BadRequest(f"{where}: arguments = {shown(arguments)} is no object")
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return _named(call, where, "id") | {
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+IMAGES = ("image_url", "input_image", "image")
+"""Types of parts that are images, on the wires."""
+
+
+def content_on(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """The content of a message: its text, or parts where it has images. BadRequest for anything else."""
+    parts = content if isinstance(content, list) else []
+    if not any(isinstance(part, dict) and part.get("type") in IMAGES for part in parts):
+        return text_of(content, where)
+    made = [
+        {"type": "image", "image": _data_url(part, where)}
+        if isinstance(part, dict) and part.get("type") in IMAGES
+        else {"type": "text", "text": text_of([part], where)}
+        for part in parts
+    ]
+    try:
+        held = read_shown(made)
+    except (DataError, ValueError) as error:
+        raise BadRequest(f"{where}: {error}") from error
+    return content_of(held.text, held.images)
+
+
+def _data_url(part: Mapping[str, Any], where: str) -> str:
+    """The image of a part, which has to be in it: nothing is fetched for a program, nor read from a disk."""
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    source = part.get("source")
+    if isinstance(source, dict) and source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    if not isinstance(url, str) or not url.startswith("data:image/"):
+        raise BadRequest(f"{where}: an image is {shown(url)}: give it as data:image/...;base64,...")
+    return url
 
 
 def text_of(content: Any, where: str) -> str:
@@ -269,20 +310,3 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRequest(f"tools[{index}] = {shown(tool)} is no function")
     return tuple(found)
-
-
-def _most_tokens(body: Mapping[str, Any]) -> int | None:
-    for name in ("max_completion_tokens", "max_tokens"):
-        value = body.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadRequest(f"{name} = {shown(value)} is no whole number of at least 1")
-        return value
-    return None
-
-
-def shown(value: Any) -> str:
-    """A value of a request in a message."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -7,9 +7,10 @@ Nothing that a request holds may cost more than its own episode. All that comes 
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from siirl.agents.contexts import ContextFull
 from siirl.agents.episode import MOST_REWARD
 
 MOST_DEPTH = 64
@@ -23,45 +24,12 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
-TEMPLATE = "the run says what its chat template is given (data.apply_chat_template_kwargs)"
-ENDS = "a turn ends where the policy ends it, as its tokens are trained on"
-CONSTRAINED = "what is sampled is trained on as the policy's own, without a mask"
-TOKENS: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("chat_template_kwargs", "documents"), ({}, TEMPLATE)),
-    **dict.fromkeys(("chat_template", "reasoning_effort", "mm_processor_kwargs"), (None, TEMPLATE)),
-    "add_generation_prompt": (True, TEMPLATE),
-    "continue_final_message": (False, "each answer is a turn of its own"),
-    **dict.fromkeys(("stop_token_ids", "bad_words"), ([], ENDS)),
-    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output"), (False, ENDS)),
-    "min_tokens": (0, ENDS),
-    **dict.fromkeys(("structured_outputs", "allowed_token_ids", "logits_processors"), (None, CONSTRAINED)),
-    **{f"guided_{kind}": (None, CONSTRAINED) for kind in ("json", "regex", "choice", "grammar")},
-    "parallel_tool_calls": (True, "the policy decides how often it calls"),
-    "best_of": (1, "one answer is sampled for a request"),
-    "use_beam_search": (False, "answers are sampled"),
-    "echo": (False, "an answer is what was sampled"),
-    "truncate_prompt_tokens": (None, "what is read is trained on as it is"),
-    "prompt_logprobs": (None, "log-probs stay with siirl"),
-    **dict.fromkeys(("functions", "function_call"), (None, "write tools and tool_choice")),
-}
-"""Parameters of servers' own that change tokens -> (the value besides null that is taken, why no other)."""
-
-
 class BadRequest(Exception):
     """What is wrong with a request, in words for whoever wrote the program."""
 
     def __init__(self, text: str, code: str = "invalid_value", status: int = 400):
         super().__init__(text)
         self.code, self.status = code, status
-
-
-def refuse(body: Mapping[str, Any], parameters: Mapping[str, tuple[Any, str]]) -> None:
-    """BadRequest for a parameter, of these or of TOKENS, with a value that is not taken."""
-    for name, (taken, why) in (TOKENS | dict(parameters)).items():
-        if body.get(name) not in (None, taken):
-            value = json.dumps(body[name], ensure_ascii=False, default=str)
-            value = value if len(value) <= 80 else value[:77] + "..."
-            raise BadRequest(f"{name} = {value}: {why}", "unsupported_parameter")
 
 
 def parsed(text: bytes | str, what: str) -> Any:
@@ -116,10 +84,11 @@ def _wrong(value: Any) -> str:
 def understood(
     refusal: str, read: Callable[GIVEN, Result], *given: GIVEN.args, **more: GIVEN.kwargs
 ) -> Result:
-    """What `read` makes of a request's content. BadRequest, with `refusal`, for whatever else it raises."""
+    """What `read` makes of a request's content. BadRequest, with `refusal`, for whatever else it raises than
+    that what is read is too long."""
     try:
         return read(*given, **more)
-    except BadRequest:
+    except (BadRequest, ContextFull):
         raise
     except Exception as error:  # the edge to what others wrote
         log.debug("%s", refusal, exc_info=True)

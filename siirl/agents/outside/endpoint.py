@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +17,11 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from siirl.agents.outside import chat_wire, messages_wire, responses_wire
-from siirl.agents.outside.chat_wire import Asked, Said, returned_reward, reward_of
+from siirl.agents.outside import chat_wire, completions_wire, messages_wire, responses_wire
+from siirl.agents.outside.chat_wire import returned_reward, reward_of
 from siirl.agents.outside.content import BadRequest, parsed, understood
 from siirl.agents.outside.episode_session import FLOODED, HUNG, Session
+from siirl.agents.outside.exchange import Asked, Said
 from siirl.agents.outside.lobby import Lobby
 from siirl.agents.outside.program import HOST, Program, SessionInfo, Start
 from siirl.errors import ConfigError, EpisodeFailed
@@ -29,6 +30,8 @@ from siirl.strangers import MOST_STRANGERS, Strangers, is_same
 
 log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 8 << 20
+BODY_S = 60.0
+"""How long a request's body may take to come."""
 GRACE_S = 5.0
 """How long a program may go on after its reward."""
 START_S = 30.0
@@ -50,29 +53,20 @@ class Wire:
     """How programs ask for turns, and are answered."""
 
     asked_of: Callable[[Any], Asked]
-    whole: Callable[[Said, int], dict[str, Any]]
+    whole: Callable[[Sequence[Said], int], dict[str, Any]]
     """An answer in one piece, of a time in seconds."""
-    parts: Callable[[Said, int, bool], Iterator[bytes]]
+    parts: Callable[[Sequence[Said], int, bool], Iterator[bytes]]
     """The same as server-sent events; the last: whether with the number of tokens."""
-    error_body: Callable[[str, str], dict[str, Any]]
+    error_body: Callable[[str, str], dict[str, Any]] = chat_wire.error_body
     """Of a text and a code."""
 
 
 WIRES = {
-    "/v1/chat/completions": Wire(
-        chat_wire.asked_of, chat_wire.completion, chat_wire.chunks, chat_wire.error_body
-    ),
-    "/v1/responses": Wire(
-        responses_wire.asked_of,
-        responses_wire.response,
-        lambda said, now, with_usage: responses_wire.events(said, now),
-        chat_wire.error_body,
-    ),
+    "/v1/chat/completions": Wire(chat_wire.asked_of, chat_wire.completion, chat_wire.chunks),
+    "/v1/completions": Wire(completions_wire.asked_of, completions_wire.completion, completions_wire.chunks),
+    "/v1/responses": Wire(responses_wire.asked_of, responses_wire.response, responses_wire.events),
     "/v1/messages": Wire(
-        messages_wire.asked_of,
-        lambda said, now: messages_wire.message(said),
-        lambda said, now, with_usage: messages_wire.events(said),
-        messages_wire.error_body,
+        messages_wire.asked_of, messages_wire.message, messages_wire.events, messages_wire.error_body
     ),
 }
 """Path -> what is spoken there."""
@@ -262,7 +256,7 @@ class Endpoint:
                 if session is None or session.over:
                     raise BadRequest("no episode that goes on has this token", "invalid_api_key", 401)
                 self._strangers.left(request.protocol)
-                session.count_request()
+                session.count_requests()
                 return await answer(session, request)
             except BadRequest as error:
                 return web.json_response(wire.error_body(str(error), error.code), status=error.status)
@@ -328,6 +322,7 @@ class Endpoint:
     async def _turn(self, wire: Wire, session: Session, request: web.Request) -> web.StreamResponse:
         asked = understood(NOT_UNDERSTOOD, wire.asked_of, await _json(request))
         self._tell_unused(asked)
+        session.count_requests(asked.num_turns - 1)
         said = await session.answer(asked)
         now = int(time.time())
         if not asked.streams:
@@ -395,7 +390,12 @@ def _wait_s(asked: Any) -> float:
 async def _json(request: web.Request, empty: bytes = b"") -> Any:
     """The value that a request's body is. BadRequest; HTTPRequestEntityTooLarge."""
     try:
-        body = await request.read()
+        async with asyncio.timeout(BODY_S):
+            body = await request.read()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()  # nobody waits for the rest of it
+        raise BadRequest(f"the body has not come within {BODY_S:g} seconds", "timeout", 408) from None
     except web.RequestPayloadError:
         raise BadRequest("the body is not in the encoding that its head names") from None
     return parsed(body or empty, "the body")

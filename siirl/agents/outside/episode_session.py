@@ -5,25 +5,21 @@ the program between its requests, up to a deadline. unblocked by: a reward, its 
 """
 
 import asyncio
-import json
 import secrets
 import time
-from functools import partial
 from typing import Any
 
-from siirl.agents.contexts import Chat, Context, ContextFull, Opening
-from siirl.agents.episode import Message
-from siirl.agents.message_form import OwnTurn
-from siirl.agents.outside.chat_wire import UNREWARDED, Asked, Said, as_message
-from siirl.agents.outside.content import BadRequest, understood
-from siirl.agents.runner import Game, Played, take_turn
+from siirl.agents.outside.asked_turns import AskedTurns
+from siirl.agents.outside.chat_wire import UNREWARDED
+from siirl.agents.outside.content import BadRequest
+from siirl.agents.outside.exchange import Asked, Said
+from siirl.agents.runner import Game, Played
 from siirl.compiler.plan import StagePlan
-from siirl.dialect.tool_formats import AUTO, Parsed, ToolParser, text_alone, tool_parser
+from siirl.dialect.tool_formats import ToolParser
 from siirl.errors import EpisodeFailed
 
 HUNG, FLOODED, SILENT, LEFT = "program_hung", "program_flooded", "program_silent", "program_left"
 """Kinds of EpisodeFailed: under these names failed episodes are counted."""
-UNREADABLE = "the chat template and the tokenizer do not take it"
 
 
 class Session:
@@ -39,13 +35,13 @@ class Session:
         self.failure: BaseException | None = None
         self.left = False
         """Its client has gone without a word."""
-        self._game, self._played, self._parse = game, played, parse
+        self._played = played
         self._speaking = {stage.node: stage for stage in game.plan.stages if stage.kind == "agent"}
         self._max_requests, self._num_requests = max_requests, 0
         self._num_open, self._own_s, self._since_s, self._heard_s = 0, 0.0, time.monotonic(), 0.0
-        self._turning: set[asyncio.Task[Said]] = set()
-        self._own: dict[str, OwnTurn] = {}  # key of the message by which it is named -> a turn
-        self._over, self._ended, self._too_long = False, "", ""
+        self._turning: set[asyncio.Task[list[Said]]] = set()
+        self._asked = AskedTurns(game, played, parse)
+        self._over, self._ended = False, ""
 
     @property
     def models(self) -> dict[str, int]:
@@ -83,9 +79,9 @@ class Session:
         """The program starts now."""
         self._own_s, self._since_s, self._heard_s = 0.0, time.monotonic(), 0.0
 
-    def count_request(self) -> None:
-        """BadRequest, and the end, if there have been too many."""
-        self._num_requests, self._heard_s = self._num_requests + 1, time.monotonic()
+    def count_requests(self, number: int = 1) -> None:
+        """That many more have come. BadRequest, and the end, if there have been too many."""
+        self._num_requests, self._heard_s = self._num_requests + number, time.monotonic()
         if self._num_requests > self._max_requests:
             reason = f"it has sent more than serve.max_requests={self._max_requests} requests"
             self.fail(EpisodeFailed(reason, FLOODED))
@@ -111,8 +107,8 @@ class Session:
         self._ended = f"its client was silent for serve.idle_s={idle_s:g} seconds"
         self.left = True
 
-    async def answer(self, asked: Asked) -> Said:
-        """The turn that a request asks for. On the endpoint's loop; a cancelled one leaves no trace.
+    async def answer(self, asked: Asked) -> list[Said]:
+        """The turns that a request asks for. On the endpoint's loop; a cancelled one leaves no trace.
 
         BadRequest; errors of policies end the episode, and are a BadRequest here.
         """
@@ -121,7 +117,7 @@ class Session:
         self._num_open += 1
         self.changed.set()
         try:
-            future = asyncio.run_coroutine_threadsafe(self.turn(asked), self.loop)
+            future = asyncio.run_coroutine_threadsafe(self.turns(asked), self.loop)
             return await asyncio.wrap_future(future)
         except (BadRequest, asyncio.CancelledError):
             raise
@@ -133,15 +129,15 @@ class Session:
             self._since_s = time.monotonic()
             self.changed.set()
 
-    async def turn(self, asked: Asked) -> Said:
-        """Generate a turn, and add it to the episode. BadRequest, or errors of the policy."""
+    async def turns(self, asked: Asked) -> list[Said]:
+        """Generate turns, and add them to the episode. BadRequest, or errors of the policy."""
         task = asyncio.current_task()
         assert task is not None
         if self._over:
             raise BadRequest("the episode is over", "episode_over", 410)
         self._turning.add(task)
         try:
-            return await self._turn(self._stage_of(asked.model), asked)
+            return await self._asked.speak(self._stage_of(asked.model), asked)
         finally:
             self._turning.discard(task)
 
@@ -168,7 +164,7 @@ class Session:
                 "its program ended without a reward, and the workflow has no reward node", UNREWARDED
             )
         if self.rewards is None:
-            episode.ended = f"{self._ended or 'its program ended'}{self._too_long}"
+            episode.ended = f"{self._ended or 'its program ended'}{self._asked.too_long}"
             return
         for agent, context in contexts.items():
             value = self.rewards.get(agent, 0.0) if isinstance(self.rewards, dict) else self.rewards
@@ -176,7 +172,7 @@ class Session:
             if (last := episode.last_turn(agent)) is not None:
                 last.reward += value
                 last.info["rewarded"] = True
-        episode.done, episode.ended = True, f"its program gave a reward{self._too_long}"
+        episode.done, episode.ended = True, f"its program gave a reward{self._asked.too_long}"
 
     def _stage_of(self, model: str) -> StagePlan:
         """The agent that a model's name picks; any name will do for a single one."""
@@ -186,61 +182,3 @@ class Session:
             return next(iter(self._speaking.values()))
         known = ", ".join(self._speaking)
         raise BadRequest(f"there is no model {model!r}. Models: {known}", "model_not_found", 404)
-
-    async def _turn(self, stage: StagePlan, asked: Asked) -> Said:
-        played, speaker = self._played, self._game.speakers[stage.node]
-        episode = played.episode
-        context = played.contexts.setdefault(stage.agent, Context(speaker.renderer, speaker.limits))
-        heard = asked.messages[context.num_known(asked.messages) :]
-        opening = understood(UNREADABLE, self._opened, stage, context, asked)
-        num_read = len(opening.tokens)
-        said = partial(self._said, asked)
-        own_format = speaker.renderer.dialect.tool_format
-        parse = (self._parse or tool_parser(AUTO, dialect=own_format)) if asked.tools else text_alone
-        turn = await take_turn(speaker, stage, episode, context, opening, asked.most_tokens, said, parse)
-        at = len(episode.messages) - 1  # before the turn
-        episode.messages[at:at] = [
-            Message(one["role"], one["content"], node=stage.node, to=stage.agent) for one in heard
-        ]
-        assert turn.turn is not None
-        message, num_said = opening.row.shown[-1], turn.info["tokens"]
-        own = self._own[_key(message)] = context.own_turns[turn.turn]
-        reason = "tool_calls" if "tool_calls" in message else turn.info["finish_reason"]
-        key = f"{episode.episode_id}-{turn.turn}"
-        return Said(key, asked.model, turn.turn, message, reason, num_read, num_said, own.said.reasoning)
-
-    def _opened(self, stage: StagePlan, context: Context, asked: Asked) -> Opening:
-        """Where a turn begins: what comes from the request is read by templates and tokenizers here."""
-        spelled = self._as_prompt(asked.messages, self._game.speakers[stage.node].renderer.takes_calls)
-        try:
-            return context.begin(asked.messages, tools=asked.tools, spelled=spelled)
-        except ContextFull as error:
-            self._played.full = True
-            self._too_long = f", after what {stage.node} should have read {error}"
-            reason = f"the conversation {error}, the model's context length"
-            raise BadRequest(reason, "context_length_exceeded") from error
-
-    def _said(self, asked: Asked, text: str, own: OwnTurn) -> dict[str, Any]:
-        """A turn as the message by which the program will name it: its answer and calls."""
-        said = own.said
-        answer = text if said.reasoning is None else said.answer
-        return as_message(Parsed(said.answer, said.calls), answer, asked.tools)
-
-    def _as_prompt(self, messages: Chat, takes_calls: bool) -> Chat:
-        """The messages for a template: the agents' own turns as they said them."""
-        spelled = []
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant" and (own := self._own.get(_key(message))) is not None:
-                spelled.append(own)
-            elif "tool_calls" in message and not takes_calls:
-                raise BadRequest(
-                    f"messages[{index}] has tool_calls that the model has not made, and its chat template "
-                    "does not show calls"
-                )
-            else:
-                spelled.append(message)
-        return spelled
-
-
-def _key(message: dict[str, Any]) -> str:
-    return json.dumps(message, sort_keys=True)

@@ -5,19 +5,17 @@ templates: the results of tools one each, before the text that stands beside the
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from siirl.agents.contexts import Chat
-from siirl.agents.outside.chat_wire import Asked, Said, call_id, shown, text_of
-from siirl.agents.outside.content import ENDS, BadRequest, refuse
+from siirl.agents.outside.chat_wire import CHOOSES, IMAGES, assistant, content_on, text_of
+from siirl.agents.outside.content import BadRequest
+from siirl.agents.outside.exchange import Asked, Said, calls_of
+from siirl.agents.outside.parameters import TEMPLATE, flag, given, names, shown, stop_strings, whole_number
 
-REFUSED = {
-    "stop_sequences": ([], ENDS),
-    "thinking": ({"type": "disabled"}, "a turn is text and calls"),
-}
-"""Parameter -> (the value besides null that is taken, why another one is refused)."""
-OF_THE_RUN = ("temperature", "top_p", "top_k")
+ACTS = names("model messages system tools tool_choice max_tokens stream stop_sequences")
+REFUSED = {"thinking": ({"type": "disabled"}, TEMPLATE)}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -25,13 +23,14 @@ def asked_of(body: Any) -> Asked:
     """The request that a JSON body is. BadRequest if it is none, or asks for what siirl does not do."""
     if not isinstance(body, dict) or not isinstance(body.get("model"), str):
         raise BadRequest("a request is a JSON object with model, max_tokens and messages")
-    refuse(body, REFUSED)
+    unused = given(body, ACTS, REFUSED)
     choice = body.get("tool_choice") or {"type": "auto"}
-    if not isinstance(choice, dict) or choice.get("type") not in ("auto", "none"):
-        raise BadRequest(f"tool_choice = {shown(choice)}: the policy chooses")
-    most_tokens, messages = body.get("max_tokens"), body.get("messages")
-    if isinstance(most_tokens, bool) or not isinstance(most_tokens, int) or most_tokens < 1:
-        raise BadRequest(f"max_tokens = {shown(most_tokens)} is no whole number of at least 1")
+    chooses = isinstance(choice, dict) and choice.get("type") in ("auto", "none")
+    if not chooses or choice.get("disable_parallel_tool_use"):
+        raise BadRequest(f"tool_choice = {shown(choice)}: {CHOOSES}, and how often")
+    most_tokens, messages = whole_number(body, "max_tokens"), body.get("messages")
+    if most_tokens is None:
+        raise BadRequest("max_tokens = null is no whole number of at least 1")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages is no list of messages")
     chat: Chat = []
@@ -40,35 +39,53 @@ def asked_of(body: Any) -> Asked:
     for index, message in enumerate(messages):
         chat += _messages(message, f"messages[{index}]")
     tools = () if choice["type"] == "none" else _tools(body.get("tools"))
-    unused = tuple(name for name in OF_THE_RUN if body.get(name) is not None)
-    return Asked(body["model"], chat, tools, most_tokens, bool(body.get("stream")), True, unused)
+    stop, streams = stop_strings(body, "stop_sequences"), flag(body, "stream")
+    return Asked(body["model"], chat, tools, most_tokens, streams, unused=unused, stop=stop)
 
 
-def message(said: Said) -> dict[str, Any]:
+def message(answer: Sequence[Said], created: int) -> dict[str, Any]:
     """The answer in one piece."""
+    (said,) = answer
     return _head(said) | {
         "content": _blocks(said),
-        "stop_reason": STOP_REASONS[said.finish_reason],
+        **_ended(said),
         "usage": {"input_tokens": said.num_read, "output_tokens": said.num_said},
     }
 
 
-def events(said: Said) -> Iterator[bytes]:
+def events(answer: Sequence[Said], created: int, with_usage: bool) -> Iterator[bytes]:
     """The answer as server-sent events: each block in one piece, as it is complete when it is known."""
+    (said,) = answer
     begun = {"content": [], "stop_reason": None, "usage": {"input_tokens": said.num_read, "output_tokens": 0}}
     yield _event("message_start", {"message": _head(said) | begun})
     for index, block in enumerate(_blocks(said)):
-        if block["type"] == "text":
-            empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
-        else:
-            partial = json.dumps(block["input"], ensure_ascii=False)
-            empty, delta = block | {"input": {}}, {"type": "input_json_delta", "partial_json": partial}
-        yield _event("content_block_start", {"index": index, "content_block": empty})
-        yield _event("content_block_delta", {"index": index, "delta": delta})
+        empty, deltas = _parts(block)
+        yield _event("content_block_start", {"index": index, "content_block": block | empty})
+        for delta in deltas:
+            yield _event("content_block_delta", {"index": index, "delta": delta})
         yield _event("content_block_stop", {"index": index})
-    ended = {"stop_reason": STOP_REASONS[said.finish_reason], "stop_sequence": None}
-    yield _event("message_delta", {"delta": ended, "usage": {"output_tokens": said.num_said}})
+    yield _event("message_delta", {"delta": _ended(said), "usage": {"output_tokens": said.num_said}})
     yield _event("message_stop", {})
+
+
+def _parts(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a block is where it begins, and what a stream adds to it."""
+    if block["type"] == "text":
+        return {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    if block["type"] == "thinking":
+        thought = {"type": "thinking_delta", "thinking": block["thinking"]}
+        signed = {"type": "signature_delta", "signature": block["signature"]}
+        return {"thinking": "", "signature": ""}, [thought, signed]
+    written = json.dumps(block["input"], ensure_ascii=False)
+    return {"input": {}}, [{"type": "input_json_delta", "partial_json": written}]
+
+
+def _ended(said: Said) -> dict[str, Any]:
+    """Why a turn ended."""
+    reason = STOP_REASONS[said.finish_reason]
+    if said.stop is not None and reason == "end_turn":
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": said.stop}
 
 
 def error_body(text: str, code: str) -> dict[str, Any]:
@@ -89,43 +106,64 @@ def _event(name: str, value: dict[str, Any]) -> bytes:
 
 
 def _blocks(said: Said) -> list[dict[str, Any]]:
-    content, calls = said.message["content"], said.message.get("tool_calls", [])
-    blocks = [{"type": "text", "text": content}] if content or not calls else []
-    for index, call in enumerate(calls):
-        function = call["function"]
-        block = {"type": "tool_use", "id": call_id(said.turn, index), "name": function["name"]}
-        blocks.append({**block, "input": function["arguments"]})
+    content, calls = said.message["content"], calls_of(said.message)
+    blocks: list[dict[str, Any]] = []
+    if said.reasoning is not None:
+        blocks.append({"type": "thinking", "thinking": said.reasoning.strip(), "signature": said.key})
+    if content or not calls:
+        blocks.append({"type": "text", "text": content})
+    for call in calls:
+        block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+        blocks.append({**block, "input": call["function"]["arguments"]})
     return blocks
+
+
+KINDS = {
+    "user": ("text", "tool_result", *IMAGES),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+}
+"""Role -> types of blocks."""
 
 
 def _messages(message: Any, where: str) -> Chat:
     """What a message of blocks is to a chat template."""
-    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("user", "assistant"):
         raise BadRequest(f"{where} has no role of user, assistant")
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise BadRequest(f"{where}: its content is {shown(content)}, neither text nor blocks")
-    by_type: dict[str, list[dict[str, Any]]] = {"text": [], "tool_use": [], "tool_result": []}
     for block in blocks:
-        if block.get("type") not in tuple(by_type):  # a list, say, is no key
-            raise BadRequest(f"{where}: its content has {shown(block)}: there are text, and tools")
-        by_type[block["type"]].append(block)
-    text = text_of(by_type["text"], where) if by_type["text"] else ""
-    if message["role"] == "assistant":
-        calls = [_call(block, where) for block in by_type["tool_use"]]
-        said = {"role": "assistant", "content": text.strip()}
-        return [said | {"tool_calls": calls} if calls else said]
-    results = [
-        {"role": "tool", "content": text_of(block.get("content"), where)} for block in by_type["tool_result"]
-    ]
-    return [*results, {"role": "user", "content": text}] if by_type["text"] or not results else results
+        if block.get("type") not in KINDS[role]:  # a list, say, is no key
+            raise BadRequest(f"{where}: its content has {shown(block)}: there are text, images and tools")
+    if role == "assistant":
+        texts = [block for block in blocks if block["type"] == "text"]
+        thoughts = [text_of(block.get("thinking"), where) for block in blocks if block["type"] == "thinking"]
+        calls = [_call(block, where) for block in blocks if block["type"] == "tool_use"]
+        return [assistant(text_of(texts, where), calls, "\n\n".join(thoughts))]
+    results = [_result(block, where) for block in blocks if block["type"] == "tool_result"]
+    said = [block for block in blocks if block["type"] != "tool_result"]
+    if not said and results:
+        return results
+    return [*results, {"role": "user", "content": content_on(said, where) if said else ""}]
+
+
+def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The answer of a tool."""
+    made = {"role": "tool", "content": content_on(block.get("content"), where)}
+    if not isinstance(id := block.get("tool_use_id"), str | None):
+        raise BadRequest(f"{where}: tool_use_id = {shown(id)} is no text")
+    return made if id is None else made | {"tool_call_id": id}
 
 
 def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(block.get("name"), str) or not isinstance(block.get("input"), dict):
         raise BadRequest(f"{where}: {shown(block)} is no call of a tool")
-    return {"type": "function", "function": {"name": block["name"], "arguments": block["input"]}}
+    if not isinstance(id := block.get("id"), str | None):
+        raise BadRequest(f"{where}: id = {shown(id)} is no text")
+    made = {"type": "function", "function": {"name": block["name"], "arguments": block["input"]}}
+    return made if id is None else made | {"id": id}
 
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...]:

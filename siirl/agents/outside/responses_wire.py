@@ -5,56 +5,96 @@ belong to the message of the assistant before them. No answer is kept: a request
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from siirl.agents.contexts import Chat
-from siirl.agents.outside.chat_wire import Asked, Said, call_id, call_of, message_of, shown, text_of
-from siirl.agents.outside.content import BadRequest, refuse
+from siirl.agents.outside.chat_wire import (
+    CHOOSES,
+    arguments_of,
+    assistant,
+    call_of,
+    content_on,
+    log_prob,
+    message_of,
+    text_of,
+)
+from siirl.agents.outside.content import BadRequest
+from siirl.agents.outside.exchange import Asked, Said, calls_of
+from siirl.agents.outside.parameters import (
+    CONSTRAINED,
+    TEMPLATE,
+    flag,
+    given,
+    names,
+    shown,
+    stop_strings,
+    whole_number,
+)
 
+ACTS = names(
+    "model input instructions tools tool_choice max_output_tokens stream stop include text reasoning"
+)
 _STATELESS = "no answer is kept here. Send the whole conversation as input"
 REFUSED = {
     "previous_response_id": (None, _STATELESS),
     "conversation": (None, _STATELESS),
     "prompt": (None, "no prompts are kept here. Send them as input"),
     "background": (False, "an answer is waited for"),
-    "truncation": ("disabled", "what is read is trained on as it is"),
-    "top_logprobs": (0, "log-probs stay with siirl"),
 }
-"""Parameter -> (the value besides null that is taken, why another one is refused)."""
-OF_THE_RUN = ("temperature", "top_p", "reasoning")
+LOG_PROBS = "message.output_text.logprobs"
+"""What `include` has where log-probs are wanted; its other values name what is not in answers here."""
 
 
 def asked_of(body: Any) -> Asked:
     """The request that a JSON body is. BadRequest if it is none, or asks for what siirl does not do."""
     if not isinstance(body, dict) or not isinstance(body.get("model"), str):
         raise BadRequest("a request is a JSON object with model and input")
-    refuse(body, REFUSED)
-    form = (
-        (body.get("text") or {}).get("format") if isinstance(body.get("text"), dict | None) else body["text"]
+    unused = given(body, ACTS, REFUSED)
+    _check_inside(
+        body, "text", {"format": ({"type": "text"}, CONSTRAINED), "verbosity": ("medium", TEMPLATE)}
     )
-    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-        raise BadRequest(f"text.format = {shown(form)}: answers are text", "unsupported_parameter")
-    choice = body.get("tool_choice") or "auto"
+    _check_inside(body, "reasoning", {"effort": (None, TEMPLATE)})
+    choice, include = body.get("tool_choice") or "auto", body.get("include") or []
     if choice not in ("auto", "none"):
-        raise BadRequest(f"tool_choice = {shown(choice)}: the policy chooses", "unsupported_parameter")
+        raise BadRequest(f"tool_choice = {shown(choice)}: {CHOOSES}", "unsupported_parameter")
+    if not isinstance(include, list):
+        raise BadRequest(f"include = {shown(include)} is no list")
     chat: Chat = []
     if body.get("instructions"):
         chat.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
     chat += _messages(body.get("input"))
-    tools = () if choice == "none" else _tools(body.get("tools"))
-    unused = tuple(name for name in OF_THE_RUN if body.get(name) is not None)
-    return Asked(body["model"], chat, tools, _most_tokens(body), bool(body.get("stream")), True, unused)
+    return Asked(
+        body["model"],
+        chat,
+        () if choice == "none" else _tools(body.get("tools")),
+        whole_number(body, "max_output_tokens"),
+        flag(body, "stream"),
+        unused=unused,
+        stop=stop_strings(body, "stop"),
+        with_log_probs=LOG_PROBS in include,
+    )
 
 
-def response(said: Said, created: int) -> dict[str, Any]:
+def _check_inside(body: Mapping[str, Any], name: str, parts: Mapping[str, tuple[Any, str]]) -> None:
+    """BadRequest for a part of a parameter with a value that is not taken."""
+    value = body.get(name)
+    if not isinstance(value, dict | None):
+        raise BadRequest(f"{name} = {shown(value)} is no object")
+    for part, (taken, why) in parts.items():
+        if (found := (value or {}).get(part)) not in (None, taken):
+            raise BadRequest(f"{name}.{part} = {shown(found)}: {why}", "unsupported_parameter")
+
+
+def response(answer: Sequence[Said], created: int) -> dict[str, Any]:
     """The answer in one piece."""
+    (said,) = answer
     cut = said.finish_reason == "length"
     usage = {
         "input_tokens": said.num_read,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": said.num_said,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": said.num_reasoned},
         "total_tokens": said.num_read + said.num_said,
     }
     return _head(said, created) | {
@@ -65,9 +105,9 @@ def response(said: Said, created: int) -> dict[str, Any]:
     }
 
 
-def events(said: Said, created: int) -> Iterator[bytes]:
+def events(answer: Sequence[Said], created: int, with_usage: bool) -> Iterator[bytes]:
     """The answer as server-sent events: each item in one piece, as it is complete when it is known."""
-    whole, begun = response(said, created), _head(said, created)
+    whole, begun = response(answer, created), _head(answer[0], created)
     parts = [("response.created", {"response": begun}), ("response.in_progress", {"response": begun})]
     for index, item in enumerate(whole["output"]):
         parts += _parts(item, index)
@@ -86,12 +126,18 @@ def _parts(item: dict[str, Any], index: int) -> list[tuple[str, dict[str, Any]]]
             (f"{name}.delta", where | {"delta": item["arguments"]}),
             (f"{name}.done", where | {"arguments": item["arguments"], "name": item["name"]}),
         ]
+    elif item["type"] == "reasoning":
+        empty, place, part = {"content": []}, where | {"content_index": 0}, item["content"][0]
+        said = [
+            ("response.reasoning_text.delta", place | {"delta": part["text"]}),
+            ("response.reasoning_text.done", place | {"text": part["text"]}),
+        ]
     else:
         empty, place, part = {"content": []}, where | {"content_index": 0}, item["content"][0]
         said = [
             ("response.content_part.added", place | {"part": part | {"text": ""}}),
-            ("response.output_text.delta", place | {"delta": part["text"], "logprobs": []}),
-            ("response.output_text.done", place | {"text": part["text"], "logprobs": []}),
+            ("response.output_text.delta", place | {"delta": part["text"], "logprobs": part["logprobs"]}),
+            ("response.output_text.done", place | {"text": part["text"], "logprobs": part["logprobs"]}),
             ("response.content_part.done", place | {"part": part}),
         ]
     begun = item | {"status": "in_progress"} | empty
@@ -120,21 +166,25 @@ def _head(said: Said, created: int) -> dict[str, Any]:
 
 
 def _items(said: Said) -> list[dict[str, Any]]:
-    content, calls = said.message["content"], said.message.get("tool_calls", [])
+    content, calls = said.message["content"], calls_of(said.message)
     status = "incomplete" if said.finish_reason == "length" else "completed"
-    part = {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
+    items: list[dict[str, Any]] = []
+    if said.reasoning is not None:
+        thought = {"type": "reasoning", "id": f"rs_{said.key}", "summary": [], "status": status}
+        items.append(thought | {"content": [{"type": "reasoning_text", "text": said.reasoning.strip()}]})
+    log_probs = [log_prob(token) for token in said.tokens]
+    part = {"type": "output_text", "text": content, "annotations": [], "logprobs": log_probs}
     head = {"type": "message", "id": f"msg_{said.key}", "role": "assistant", "status": status}
-    items: list[dict[str, Any]] = [head | {"content": [part]}] if content or not calls else []
+    items += [head | {"content": [part]}] if content or not calls else []
     for index, call in enumerate(calls):
-        name, function = call_id(said.turn, index), call["function"]
-        arguments = json.dumps(function["arguments"], ensure_ascii=False)
-        made = {"type": "function_call", "id": f"fc_{name}", "call_id": name, "status": "completed"}
-        items.append(made | {"name": function["name"], "arguments": arguments})
+        made = {"type": "function_call", "id": f"fc_{said.key}_{index}", "call_id": call["id"]}
+        made |= {"name": call["function"]["name"], "arguments": arguments_of(call), "status": "completed"}
+        items.append(made)
     return items
 
 
 def _messages(given: Any) -> Chat:
-    """What the input is to a chat template."""
+    """What the input is to a chat template: what the assistant says between two others is one message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
@@ -143,23 +193,40 @@ def _messages(given: Any) -> Chat:
     for index, item in enumerate(given):
         where = f"input[{index}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "reasoning":
+            chat.append(assistant("", (), _reasoning(item, where)))
+            continue
+        goes_on = bool(index) and chat[-1]["role"] == "assistant"
         if kind == "message":
-            chat.append(message_of({"role": item.get("role"), "content": item.get("content")}, where))
+            message = message_of({"role": item.get("role"), "content": item.get("content")}, where)
+            opened = goes_on and given[index - 1].get("type") == "reasoning"
+            chat[-1:] = (
+                [chat[-1] | message] if opened and message["role"] == "assistant" else [*chat[-1:], message]
+            )
         elif kind == "function_call_output":
-            chat.append({"role": "tool", "content": text_of(item.get("output"), where)})
+            chat.append(_result(item, where))
         elif kind == "function_call":
-            _add_call(chat, call_of({"function": item}, where), given[index - 1] if index else {})
+            call = call_of({"function": item} | ({"id": item["call_id"]} if "call_id" in item else {}), where)
+            said = chat.pop() if goes_on else {"role": "assistant", "content": ""}
+            chat.append(said | {"tool_calls": [*calls_of(said), call]})
         else:
-            raise BadRequest(f"{where} = {shown(item)}: there are messages, and calls of functions")
+            raise BadRequest(
+                f"{where} = {shown(item)}: there are messages, reasoning, and calls of functions"
+            )
     return chat
 
 
-def _add_call(chat: Chat, call: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """A call is part of what the assistant has said just before, in a message or in other calls."""
-    goes_on = before.get("type") == "function_call" or before.get("role") == "assistant"
-    if not goes_on:
-        chat.append({"role": "assistant", "content": ""})
-    chat[-1] = chat[-1] | {"tool_calls": [*chat[-1].get("tool_calls", []), call]}
+def _reasoning(item: Mapping[str, Any], where: str) -> str:
+    """The text of an item of reasoning; "" where a program has kept none of it."""
+    return text_of(item.get("content") or item.get("summary"), where)
+
+
+def _result(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The answer of a function."""
+    made = {"role": "tool", "content": content_on(item.get("output"), where)}
+    if not isinstance(id := item.get("call_id"), str | None):
+        raise BadRequest(f"{where}: call_id = {shown(id)} is no text")
+    return made if id is None else made | {"tool_call_id": id}
 
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
@@ -175,10 +242,3 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
         function = {name: tool[name] for name in names if tool.get(name) is not None}
         found.append({"type": "function", "function": function})
     return tuple(found)
-
-
-def _most_tokens(body: Mapping[str, Any]) -> int | None:
-    value = body.get("max_output_tokens")
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise BadRequest(f"max_output_tokens = {shown(value)} is no whole number of at least 1")
-    return value

@@ -1,18 +1,26 @@
 """What programs send and functions return: out of bounds, it costs a request or an episode, no more."""
 
+import contextlib
 import gzip
 import http.client
 import json
 import math
+import socket
+import time
 
 import numpy as np
 import pytest
-from episode_cases import Script
-from outside_cases import play_outside
+from episode_cases import Script, speaker
+from outside_cases import episode, game_of, play_outside
 
-from siirl.agents.outside import chat_wire, messages_wire, responses_wire
-from siirl.agents.outside.chat_wire import Said, as_message, reward_of
-from siirl.agents.outside.content import MOST_DEPTH, TOKENS, BadRequest, check_bounds, parsed, understood
+from siirl.agents.outside import chat_wire, completions_wire, messages_wire, responses_wire
+from siirl.agents.outside.chat_wire import as_message, reward_of
+from siirl.agents.outside.content import MOST_DEPTH, BadRequest, check_bounds, parsed, understood
+from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
+from siirl.agents.outside.exchange import Said
+from siirl.agents.outside.programs import Programs, starter
+from siirl.agents.runner import run_all
+from siirl.data.seen import Seen
 from siirl.dialect.tool_formats import Parsed, ToolCall
 
 
@@ -143,14 +151,15 @@ def test_tools_with_odd_schemas_take_texts(parameters):
 
 @pytest.mark.parametrize("field", ["model", "content"])
 def test_streams_can_be_written_whatever_a_text_holds(field):
-    """On all three wires."""
+    """On all wires."""
     odd = "a\ud800\u2028\0é"
     message = {"role": "assistant", "content": odd if field == "content" else "x"}
     said = Said("0-0", odd if field == "model" else "a", 0, message, "stop", 1, 1)
     for parts in (
-        chat_wire.chunks(said, 0, True),
-        messages_wire.events(said),
-        responses_wire.events(said, 0),
+        chat_wire.chunks([said], 0, True),
+        completions_wire.chunks([said], 0, True),
+        messages_wire.events([said], 0, True),
+        responses_wire.events([said], 0, True),
     ):
         data = b"".join(parts)
         assert json.dumps(odd).encode() in data and data.isascii()
@@ -177,34 +186,113 @@ def test_a_body_that_is_not_in_its_encoding_is_a_bad_request(caplog):
     assert not [record for record in caplog.records if record.exc_info]
 
 
-ASKED = [{"role": "user", "content": "x"}]
-WIRES = {
-    "chat": (chat_wire, {"model": "a", "messages": ASKED}),
-    "messages": (messages_wire, {"model": "a", "max_tokens": 5, "messages": ASKED}),
-    "responses": (responses_wire, {"model": "a", "input": "x"}),
-}
-CHANGED = {
-    "chat_template_kwargs": {"enable_thinking": False},
-    "stop_token_ids": [5],
-    "min_tokens": 3,
-    "ignore_eos": True,
-    "structured_outputs": {"regex": "a"},
-    "guided_json": {},
-    "continue_final_message": True,
-    "add_generation_prompt": False,
-    "reasoning_effort": "high",
-    "parallel_tool_calls": False,
-    "best_of": 2,
-    "functions": [],
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5E"
+    "rkJggg=="
+)
+NO_IMAGES_HERE = {
+    "a path": ("/etc/passwd", "as data:image"),
+    "a URL": ("http://127.0.0.1:1/x.png", "as data:image"),
+    "no image": ("data:image/png;base64,AAAA", "image"),
+    "no base64": ("data:image/png;base64,=", "image"),
+    "a model without eyes": (PIXEL, "1 images, and its model is given tokens alone"),
 }
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("name", CHANGED)
-def test_a_parameter_that_changes_tokens_is_refused_by_name_and_its_plain_value_taken(wire, name):
-    module, body = WIRES[wire]
-    with pytest.raises(BadRequest, match=f"^{name} = ") as refused:
-        module.asked_of({**body, name: CHANGED[name]})
-    assert refused.value.status == 400
-    plain, _ = TOKENS[name]
-    module.asked_of({**body, name: plain})
+def wires_with(url):
+    """Requests with an image on all wires that take some."""
+    kind, _, data = url.partition(";base64,")
+    source = (
+        {"type": "base64", "media_type": kind.removeprefix("data:"), "data": data} if data else {"url": url}
+    )
+    part = {"type": "image_url", "image_url": {"url": url}}
+    texts = [{"type": "text", "text": "what?"}]
+    return {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": [part, *texts]}]},
+        "/v1/messages": {
+            "max_tokens": 9,
+            "messages": [{"role": "user", "content": [{"type": "image", "source": source}, *texts]}],
+        },
+        "/v1/responses": {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_image", "image_url": url},
+                        {"type": "input_text", "text": "what?"},
+                    ],
+                }
+            ]
+        },
+    }
+
+
+def asking(url, answers):
+    """A program that asks with an image on each wire."""
+
+    def play(session):
+        for path, body in wires_with(url).items():
+            connection = http.client.HTTPConnection(session.url.removeprefix("http://"), timeout=30)
+            head = {"Authorization": f"Bearer {session.api_key}"}
+            connection.request("POST", path, json.dumps({"model": "a", **body}), head)
+            answer = connection.getresponse()
+            answers.append((answer.status, answer.read().decode()))
+            connection.close()
+        says(session)
+        return 1
+
+    return play
+
+
+@pytest.mark.parametrize("case", NO_IMAGES_HERE)
+def test_an_image_that_cannot_be_seen_is_refused_on_every_wire_and_nothing_is_fetched(case):
+    url, words = NO_IMAGES_HERE[case]
+    answers: list = []
+    (played,) = play_outside(asking(url, answers), {"a": Script("x")})
+    assert played.kind is None and [status for status, _ in answers] == [400] * 3, answers
+    assert all(words in text for _, text in answers), answers
+
+
+def test_a_model_with_eyes_sees_the_images_of_a_request():
+    class Eyes:
+        def expand(self, ids, images, where):
+            return list(ids), Seen(tuple(images), tuple(range(len(images))))
+
+    class Sees(Script):
+        async def generate(self, prompt, params, seed, seen=None):
+            saw.append(len(seen.images))
+            return await super().generate(prompt, params, seed)
+
+    saw, answers, policy = [], [], Sees(*"wxyz")
+    endpoint = Endpoint(starter(asking(PIXEL, answers)), ProgramLimits(30.0, 64, 8))
+    one = speaker(policy)
+    one.renderer._sight = Eyes()
+    try:
+        (played,) = run_all(game_of({"a": one}, Programs(endpoint, None, False)), [episode()], [[]])
+    finally:
+        endpoint.close()
+    assert played.kind is None and [status for status, _ in answers] == [200] * 3, answers
+    assert saw == [1, 1, 1, 0]
+    shown = [(one.content, len(one.images)) for one in played.episode.messages if one.agent is None]
+    assert shown == [("<image>what?", 1), ("q", 0)]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr("siirl.agents.outside.endpoint.BODY_S", 0.3)
+    took = []
+
+    def play(session):
+        host, port = session.url.removeprefix("http://").split(":")
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {session.api_key}\r\n"
+        with socket.create_connection((host, int(port)), 30) as slow:
+            slow.sendall(f"{head}Content-Length: {1 << 30}\r\n\r\n".encode())
+            began = time.monotonic()
+            with contextlib.suppress(OSError):
+                while slow.recv(1 << 16):
+                    pass
+            took.append(time.monotonic() - began)
+        says(session)
+        return 1
+
+    (played,) = play_outside(play, {"a": Script("x")})
+    assert played.kind is None and 0.2 < took[0] < 10

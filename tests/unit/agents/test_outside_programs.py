@@ -116,11 +116,12 @@ for key in ("", "siirl-", "other"):
         pass
     else:
         raise AssertionError(key)
-for wrong in ({"n": 2}, {"stop": ["x"]}, {"tool_choice": "required"}, {"logprobs": True}):
+json_only = {"response_format": {"type": "json_object"}}
+for wrong in (json_only, {"top_logprobs": 2}, {"tool_choice": "required"}, {"extra_body": {"new": 1}}):
     try:
         client.chat.completions.create(messages=messages, **options, **wrong)
     except openai.BadRequestError as error:
-        assert list(wrong)[0] in str(error)
+        assert list(wrong.get("extra_body", wrong))[0] in str(error)
     else:
         raise AssertionError(wrong)
 client.post("/reward", body={"reward": 1}, cast_to=object)
@@ -164,7 +165,7 @@ for wrong in (
     {"tool_choice": "required"},
     {"text": {"format": {"type": "json_object"}}},
     {"tools": [{"type": "web_search"}]},
-    {"input": [{"type": "reasoning", "id": "r", "summary": []}]},
+    {"reasoning": {"effort": "high"}},
 ):
     try:
         client.responses.create(**({"input": items} | options | wrong))
@@ -217,7 +218,7 @@ with client.messages.stream(messages=messages, **options) as stream:
     assert stream.get_final_message().stop_reason == "end_turn"
 for key, wrong, error in (
     ("none", {}, anthropic.AuthenticationError),
-    (None, {"stop_sequences": ["x"]}, anthropic.BadRequestError),
+    (None, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, anthropic.BadRequestError),
     (None, {"tool_choice": {"type": "any"}}, anthropic.BadRequestError),
 ):
     try:

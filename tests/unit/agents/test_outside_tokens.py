@@ -12,8 +12,10 @@ from outside_cases import episode, game_of
 
 from siirl.agents.contexts import Limits
 from siirl.agents.outside import messages_wire
-from siirl.agents.outside.chat_wire import BadRequest, Said, asked_of, completion
+from siirl.agents.outside.chat_wire import asked_of, completion
+from siirl.agents.outside.content import BadRequest
 from siirl.agents.outside.episode_session import Session
+from siirl.agents.outside.exchange import Said
 from siirl.agents.policy import Generated
 from siirl.agents.runner import Played, turn_seed
 from siirl.dialect.formats.json_calls import hermes
@@ -97,7 +99,7 @@ async def one_conversation(rng, num_requests):
         if rng.random() < 0.2:
             body["max_tokens"] = rng.randrange(1, 9)
         asked = asked_of(json.loads(json.dumps(body)))
-        asking = asyncio.create_task(session.turn(asked))
+        asking = asyncio.create_task(session.turns(asked))
         if rng.random() < 0.1:
             await asyncio.sleep(0)
             asking.cancel()
@@ -109,7 +111,8 @@ async def one_conversation(rng, num_requests):
         said = answer["choices"][0]["message"]
         turn = int(answer["id"].rpartition("-")[2])
         read, *_ = samplers[name].samples[turn_seed(played.episode.seed, NAMES.index(name), turn)]
-        asked_text = Renamed().apply_chat_template(session._as_prompt(asked.messages, True), asked.tools)
+        spelled = session._asked._own[NAMES.index(name)].read(asked.messages)[1]
+        asked_text = Renamed().apply_chat_template(spelled, asked.tools)
         # A turn that is gone on from is read as it was sampled: the template strips, and puts a call last.
         wanted = text_of(map(ord, asked_text))
         assert sorted("".join(text_of(read).split())) == sorted("".join(wanted.split()))
@@ -180,7 +183,7 @@ class Strict(Letters):
     [
         ({"content": "forbidden"}, "invalid_value", "no such words"),
         ({"content": "x" * 60}, "context_length_exceeded", "data.max_prompt_length=50"),
-        ({"content": [{"type": "image_url", "image_url": "x"}]}, "invalid_value", "text only"),
+        ({"content": [{"type": "image_url", "image_url": "x"}]}, "invalid_value", "as data:image"),
         ({"role": "robot", "content": "x"}, "invalid_value", "no role"),
         ({"role": ["user"], "content": "x"}, "invalid_value", "no role"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "invalid_value", "has not made"),
@@ -194,9 +197,9 @@ def test_a_request_that_cannot_be_read_is_refused_and_the_episode_goes_on(wrong,
         game.speakers["a"].renderer.tokenizer = Strict()
         session = Session(game, played, hermes, 9)
         with pytest.raises(BadRequest, match=words) as error:
-            await session.turn(asked_of({"model": "a", "messages": [{"role": "user", **wrong}]}))
+            await session.turns(asked_of({"model": "a", "messages": [{"role": "user", **wrong}]}))
         assert error.value.code == code and not sampler.samples
-        await session.turn(asked_of({"model": "a", "messages": [{"role": "user", "content": "ok"}]}))
+        await session.turns(asked_of({"model": "a", "messages": [{"role": "user", "content": "ok"}]}))
         await session.finish()
         session.settle(needs_reward=False)
         return played
@@ -220,7 +223,7 @@ def test_reasoning_is_apart_from_the_answer_and_the_turn_is_known_again_without_
         for text in ("q", "again", "more"):
             messages.append({"role": "user", "content": text})
             body = {"model": "a", "messages": messages, "tools": TOOLS}
-            said = completion(await session.turn(asked_of(json.loads(json.dumps(body)))), 0)
+            said = completion(await session.turns(asked_of(json.loads(json.dumps(body)))), 0)
             answers.append(said["choices"][0]["message"])
             messages.append({k: v for k, v in answers[-1].items() if k != "reasoning_content"})
         await session.finish()
@@ -235,14 +238,14 @@ def test_reasoning_is_apart_from_the_answer_and_the_turn_is_known_again_without_
 
 
 def test_both_wires_say_the_same_of_a_conversation():
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    call = {"id": "c00000400", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     said = Said(
         "0-4", "a", 4, {"role": "assistant", "content": "so", "tool_calls": [call]}, "tool_calls", 7, 9
     )
     asked = []
     for answer, wire in (
-        (completion(said, 0), asked_of),
-        (messages_wire.message(said), messages_wire.asked_of),
+        (completion([said], 0), asked_of),
+        (messages_wire.message([said], 0), messages_wire.asked_of),
     ):
         mine = answer["choices"][0]["message"] if "choices" in answer else answer
         block = {"type": "tool_result", "tool_use_id": "c00000400", "content": "1"}
@@ -257,11 +260,11 @@ def test_both_wires_say_the_same_of_a_conversation():
         == [
             {"role": "user", "content": "q"},
             {"role": "assistant", "content": "so", "tool_calls": [call]},
-            {"role": "tool", "content": "1"},
+            {"role": "tool", "content": "1", "tool_call_id": "c00000400"},
         ]
     )
     assert asked[0].most_tokens == asked[1].most_tokens == 5
-    parts = [json.loads(part.split(b"data: ")[1]) for part in messages_wire.events(said)]
+    parts = [json.loads(part.split(b"data: ")[1]) for part in messages_wire.events([said], 0, True)]
     assert [part["type"].rpartition("_")[2] for part in parts] == [
         *("start", *["start", "delta", "stop"] * 2, "delta", "stop")
     ]
@@ -269,5 +272,5 @@ def test_both_wires_say_the_same_of_a_conversation():
 
 def test_a_type_of_block_that_is_no_text_is_refused():
     asked = {"model": "a", "max_tokens": 5, "messages": [{"role": "user", "content": [{"type": ["text"]}]}]}
-    with pytest.raises(BadRequest, match="there are text, and tools"):
+    with pytest.raises(BadRequest, match="there are text, images and tools"):
         messages_wire.asked_of(asked)

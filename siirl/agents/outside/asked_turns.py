@@ -1,0 +1,231 @@
+"""Turns that a program asks for: where each begins, what the policy says, and what the program is told of it.
+
+Runs on the loop of the episode.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
+from dataclasses import replace as changed
+from functools import partial
+from typing import Any
+
+from siirl.agents.contexts import Chat, Context, ContextFull, Opening, Row
+from siirl.agents.episode import Message
+from siirl.agents.message_form import OwnTurn, call_id
+from siirl.agents.outside.chat_wire import as_message
+from siirl.agents.outside.content import BadRequest, understood
+from siirl.agents.outside.exchange import Asked, Said, Token, calls_of
+from siirl.agents.outside.own_turns import OwnTurns
+from siirl.agents.outside.stopped_policy import Decode, StoppedPolicy, num_tokens_with
+from siirl.agents.renderer import ChatRenderer
+from siirl.agents.runner import Game, Played, Speaker, take_turn
+from siirl.agents.shown import as_written, images_in
+from siirl.compiler.plan import StagePlan
+from siirl.data.chat import to_continue
+from siirl.dialect.parts import Said as Parts
+from siirl.dialect.parts import raw_text, read_turn
+from siirl.dialect.tool_formats import AUTO, Parsed, ToolParser, text_alone, tool_parser
+
+UNREADABLE = "the chat template and the tokenizer do not take it"
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where one turn begins."""
+
+    opening: Opening
+    named: Chat
+    """The conversation as rows name it."""
+    heard: Chat
+    """What of it is in no row."""
+    prompt: int = 0
+    """Which prompt of the request it follows."""
+
+
+class AskedTurns:
+    """What programs ask of the agents of one episode."""
+
+    def __init__(self, game: Game, played: Played, parse: ToolParser | None) -> None:
+        """parse: reads the tool calls of all models; None: each model's are read by its own dialect."""
+        self._game, self._played, self._parse = game, played, parse
+        self._own: defaultdict[int, OwnTurns] = defaultdict(OwnTurns)  # of each agent
+        self._texts: defaultdict[int, list[tuple[Row, str]]] = defaultdict(list)  # of rows that go on by text
+        self.too_long = ""
+        """What was too long to be read, to continue why the episode ended; empty if nothing was."""
+
+    async def speak(self, stage: StagePlan, asked: Asked) -> list[Said]:
+        """All choices, each in a row of its own: one of them at most goes on in a row that is there.
+
+        Nothing is generated unless there is room for all. BadRequest, or errors of the policy.
+        """
+        speaker = self._game.speakers[stage.node]
+        context = self._played.contexts.setdefault(stage.agent, Context(speaker.renderer, speaker.limits))
+        try:
+            begun = understood(UNREADABLE, self._begun, stage, context, asked)
+        except ContextFull as error:
+            self._played.full = True
+            self.too_long = f", after what {stage.node} should have read {error}"
+            reason = f"the conversation {error}, the model's context length"
+            raise BadRequest(reason, "context_length_exceeded") from error
+        return list(await asyncio.gather(*(self._turn(stage, context, asked, one) for one in begun)))
+
+    def _begun(self, stage: StagePlan, context: Context, asked: Asked) -> list[Beginning]:
+        """Where the turns begin: what comes from the request is read by templates and tokenizers here."""
+        begun: list[Beginning] = []
+        begin = self._after_texts if asked.prompts else self._after_messages
+        try:
+            for one in begin(stage, context, asked):
+                begun.append(one)
+        except BaseException:
+            for one in begun:
+                context.give_up(one.opening)
+            raise
+        return begun
+
+    def _after_messages(self, stage: StagePlan, context: Context, asked: Asked) -> Iterator[Beginning]:
+        renderer = self._game.speakers[stage.node].renderer
+        named, spelled = self._own[stage.agent].read(asked.messages)
+        for index, message in enumerate(spelled):
+            if not isinstance(message, OwnTurn) and calls_of(message) and not renderer.takes_calls:
+                raise BadRequest(
+                    f"messages[{index}] has tool_calls that the model has not made, and its chat template "
+                    "does not show calls"
+                )
+        heard = named[context.num_known(named) :]
+        for _ in range(asked.choices):
+            opening = context.begin(named, tools=asked.tools, spelled=spelled)
+            yield Beginning(opening, named, heard)
+
+    def _after_texts(self, stage: StagePlan, context: Context, asked: Asked) -> Iterator[Beginning]:
+        renderer = self._game.speakers[stage.node].renderer
+        for index, prompt in enumerate(asked.prompts):
+            tokens, text = self._tokens(stage.agent, renderer, prompt)
+            for _ in range(asked.choices):
+                opening = context.begin_tokens(tokens, text)
+                new = opening.read.tokens if opening.row.finish_reason else tokens
+                heard = [{"role": "user", "content": _decode(renderer)(new)}] if new else []
+                yield Beginning(opening, opening.shown, heard, index)
+
+    def _tokens(
+        self, agent: int, renderer: ChatRenderer, prompt: str | tuple[int, ...]
+    ) -> tuple[list[int], str]:
+        """The tokens of a prompt, and its text. One that begins with the text of a row has its tokens."""
+        vocabulary = renderer.tokenizer
+        if not isinstance(prompt, str):
+            size = len(vocabulary) if isinstance(vocabulary, Sized) else 1 << 31
+            if max(prompt) >= size:
+                raise BadRequest(f"prompt has token {max(prompt)}: there are tokens 0 to {size - 1}")
+            return list(prompt), _decode(renderer)(prompt)
+        known = [(row, text) for row, text in self._texts[agent] if not row.busy and prompt.startswith(text)]
+        if known:
+            row, text = max(known, key=lambda one: len(one[1]))
+            rest = vocabulary.encode(prompt[len(text) :], add_special_tokens=False)
+            return [*row.prompt_ids, *row.ids, *rest], prompt
+        if not (tokens := to_continue(vocabulary, prompt, list(vocabulary.encode(prompt)))):
+            raise BadRequest("prompt has no token")
+        return tokens, prompt
+
+    async def _turn(self, stage: StagePlan, context: Context, asked: Asked, begun: Beginning) -> Said:
+        episode, speaker = self._played.episode, self._game.speakers[stage.node]
+        renderer, read = speaker.renderer, begun.opening.tokens
+        decode = _decode(renderer)
+        policy = StoppedPolicy(speaker.policy_of(episode), asked.stop, decode)
+        asking = changed(speaker, policy=policy, more=(), shares=())
+        parse = self._parser(speaker, asked)
+        told: list[tuple[dict[str, Any], Parts, dict[str, Any]]] = []
+
+        def as_named(text: str, own: OwnTurn) -> dict[str, Any]:
+            whole = _message(asked, own, own.said, text)
+            if policy.ended_by is None:
+                told.append((whole, own.said, whole))
+                return whole
+            raw = own.said.raw[: own.said.raw.index(policy.ended_by)]
+            parts = read_turn(renderer.dialect, raw, own.said.opened, parse)
+            answer = raw if parts.reasoning is None else parts.answer
+            cut = _message(asked, own, parts, raw)
+            # What stood before the stop is told to the letter: programs may write the stop behind it again.
+            told.append((cut if calls_of(cut) else cut | {"content": answer.lstrip()}, parts, whole))
+            return told[0][0] if speaker.limits.history == "grow" else whole
+
+        turn = await take_turn(
+            asking, stage, episode, context, begun.opening, asked.most_tokens, as_named, parse
+        )
+        assert turn.turn is not None and policy.generated is not None
+        at = len(episode.messages) - 1  # before the turn
+        episode.messages[at:at] = [_heard(one, stage) for one in begun.heard]
+        (message, parts, whole), row, own = told[0], begun.opening.row, context.own_turns[turn.turn]
+        if asked.prompts:
+            self._add_text(stage.agent, row, begun.opening.text or "", own.said.raw)
+        else:
+            self._own[stage.agent].add(begun.named, row.shown[-1], own, turn.turn, parts.reasoning, whole)
+        generated = policy.generated
+        reason = "length" if generated.finish_reason == "length" else "stop"
+        wants = asked.with_log_probs or asked.with_token_ids
+        return Said(
+            f"{episode.episode_id}-{turn.turn}",
+            asked.model,
+            turn.turn,
+            message,
+            "tool_calls" if calls_of(message) else reason,
+            len(read),
+            len(generated.token_ids),
+            None if asked.prompts else parts.reasoning,
+            policy.ended_by,
+            _tokens_of(generated.token_ids, generated.log_probs, decode) if wants else (),
+            tuple(read) if asked.with_token_ids else (),
+            _num_reasoned(renderer, own.said, generated.token_ids, decode),
+            begun.prompt,
+            asked.with_log_probs,
+        )
+
+    def _parser(self, speaker: Speaker, asked: Asked) -> ToolParser:
+        """What reads the calls of a turn."""
+        if not asked.tools:
+            return text_alone
+        return self._parse or tool_parser(AUTO, dialect=speaker.renderer.dialect.tool_format)
+
+    def _add_text(self, agent: int, row: Row, prompt: str, said: str) -> None:
+        """A row that goes on by text holds a turn more."""
+        self._texts[agent] = [(one, text) for one, text in self._texts[agent] if one is not row]
+        if row.finish_reason != "stop":  # no text says a stop token
+            self._texts[agent].append((row, prompt + said))
+
+
+def _decode(renderer: ChatRenderer) -> Decode:
+    """Gives the text of tokens, special ones too."""
+    return partial(raw_text, renderer.dialect, renderer.tokenizer, stopped=False)
+
+
+def _message(asked: Asked, own: OwnTurn, parts: Parts, text: str) -> dict[str, Any]:
+    """A turn, or its beginning, as a message: its answer and calls, these with ids. text: all of it."""
+    if asked.prompts:
+        return {"role": "assistant", "content": parts.raw}
+    answer = text if parts.reasoning is None else parts.answer
+    message = as_message(Parsed(parts.answer, parts.calls), answer, asked.tools)
+    if not (calls := calls_of(message)):
+        return message
+    ids = (
+        own.ids if len(set(own.ids)) == len(own.ids) else [call_id(own.turn, i) for i in range(len(own.ids))]
+    )
+    return message | {"tool_calls": [{"id": id, **call} for id, call in zip(ids, calls, strict=False)]}
+
+
+def _heard(message: dict[str, Any], stage: StagePlan) -> Message:
+    """What a program has an agent read, as a message of the episode."""
+    (written,), images = as_written([message]), tuple(images_in([message]))
+    said = Message(message["role"], written["content"], node=stage.node, to=stage.agent, images=images)
+    return changed(said, name=message.get("name"), call_id=message.get("tool_call_id"))
+
+
+def _tokens_of(ids: Sequence[int], log_probs: Sequence[float], decode: Decode) -> tuple[Token, ...]:
+    return tuple(Token(id, decode([id]), value) for id, value in zip(ids, log_probs, strict=True))
+
+
+def _num_reasoned(renderer: ChatRenderer, said: Parts, ids: Sequence[int], decode: Decode) -> int:
+    """How many of the tokens of a turn come before the end of its reasoning."""
+    marks = renderer.dialect.reasoning
+    if marks is None or said.reasoning is None:
+        return 0
+    return num_tokens_with(marks.end, ids, decode) if said.closed else len(ids)

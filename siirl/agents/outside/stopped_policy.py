@@ -1,0 +1,65 @@
+"""A policy whose turn ends at a text that a program names (`stop`), as if no more had been sampled."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from siirl.agents.policy import STOP_STRING, Generated, Policy
+from siirl.data.seen import NO_IMAGES, Seen
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class StoppedPolicy:
+    """Policy for one turn of an episode, which it keeps.
+
+    A policy samples token after token, each given those before it, so the first tokens of a turn are
+    distributed as if it had ended there: what follows the token that completes a text of `stop` is dropped.
+    What is left is what was sampled, the text of the stop included, with its log-probs, and is trained on.
+    """
+
+    def __init__(self, policy: Policy, stop: Sequence[str], decode: Decode) -> None:
+        """stop: texts. decode: tokens of a turn to its text."""
+        self._policy, self._stop, self._decode = policy, tuple(stop), decode
+        self.generated: Generated | None = None
+        self.ended_by: str | None = None
+        """Which text ended it."""
+
+    async def generate(self, prompt: list[int], params: Any, seed: int, seen: Seen = NO_IMAGES) -> Generated:
+        """See Policy. finish_reason is "stop_string" where a text ended the turn."""
+        generated = await self._policy.generate(prompt, params, seed, seen)
+        self.generated = self._cut(generated, len(prompt)) if self._stop else generated
+        return self.generated
+
+    def _cut(self, turn: Generated, num_read: int) -> Generated:
+        ids = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
+        text = self._decode(ids)
+        found = [stop for stop in self._stop if stop in text]
+        if not found:
+            return turn
+        length = min(num_tokens_with(stop, ids, self._decode) for stop in found)
+        said = self._decode(turn.token_ids[:length])
+        _, self.ended_by = min((said.find(stop), stop) for stop in self._stop if stop in said)
+        experts = turn.experts
+        if experts is not None:
+            width = len(experts) // (
+                num_read + len(turn.token_ids) - 1
+            )  # bytes of a token; the last has none
+            experts = experts[: width * (num_read + length - 1)]
+        return replace(
+            turn,
+            token_ids=turn.token_ids[:length],
+            log_probs=turn.log_probs[:length],
+            versions=turn.versions[:length],
+            finish_reason=STOP_STRING,
+            experts=experts,
+        )
+
+
+def num_tokens_with(text: str, token_ids: Sequence[int], decode: Decode) -> int:
+    """How many of the first tokens say a text that all of them do."""
+    low, high = 0, len(token_ids)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if text in decode(token_ids[:middle]) else (middle, high)
+    return high
