@@ -140,7 +140,7 @@ class Context:
     def __init__(self, renderer: ChatRenderer, limits: Limits) -> None:
         self._renderer, self._limits = renderer, limits
         self.rows: list[Row] = []
-        self.texts: dict[int, str] = {}  # turn -> what the agent said, before any post-processing
+        self.texts: dict[int, str] = {}  # turn -> all that the agent said, before any post-processing
         self.num_truncated = 0
         self.num_rewritten = 0
         """Rows that began because the template rewrites what another one holds."""
@@ -239,10 +239,10 @@ class Context:
         row.read(*opening.read)
         row.speak(generated, turn)
         self._where[turn] = row, len(row.ids) - 1
-        self.texts[turn] = text = self._renderer.text(generated.token_ids)
         stop = generated.token_ids[-1] if generated.finish_reason == "stop" else None
         end = (opening.text or "")[-PROMPT_END:]
         own = self._renderer.own_turn(generated.token_ids, stop is not None, turn, parse, end)
+        self.texts[turn] = text = own.said.raw
         self.own_turns[turn] = self._own[text] = own
         row.shown = [*opening.shown, as_message(text, own)]
         row.spoken = Spoken(opening.spelled, own, opening.text, stop)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from siirl.data.seen import NO_IMAGES, Seen
+from siirl.dialect.parts import Said
 
 MOST_REWARD = 1e15
 """A larger reward is refused: sums of squares of a batch of these are finite in float32."""
@@ -33,6 +34,8 @@ class Message:
     """Of the tool whose answer it is."""
     call_id: str | None = None
     """Of the call that it answers."""
+    said: Said | None = None
+    """An agent's turn taken apart, before any post-processing: reasoning, answer, calls."""
     info: dict[str, Any] = field(default_factory=dict)
     """weight_version, finish_reason, tool_calls, ..."""
 

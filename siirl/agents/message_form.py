@@ -5,7 +5,6 @@ some want arguments as JSON, content as parts, null where there is none, or tool
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,20 +21,6 @@ Chat = list[dict[str, Any]]
 STAND_IN = "STANDINFORTHETURN"
 """Stands for what somebody says; no letter of it is changed by trimming or escaping."""
 ASKED, ANSWERED = {"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}
-PROBE_TOOL = {
-    "type": "function",
-    "function": {
-        "name": STAND_IN,
-        "description": "...",
-        "parameters": {
-            "type": "object",
-            "properties": {"q": {"type": "string", "description": "..."}},
-            "required": ["q"],
-        },
-    },
-}
-TOOL_NAMES = re.compile(r"\b\w*(?:tools|functions)\b")
-"""Variables of templates that may hold tools: tools, xml_tools, functions."""
 
 
 class OwnTurn(dict[str, Any]):
@@ -133,8 +118,7 @@ class MessageForm:
 
     def text(self, messages: Sequence[Mapping[str, Any]], generation: bool = True) -> str:
         """What the template makes of messages. TemplateRefused."""
-        options = {self.tools_key or "tools": self.tools} if self.tools else {}
-        return self.template.render(self._spelled(messages), generation=generation, **options)
+        return self.template.render(self._spelled(messages), self.tools, generation)
 
     def takes(self, role: str) -> bool:
         """Whether what a message of this role says is in the text: some templates leave it out or refuse."""
@@ -153,7 +137,9 @@ class MessageForm:
 
     @cached_property
     def calls(self) -> CallForm | None:
-        """How the template takes calls; None: it does not write them."""
+        """How the template takes calls; None: it does not write them, or not as the model was told to."""
+        if self.template.in_system and self.tools:
+            return None
         arguments = {"standinkey": STAND_IN}
         for form in (CallForm(*pair) for pair in ((False, ""), (True, ""), (False, None), (True, None))):
             message = {"role": "assistant", "content": "", "tool_calls": [_call("look", arguments)]}
@@ -171,23 +157,9 @@ class MessageForm:
             return False
         return STAND_IN in self.template.attempt([{**probe, "content": parts_of(STAND_IN)}])
 
-    @cached_property
-    def tools_key(self) -> str | None:
-        """The argument by which the template takes tools; None: it never shows any to the model."""
-        source = str(getattr(self.template.tokenizer, "chat_template", ""))
-        for key in dict.fromkeys(["tools", *TOOL_NAMES.findall(source)]):
-            try:
-                text = self.template.render(self._spelled([ASKED]), generation=True, **{key: [PROBE_TOOL]})
-            except TemplateRefused:
-                continue
-            if STAND_IN in text:
-                return key
-        return None
-
     def _attempt(self, messages: Sequence[Mapping[str, Any]], form: CallForm | None = None) -> str:
-        options = {self.tools_key or "tools": self.tools} if self.tools else {}
         try:
-            return self.template.render(self._spelled(messages, form), generation=False, **options)
+            return self.template.render(self._spelled(messages, form), self.tools)
         except TemplateRefused:
             return ""
 

@@ -218,15 +218,11 @@ class ChatRenderer:
             said = int(bool(tokens) and tokens[0] == last_token)
         return Read(tokens[said:], seen.after(-said))
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """What was said, special tokens left out."""
-        array = np.array(token_ids, np.int64)  # of a list, transformers would look at each token first
-        return self.tokenizer.decode(array, skip_special_tokens=True)
-
     def shortened(self, content: str, num_tokens: int) -> str:
         """A text without its last num_tokens tokens."""
         tokens = self._tokens(content)
-        return self.text(tokens[: max(0, len(tokens) - num_tokens)])
+        kept = np.array(tokens[: max(0, len(tokens) - num_tokens)], np.int64)  # of lists each token is looked at
+        return self.tokenizer.decode(kept, skip_special_tokens=False)
 
     def settle(self, spoken: Spoken) -> None:
         """Find the form of a turn in which the template writes it as the agent did; else the first that says

@@ -100,6 +100,16 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "token. Lower it.",
         ),
         Contradiction(
+            lambda cfg: (
+                cfg.actor_rollout_ref.rollout.multi_turn.enable
+                and cfg.actor_rollout_ref.rollout.multi_turn.show_tools == "system"
+                and cfg.actor_rollout_ref.rollout.multi_turn.format not in ("auto", "hermes")
+            ),
+            "{actor_rollout_ref.rollout.multi_turn.show_tools=} with "
+            "{actor_rollout_ref.rollout.multi_turn.format=}: the model would be told to call tools as hermes "
+            "does, and its calls be read otherwise. Leave format out, or describe the tools in your prompts.",
+        ),
+        Contradiction(
             lambda cfg: cfg.data.has_images and cfg.data.truncation != "error",
             "{data.dataset_type=} with {data.truncation=}: a prompt would be cut in the middle of an image. "
             "Set data.truncation=error, and drop longer prompts by data.filter_overlong_prompts=true.",

@@ -85,6 +85,13 @@ class MultiTurnConfig:
         when="enable",
         low=1,
     )
+    show_tools: str = key(
+        "template",
+        "how the model is told of its tools: by its chat template, or by siirl in the system message, for "
+        "templates that show none (docs/model_turns.md); it is then told to call them as hermes does",
+        choices=("template", "system"),
+        when="enable",
+    )
     tool_config_path: str | None = key(None, "file that lists the tools (docs/tools.md)", when="enable")
     format: str = key(
         "auto",
@@ -185,6 +192,12 @@ class AgentConfig:
         "end",
         "a message that does not fit into prompt_length: end the episode, or truncate the message",
         choices=("end", "truncate"),
+    )
+    heard_text: str = key(
+        "whole",
+        "what other agents, environments and post_process get of a turn: all of it with its special tokens, "
+        "but for the one that ended it; or the answer, without reasoning and tool calls",
+        choices=("whole", "answer"),
     )
     history: str = key(
         "as_template",

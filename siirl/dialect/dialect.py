@@ -21,18 +21,8 @@ from siirl.dialect.template import CLOCK, PROBE, ChatTemplate, Vocabulary, clock
 
 TURN_ENDS = ("<|call|>", "<|eom_id|>", "<|observation|>")
 """Marks by which families end a turn that calls a tool, where their templates write them."""
-OTHER_TOOLS = ("xml_tools", "functions")
-"""Names by which some templates are given tools."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 USER, OTHER = {"role": "user", "content": "..."}, {"role": "user", "content": "!!!"}
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "...",
-        "parameters": {"type": "object", "properties": {"q": {"type": "string", "description": "..."}}},
-    },
-}
 CALL_ID = "abcdef123"
 """Nine letters and digits, which Mistral's templates demand."""
 
@@ -67,8 +57,8 @@ class Dialect:
     reasoning: ReasoningMarks | None = None
     tool_format: str | None = None
     """How it writes calls of tools (siirl/dialect/tool_formats.py); None: its template writes none."""
-    shows_tools: bool = False
-    """The template tells the model of tools."""
+    tools_by: str | None = None
+    """What tells the model of tools: "template", "system message"; None: nothing does."""
     drops_reasoning: bool = False
     """The template leaves out the reasoning of turns before the last question."""
     dated: bool = False
@@ -170,7 +160,7 @@ def derive(
         probe.last,
         reasoning_marks(template, probe, added),
         _tool_format(template, added),
-        _shows_tools(template),
+        template.tools_by,
         dated=_is_dated(template),
     )
     dialect = replace(dialect, drops_reasoning=_drops_reasoning(template, dialect.reasoning))
@@ -278,25 +268,20 @@ def _opened(marks: ReasoningMarks, prompt: str) -> ReasoningMarks:
 
 
 def _tool_format(template: ChatTemplate, added: Mapping[str, int]) -> str | None:
+    if template.in_system:
+        return "hermes"
     style = call_style(template)
     return told_format(template, added) if style is None else style.format
 
 
-def _shows_tools(template: ChatTemplate) -> bool:
-    tool = {**TOOL, "function": {**TOOL["function"], "name": PROBE}}
-    if PROBE in template.attempt([USER], [tool], generation=True):
-        return True
-    return any(PROBE in template.attempt([USER], (), True, **{name: [tool]}) for name in OTHER_TOOLS)
-
-
 def untold_tools(dialect: Dialect) -> str:
     """What a user should know who gives a model tools of which its template never tells; "" where it does."""
-    if dialect.shows_tools:
+    if dialect.tools_by is not None:
         return ""
     return (
         f"the chat template of {dialect.name} shows no tools: with rollout.multi_turn.enable the model hears "
-        "of none, unless its prompts do. Describe them in a system message, or give a template that shows "
-        "them (data.chat_template)"
+        "of none, unless its prompts do. Set rollout.multi_turn.show_tools=system, or give a template that "
+        "shows them (data.chat_template)"
     )
 
 

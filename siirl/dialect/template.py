@@ -4,7 +4,10 @@ Whatever a template raises is TemplateRefused, and the date that it may write is
 """
 
 import datetime
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +26,34 @@ PROBE = "STANDINFORTHETURN"
 """Stands for what somebody says; no letter of it is changed by trimming or escaping."""
 CLOCK = "strftime_now"
 """The function by which templates ask for today's date."""
+SHOW_TOOLS = "siirl_show_tools"
+"""Among the arguments of a template: who shows tools to the model, see rollout.multi_turn.show_tools."""
+TOOL_NAMES = re.compile(r"\b\w*(?:tools|functions)\b")
+"""Variables of templates that may hold tools: tools, xml_tools, functions."""
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": PROBE,
+        "description": "...",
+        "parameters": {
+            "type": "object",
+            "properties": {"q": {"type": "string", "description": "..."}},
+            "required": ["q"],
+        },
+    },
+}
+TOOLS_TEXT = """# Tools
+
+You may call the following functions. Each line is a JSON object that describes one of them:
+<tools>
+{tools}
+</tools>
+
+To call a function, write a JSON object with its name and its arguments between these tags:
+<tool_call>
+{{"name": "the name of the function", "arguments": {{"the name of an argument": "its value"}}}}
+</tool_call>"""
+"""What a system message says of tools where the template does not."""
 
 
 class Vocabulary(Protocol):
@@ -47,6 +78,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Vocabulary, options: Mapping[str, Any]) -> None:
         self.tokenizer, self.options = tokenizer, dict(options)
+        self.in_system = self.options.pop(SHOW_TOOLS, "template") == "system"
+        """Tools are shown in the system message, whatever the template does with them."""
         self.name = getattr(tokenizer, "name_or_path", "") or "a tokenizer"
 
     def render(
@@ -60,11 +93,17 @@ class ChatTemplate:
 
         more: further arguments of the template. TemplateRefused.
         """
+        if tools and self.in_system:
+            messages, tools = self._telling(messages, tools), ()
+        return self._called(
+            messages, generation, {**({self.tools_key or "tools": list(tools)} if tools else {}), **more}
+        )
+
+    def _called(self, messages: Messages, generation: bool, more: Mapping[str, Any]) -> str:
         given = {name: value for name, value in self.options.items() if name not in (CONTINUE, GENERATION)}
-        options = {**given, **({"tools": list(tools)} if tools else {}), **more}
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation, **options
+                list(messages), tokenize=False, add_generation_prompt=generation, **{**given, **more}
             )
         except REFUSALS as error:
             raise TemplateRefused(str(error) or type(error).__name__) from error
@@ -88,12 +127,56 @@ class ChatTemplate:
             raise TemplateRefused(f"{CONTINUE}: the template leaves out what the last message says")
         return text[: text.rindex(PROBE)]
 
+    @cached_property
+    def tools_key(self) -> str | None:
+        """The argument by which the template takes tools; None: it never shows any to the model."""
+        source = str(getattr(self.tokenizer, "chat_template", ""))
+        for key in dict.fromkeys(["tools", *TOOL_NAMES.findall(source)]):
+            for content in ("...", [{"type": "text", "text": "..."}]):
+                try:
+                    text = self._called([{"role": "user", "content": content}], True, {key: [PROBE_TOOL]})
+                except TemplateRefused:
+                    continue
+                if PROBE in text:
+                    return key
+        return None
+
+    @property
+    def tools_by(self) -> str | None:
+        """What tells the model of tools; None: nothing does."""
+        if self.in_system:
+            return "system message"
+        return None if self.tools_key is None else "template"
+
+    def _telling(self, messages: Messages, tools: Messages) -> list[Mapping[str, Any]]:
+        """The messages with one that tells of tools: that of the system, else the first of the user."""
+        text = TOOLS_TEXT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        first, *rest = messages
+        if first["role"] == "system":
+            return [_with_text(first, "", f"\n\n{text}"), *rest]
+        system = {"role": "system", "content": PROBE}
+        parts = {"role": "system", "content": [{"type": "text", "text": PROBE}]}
+        for probe in (system, parts):
+            if PROBE in self.attempt([probe, first]):
+                content = text if probe is system else [{"type": "text", "text": text}]
+                return [{"role": "system", "content": content}, *messages]
+        return [_with_text(first, f"{text}\n\n", ""), *rest]
+
     def attempt(self, messages: Messages, tools: Messages = (), generation: bool = False, **more: Any) -> str:
         """What `render` gives, and "" where the template refuses."""
         try:
             return self.render(messages, tools, generation, **more)
         except TemplateRefused:
             return ""
+
+
+def _with_text(message: Mapping[str, Any], before: str, after: str) -> dict[str, Any]:
+    """A message that says more, in text or as a part."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": f"{before}{content}{after}"}
+    parts = ([{"type": "text", "text": text}] if text else [] for text in (before, after))
+    return {**message, "content": [*next(parts), *(content or ()), *next(parts)]}
 
 
 def chosen_template(found: Any, cfg: Config, name: str) -> str | None:
@@ -130,6 +213,8 @@ def template_options(cfg: Config) -> dict[str, Any]:
     options = dict(cfg.data.apply_chat_template_kwargs)
     if cfg.data.template_date is not None:
         options.setdefault(CLOCK, clock(cfg.data.template_date))
+    if cfg.actor_rollout_ref.rollout.multi_turn.show_tools == "system":
+        options[SHOW_TOOLS] = "system"
     return options
 
 

@@ -340,6 +340,7 @@ def _speaker(
         pre_process=shared.functions.get(f"{stage.node}.pre_process"),
         post_process=shared.functions.get(f"{stage.node}.post_process"),
         tools=tools,
+        heard_text=rollout.agent.heard_text,
     )
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from siirl.compiler.plan import Plan
 from siirl.config import Config
-from siirl.dialect.dialect import TOOL, Dialect, dialect_of, untold_tools
+from siirl.dialect.dialect import Dialect, dialect_of, untold_tools
 from siirl.dialect.file_vocabulary import FileVocabulary
 from siirl.dialect.template import ChatTemplate, TemplateRefused, chosen_template, template_options
 
@@ -17,7 +18,14 @@ EXAMPLE = (
     {"role": "user", "content": "And 3 + 3?"},
     {"role": "assistant", "content": "6."},
 )
-
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "...",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string", "description": "..."}}},
+    },
+}
 
 Spoken = tuple[str, Dialect, ChatTemplate | None]
 """A policy, how it speaks, and its template."""
@@ -49,7 +57,7 @@ def dialect_lines(policy: str, dialect: Dialect) -> list[str]:
     stops = ", ".join(f"{x.text or x.id} ({', '.join(x.sources)})" for x in dialect.stops) or "no token"
     marks = dialect.reasoning
     reasoning = "none" if marks is None else f"{marks.begin} ... {marks.end}{_opening(dialect)}"
-    tools = "shown by the template" if dialect.shows_tools else "not shown by the template"
+    tools = "not shown to the model" if dialect.tools_by is None else f"shown by the {dialect.tools_by}"
     calls = f"calls are read as {dialect.tool_format}" if dialect.tool_format else "no calls that it writes"
     history = (
         "kept" if not dialect.drops_reasoning else "reasoning of turns before the last question left out"
@@ -77,7 +85,7 @@ def example_text(dialect: Dialect, template: ChatTemplate, colour: bool) -> str:
 
     What is trained is green, stop tokens red; without colours they are in guillemets and in brackets.
     """
-    tools = [TOOL] if dialect.shows_tools else []
+    tools = [TOOL] if dialect.tools_by else []
     parts = []
     for turn in (1, 3):
         try:

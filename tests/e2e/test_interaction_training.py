@@ -29,14 +29,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %}a: {% endif %}"
 )
 REWARD = '''
-import re
-
-
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     """Digits that the agent has said in both of its turns."""
     own = [m["content"] for m in extra_info["conversation"] if m["agent"] == extra_info["agent"]]
-    spoken = re.sub("<[a-z]+>", "", solution_str)  # others hear no special tokens
-    assert len(own) == 2 and spoken == own[-1]
+    assert len(own) == 2 and solution_str == own[-1]
     return sum(character.isdigit() for text in own for character in text) / 8
 '''
 MEGATRON = {

@@ -4,13 +4,16 @@ import _thread
 import asyncio
 import signal
 import threading
+from dataclasses import replace
 
 import pytest
 from episode_cases import END, Script, play, speaker, stage
+from template_cases import TemplateTokenizer, dialect_of
 
 from siirl.agents.contexts import Limits
 from siirl.agents.environments import HostedEnvironment
 from siirl.agents.policy import Generated
+from siirl.agents.renderer import ChatRenderer
 from siirl.errors import EpisodeFailed, RolloutError
 
 
@@ -296,3 +299,51 @@ def test_an_interruption_that_no_call_is_interrupted_by_is_heeded():
             play([stage("talk", 0)], {"talk": speaker(Silent())})
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+MARKED = (  # of which [THINK], [/THINK] and the end of turn are tokens
+    "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]"
+    "{% endif %}{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("heard_text", "heard"),
+    [("whole", ["[THINK]5[/THINK]4", "[THINK]no"]), ("answer", ["4", ""])],
+)
+def test_nothing_that_others_hear_is_joined_over_a_token_that_was_left_out(heard_text, heard):
+    vocabulary, read, acted = TemplateTokenizer(MARKED), [], []
+    lines = {"a": [("[THINK]5[/THINK]4", "stop"), ("[THINK]no", "length")], "b": [("yes", "stop")] * 2}
+
+    class Says:
+        def __init__(self, name):
+            self.name = name
+
+        async def generate(self, prompt, params, seed, seen=None):
+            read.append(vocabulary.decode(prompt))
+            text, reason = lines[self.name].pop(0)
+            tokens = vocabulary.encode(text + "</s>" * (reason == "stop"))
+            return Generated(tokens, [-1.0] * len(tokens), reason, 0)
+
+    class Acts:
+        def reset(self, task, seed):
+            return ""
+
+        def step(self, actions):
+            acted.append(actions)
+            return "", 0.0, False
+
+    stages, speakers = two([Says("a"), Says("b")], following="game")
+    stages.append(stage("game", None, back_to="a", max_turns=2))
+    dialect = dialect_of(vocabulary)
+    renderer = ChatRenderer(vocabulary, {}, dialect=dialect)
+    speakers = {name: replace(one, renderer=renderer) for name, one in speakers.items()}
+    speakers["a"] = replace(speakers["a"], heard_text=heard_text)
+    (one,) = play(stages, speakers, make_env=lambda: HostedEnvironment(Acts, "game"))
+    assert one.kind is None, one.episode.error
+    assert [actions[0] for actions in acted] == heard
+    assert read[1].endswith(f"user: {heard[0]}</s>assistant: ") and f"user: {heard[1]}</s>" in read[3]
+    spoken = [message for message in one.episode.messages if message.agent == 0]
+    assert [message.said.answer for message in spoken] == ["4", ""]
+    assert [message.said.reasoning for message in spoken] == ["5", "no"]
+    assert "[THINK]5[/THINK]4</s>" in read[2]  # its own turn is as it said it

@@ -296,3 +296,37 @@ def test_real_families_stop_where_they_do_and_open_reasoning_where_they_do(tmp_p
             assert {stop.text for stop in dialect.stops} == STOPS_OF_FAMILIES[name], name
         opened |= {name} if dialect.reasoning.opened else set()
     assert opened == OPENED
+
+
+STRICT = CHATML.replace(
+    "<|im_start|>", "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}<|im_start|>", 1
+)
+LOOK = {"type": "function", "function": {"name": "look", "description": "Über", "parameters": {}}}
+BE_BRIEF = {"role": "system", "content": "Be brief."}
+IN_PARTS = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "before"),
+    [
+        (CHATML, [{"role": "user", "content": "?"}], "<|im_start|>system\n# Tools"),
+        (CHATML, [BE_BRIEF, {"role": "user", "content": "?"}], "<|im_start|>system\nBe brief.\n\n# Tools"),
+        (STRICT, [{"role": "user", "content": "?"}], "<|im_start|>user\n# Tools"),
+        (
+            IN_PARTS,
+            [{"role": "user", "content": [{"type": "text", "text": "?"}]}],
+            "<|im_start|>system\n# Tools",
+        ),
+    ],
+)
+def test_tools_that_no_template_shows_are_told_of_in_the_system_message(template, messages, before):
+    cfg = load_config(["actor_rollout_ref.rollout.multi_turn.show_tools=system"])
+    told = ChatTemplate(tokenizer_of(template), template_options(cfg))
+    text = told.prompt(messages, [LOOK])
+    assert text.startswith(before) and '"name": "look"' in text and "Über" in text and "?<|im_end|>" in text
+    dialect = derive(told.tokenizer, told, {})
+    assert (dialect.tools_by, dialect.tool_format, untold_tools(dialect)) == ("system message", "hermes", "")
+    assert told.prompt(messages) == ChatTemplate(told.tokenizer, {}).prompt(messages)  # of no tools: nothing
+    example = text[text.rindex("<tool_call>") : text.rindex("</tool_call>") + len("</tool_call>")]
+    (call,) = tool_parser("hermes")(example).calls
+    assert set(call.arguments) == {"the name of an argument"}
