@@ -151,7 +151,7 @@ def derive(
         ends += [("family", mark) for mark in TURN_ENDS if mark in added and mark in source]
         stops = _merged([*stops, *(StopToken(added[mark], mark, (who,)) for who, mark in ends)])
     ids = {stop.id for stop in stops}
-    marks = itertools.chain(_leading(probe.last, added), _leading(probe.followed, added))
+    marks = itertools.chain(_closing(probe.last, added, ids), _leading(probe.followed, added))
     end = next((mark for mark in marks if added[mark] in ids), None)
     dialect = Dialect(
         _name(tokenizer),
@@ -226,9 +226,24 @@ def _leading(text: str, added: Mapping[str, int]) -> Iterator[str]:
         rest = rest[len(mark) :]
 
 
+def _closing(text: str, added: Mapping[str, int], known: set[int]) -> list[str]:
+    """The tokens by which a turn ends, of which this stands behind its words.
+
+    Those that it begins with; where words follow these at once, they close a part of the turn that has a
+    name, and the end is what is known to be one, else what the text ends with.
+    """
+    leading = list(_leading(text, added))
+    behind = text.lstrip()[len("".join(leading)) :]
+    if not leading or not behind[:1].isalpha():
+        return leading
+    places = sorted((behind.rfind(mark), mark) for mark in added if mark and mark in behind)
+    ends = [mark for _, mark in places if added[mark] in known]
+    return ends or [mark for _, mark in places[-1:]] or leading
+
+
 def _turn_ends(probe: Probe, added: Mapping[str, int], known: set[int]) -> Iterator[tuple[str, str]]:
     """("template", token) that ends a turn of text, and one with a call, where no known one does so there."""
-    ends = list(_leading(probe.last, added)) or list(_leading(probe.followed, added))
+    ends = list(_closing(probe.last, added, known)) or list(_leading(probe.followed, added))
     if ends and not any(added[mark] in known for mark in ends):
         yield "template", ends[0]
     inside = [mark for mark in added if mark in probe.called]

@@ -32,6 +32,11 @@ KNOWN = (
         ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>", answer=answer)
         for answer in (("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>"))
     ),
+    ReasoningMarks(
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        answer=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+    ),
     ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>", answer=(FINAL, "")),
     ReasoningMarks("<|channel>thought", "<channel|>"),
     ReasoningMarks("<|inner_prefix|>", "<|inner_suffix|>"),

@@ -2,6 +2,7 @@
 
 import re
 
+from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from siirl.dialect.dialect import derive
@@ -21,13 +22,22 @@ class TemplateTokenizer:
     """A vocabulary of characters and of the marks in a template, which are special tokens."""
 
     def __init__(self, source: str, name: str = "a template"):
-        self.chat_template, self.name_or_path = source, name
-        self.marks = [EOS, *dict.fromkeys(MARKS.findall(source))]
+        self.chat_template, self.name_or_path, self.num_renderings = source, name, 0
+        self.marks = [EOS, *dict.fromkeys(MARKS.findall(source + self._example()))]
         self._ids = {mark: 0x110000 + place for place, mark in enumerate(self.marks)}
         self._split = re.compile("|".join(map(re.escape, sorted(self.marks, key=len, reverse=True))))
         self.eos_token = next((end for end in ENDS if end in source), EOS)
         self.eos_token_id: int = self._ids[self.eos_token]
         self.num_renderings = 0
+
+    def _example(self):
+        """A conversation: the marks that a template puts together."""
+        said, asked = {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}
+        self.eos_token = EOS
+        try:
+            return self.apply_chat_template([asked, said, asked, said], add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            return ""
 
     def get_added_vocab(self):
         return dict(self._ids)

@@ -193,9 +193,10 @@ def take_out(text: str, marks: Sequence[Marks], dropped: Sequence[str] = ()) -> 
     return Parsed(rest.strip(), tuple(calls))
 
 
-def section(begin: str, end: str, item: Marks) -> Marks:
+def section(begin: str, end: str, item: Marks, may_end_open: bool = False) -> Marks:
     """Marks around calls that have marks of their own."""
-    return Marks(begin, end, several(item), re.compile(r"\s*" + re.escape(item.begin)), is_section=True)
+    looks = re.compile(r"\s*" + re.escape(item.begin))
+    return Marks(begin, end, several(item), looks, may_end_open=may_end_open, is_section=True)
 
 
 def several(marks: Marks) -> Body:

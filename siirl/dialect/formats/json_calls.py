@@ -251,9 +251,13 @@ def _deepseek_call(turn: Turn, at: int) -> tuple[list[Call], int]:
 
 
 def deepseek_v3(text: str) -> Parsed:
-    """Calls of DeepSeek R1, V3 and V3.1, between <｜tool▁calls▁begin｜> and <｜tool▁calls▁end｜>."""
+    """Calls of DeepSeek R1, V3 and V3.1, between <｜tool▁calls▁begin｜> and <｜tool▁calls▁end｜>.
+
+    Templates of R1's distills do not close the section of a single call.
+    """
     item = Marks("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek_call)
-    return take_out(text, (section("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", item), item))
+    calls = section("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", item, may_end_open=True)
+    return take_out(text, (calls, item), ("<｜tool▁calls▁end｜>",))
 
 
 def kimi_k2(text: str) -> Parsed:

@@ -16,7 +16,7 @@ from siirl.agents.contexts import Context, Limits
 from siirl.agents.policy import Generated
 from siirl.agents.renderer import ChatRenderer
 from siirl.dialect.template import TemplateRefused
-from siirl.dialect.tool_formats import Parsed, ToolCall
+from siirl.dialect.tool_formats import tool_parser
 from siirl.errors import DataError
 
 FOLDER = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "chat_templates"
@@ -35,7 +35,6 @@ WITH = {
 }
 """Those that refuse every one with tools."""
 OTHERWISE = {
-    ("llamacpp/Kimi-K3", False): "its <|close|> ends parts of a turn, and is taken for the turn's end",
     ("trl/diffusion_gemma", True): "it begins no turn behind a tool's answer: the model writes the beginning",
 }
 """What is not equal yet, and why."""
@@ -66,18 +65,14 @@ class Talk:
         self.tokenizer = TemplateTokenizer(source if isinstance(source, str) else source.read_text(), name)
         self.dialect = dialect_of(self.tokenizer)
         self.renderer = ChatRenderer(self.tokenizer, {}, tools, dialect=self.dialect)
-        self.tools = tools
+        self.tools, self.parse = tools, tool_parser("auto", dialect=self.dialect.tool_format)
         self.context = Context(self.renderer, Limits(100_000, 100_000))
         system = [{"role": "system", "content": "Be brief."}] * self.rng.randrange(2)
         self.truth = [*system, {"role": "user", "content": "What is 2+2?"}]
         self.shown = [dict(message) for message in self.truth]
-        self.parsed: dict[str, Parsed] = {}
         self.written: dict[int, str | None] = {}
         """Of each turn what the template writes; None: it writes another beginning than the prompt."""
         self.num_equal = 0
-
-    def parse(self, text):
-        return self.parsed.get("".join(text.split())) or Parsed(text)
 
     def rendered(self, messages, generation):
         """What the template itself makes of messages; roles that it does not know are the user's."""
@@ -124,12 +119,15 @@ class Talk:
         if calls and self.renderer.takes_calls and "look" not in raw:  # it has stopped before
             del message["tool_calls"]
             calls = 0
-        self.learn(raw, message)
+        elif calls and message["content"] not in raw:
+            message["content"] = ""
         if calls and self.rng.random() < 0.3:  # as models write JSON
             tokens = [*self.tokenizer.encode(raw.replace('": ', '":  ')), tokens[-1]]
         self.written[turn] = text if exact else None
         generated = Generated(tokens, [0.0] * len(tokens), "stop", 0)
         self.context.speak(opening, generated, turn, parse=self.parse if self.tools else None)
+        for call, id in zip(message.get("tool_calls", ()), self.context.own_turns[turn].ids, strict=False):
+            call["id"] = id  # some models name their calls
         self.truth.append(message)
         self.shown = list(opening.row.shown)
         return calls
@@ -192,17 +190,6 @@ class Talk:
         if marks and prompt.rstrip().endswith(marks.begin) and marks.end not in said:
             said = f"{THOUGHT if marks.key in message else ''}\n{marks.end}{said}"
         return said, False
-
-    def learn(self, raw, message):
-        """Let `parse` know a turn, whatever its spaces, with its reasoning and without."""
-        calls = [call["function"] for call in message.get("tool_calls", ())]
-        made = tuple(ToolCall(call["name"], call["arguments"]) for call in calls)
-        if not made and "<tool_call>" in message["content"]:
-            made = (ToolCall("look", {"n": len(self.written)}),)
-        parsed = Parsed(message["content"] if "tool_calls" in message or not made else "", made)
-        marks = self.dialect.reasoning
-        for text in (raw, raw.rpartition(marks.end)[2] if marks else raw):
-            self.parsed["".join(text.split())] = parsed
 
     def hear(self, message):
         self.truth.append(message)
