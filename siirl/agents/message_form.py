@@ -36,12 +36,12 @@ class OwnTurn(dict[str, Any]):
         turn: int,
         parse: ToolParser | None = None,
         plain: Said | None = None,
-        frame: tuple[str, str] = ("", ""),
+        frame: tuple[str, str, str] = ("", "", ""),
     ) -> None:
         """turn: its number, of which the ids of calls are made that the model gave none. parse: read them.
 
         plain: the same with its calls as text, for a template that does not write calls. frame: what the
-        template writes around a plain answer.
+        template writes before and behind a plain answer, and where it has a turn begin.
         """
         self.said, self.parse, self.turn = said, parse, turn
         calls = [call for call in said.calls if isinstance(call, ToolCall)]
@@ -59,13 +59,16 @@ class OwnTurn(dict[str, Any]):
                 {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for id, call in zip(self.ids, calls, strict=True)
             ]
-        contents = [_unframed(said.raw, *frame), said.raw, said.raw.strip()]
+        contents = [_unframed(said.raw, *frame[:2]), said.raw, said.raw.strip()]
         if reasoned and not apart and calls and marks is not None:
             contents = [_with_reasoning(said, marks)]
         elif apart or calls:
             contents = [said.answer.strip(), said.answer]
         elif not reasoned and said.answer.strip() != said.raw.strip():
             contents = [said.answer.strip(), said.answer, *contents]
+        begun = frame[2].strip()  # some begin no turn behind answers of tools: the model does
+        if begun and said.raw.lstrip().startswith(begun):
+            contents = [content.strip().removeprefix(begun).strip() for content in contents] + contents
         if apart and calls:
             contents.append("")  # gpt-oss takes no answer beside reasoning and a call
         self.forms = [{**parts, "content": content} for content in dict.fromkeys(contents)]

@@ -116,7 +116,7 @@ class ChatRenderer:
         self._name = getattr(tokenizer, "name_or_path", "") or "a tokenizer"
         self._known: dict[Any, Any] = {}
         self._asked_form: MessageForm | None = None
-        self._around: tuple[str, str] | None = None
+        self._around: tuple[str, str, str] | None = None
         self._end_text = ""
         self._end: list[int] | None = None
         self._with_tools: dict[str, ChatRenderer] = {}
@@ -221,7 +221,9 @@ class ChatRenderer:
     def shortened(self, content: str, num_tokens: int) -> str:
         """A text without its last num_tokens tokens."""
         tokens = self._tokens(content)
-        kept = np.array(tokens[: max(0, len(tokens) - num_tokens)], np.int64)  # of lists each token is looked at
+        kept = np.array(
+            tokens[: max(0, len(tokens) - num_tokens)], np.int64
+        )  # of lists each token is looked at
         return self.tokenizer.decode(kept, skip_special_tokens=False)
 
     def settle(self, spoken: Spoken) -> None:
@@ -339,19 +341,21 @@ class ChatRenderer:
             spoken.opened = self.opened(spoken.messages)
         return spoken.opened
 
-    def _frame(self) -> tuple[str, str]:
-        """What the template writes before a plain answer, behind the prompt, and behind it up to its end."""
+    def _frame(self) -> tuple[str, str, str]:
+        """What the template writes before a plain answer, behind the prompt, and behind it up to its end; and
+        by what it lets a turn begin."""
         if self._around is None:
             try:
-                prompt = self.form.text([ASKED])
+                prompt, asked = (self.form.text([ASKED], generation) for generation in (True, False))
                 text = self.form.text([ASKED, {**ANSWERED, "content": STAND_IN}], generation=False)
             except TemplateRefused:
-                prompt = text = ""
+                prompt = asked = text = ""
             before, _, self._end_text = text.partition(STAND_IN)
             ends = [self._end_text.find(stop.text) for stop in self.dialect.stops if stop.text]
             first = min((end for end in ends if end >= 0), default=0)
             opens = before.startswith(prompt)
-            self._around = before[len(prompt) :] if opens else "", self._end_text[:first]
+            begun = prompt.removeprefix(asked) if prompt.startswith(asked) else ""
+            self._around = before[len(prompt) :] if opens else "", self._end_text[:first], begun
         return self._around
 
     def _turn_end_text(self) -> str:

@@ -34,10 +34,6 @@ WITH = {
     "llamacpp/llama-cpp-deepseek-r1": "not JSON serializable",
 }
 """Those that refuse every one with tools."""
-OTHERWISE = {
-    ("trl/diffusion_gemma", True): "it begins no turn behind a tool's answer: the model writes the beginning",
-}
-"""What is not equal yet, and why."""
 LOOK = {
     "type": "function",
     "function": {
@@ -219,9 +215,7 @@ def converse(name, seed, tools):
 
 @pytest.mark.parametrize("tools", [False, True], ids=["plain", "tools"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_prompt_is_what_the_template_makes_of_the_conversation(name, tools, request):
-    if (name, tools) in OTHERWISE:
-        request.applymarker(pytest.mark.xfail(reason=OTHERWISE[name, tools], strict=True))
+def test_every_prompt_is_what_the_template_makes_of_the_conversation(name, tools):
     logging.getLogger("siirl.agents.renderer").disabled = True
     refused = (WITH if tools else WITHOUT).get(name)
     if refused is not None:
