@@ -302,8 +302,9 @@ def test_an_interruption_that_no_call_is_interrupted_by_is_heeded():
 
 
 MARKED = (  # of which [THINK], [/THINK] and the end of turn are tokens
-    "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]"
-    "{% endif %}{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content %}"
+    "[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
