@@ -1,4 +1,4 @@
-"""The glossary of docs/architecture.md and the names in the code agree."""
+"""docs/glossary.md and the names in the code agree."""
 
 import ast
 import re
@@ -6,13 +6,13 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PAGE = (ROOT / "docs" / "glossary.md").read_text()
 
 
 def glossary() -> list[list[str]]:
     """The cells of each row: word, meaning, words that are not used for it."""
     head = PAGE.index("| word | what it is | not |")
-    rows = PAGE[head : PAGE.index("\n\n", head)].splitlines()[2:]
+    rows = PAGE[head:].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 

@@ -1,0 +1,98 @@
+"""Rollout engines: vLLM and SGLang in processes of their own, transformers as the plain reference.
+
+The engines of vLLM and SGLang (`siirl/engines/rollout/served/served_rollout.py`) are clients: the engine
+runs in a process that the first rank of each shard starts (`siirl/engines/rollout/served/`:
+`engine_process.py`, `server.py`), and talks to it over a socket pair in typed messages (`messages.py`). Our
+torch.distributed and the engine's never meet, a dead or silent engine is noticed by whoever waits for it,
+and `native*.py` alone know its interfaces. Weights go through vLLM's weight-transfer interface with an
+engine of ours, and through SGLang's update interface with a loader of ours; for both a bucket is a piece of
+shared memory, of the GPU or of the host. SGLang's scheduler is a further process, where
+`native_scheduler.py` has it draw by seeds (`served/draws.py`). With `rollout.share_prompts_in_decode`
+vLLM's attention is a subclass of its own (`vllm/native_prefixes.py`), which reads a prompt once for its
+rows (`vllm/shared_prompts.py`). `sleep` discards the weights and says so (version -1), so the next sync
+sends them again. vLLM's scheduler, where it is in the engine's process and keeps no statistics, is asked
+for what a step sampled as a whole: tokens and log-probs wait in lists until their response ends
+(`vllm/native_tokens.py`), past vLLM's cutting and streaming of each token. A request that runs asks it for
+slots of the KV cache once a block; what it decides is the same (`vllm/native_slots.py`).
+
+**Weights in place** (`rollout.replace_weights`, `served/weights_in_place.py`). In a process's first update
+vLLM's loaders take each tensor. Meanwhile they are run once more on tensors without values, and which
+elements each copies whereto is noted (`vllm/native_places.py`); then the parameters are held against what
+came, element by element, and every element must belong to one piece (rows of padding are remembered). From
+there on the worker fills a buffer of 512 MiB that stays mapped, by one fused copy with the cast
+(`weight_writing.py`), and the process writes it into its parameters by another: into the memory that
+kernels and CUDA graphs read, as after a load. That this is still the memory, in the same layout, is checked
+before each sync. Of each buffer a sample of the bytes is added up on both sides and a piece is read again;
+all of them with `in_place_checked`; each row must have come once. The worker tells the process to begin and
+goes on: it finds the weights and fills the buffer meanwhile, and hears how the begin went after the first
+write, which the process refuses if that failed. The last write is the end of the update; what the prefix
+cache has of older weights is dropped after its answer (`NativeEngine.rest`), before anything can be
+sampled. An engine of several ranks does all that in each of its workers, for its own share of each tensor,
+from the buffer of its rank; if one cannot, none does. Where something cannot be followed (weights that are
+computed from those that come, experts in another order than in the files) the log says why, once, and each
+update goes through the loaders. On a CPU, whose kernels read packed copies, layers are packed again after
+the last write. An FSDP2 trainer that has a model whole on its rank gives its weights where they are trained
+(`LiveWeights`), without a gather, a cast or a copy per tensor. What is kept for an engine that comes back
+(`kept_weights.py`) is copied then while the engine generates: the trainer waits for that before its weights
+change. Weights take turns with the halves of the buffer: the process writes one while the other is filled,
+and is done with it before its turn comes again; each half is copied to host memory meanwhile, on a stream
+of its own. A buffer that has room for the whole model (`rollout.weight_buffer_gib`) is filled once and
+written once, and what lies in it is copied to host memory when the engine samples, or when its process is
+lost: the buffer is the worker's.
+
+**Engines come back** (`siirl/engines/rollout/served/recovery.py`). The state of an engine follows from what
+it was told: weights, adapters, sleep, and the requests without an answer. `RecoveringEngine`, which stands
+between the worker and the process, notes that in the words in which it was said (a journal, from which what
+is undone drops out) and says it again to a new process when one is lost, whatever it was doing: no phase is
+a special case, and nobody above is told. The weights for it lie in host memory (`weight_transfer.py`): no
+link is asked, which would need the trainers, who are elsewhere in the step. On a CPU that memory is the
+transfer's own; on a GPU each bucket is copied while the engine loads it. A process is lost when it ends,
+when it gives no sign of life for 20 s of waiting (it beats once a second from a thread of its own,
+`beating_channel.py`), or when its engine makes no progress for `trainer.deadline_s`. The first start is not
+tried again.
+
+**Engines outlive their worker** where the local launcher may start the run again (`trainer.max_restarts`).
+Then a thread of the launcher starts them in the workers' place (`EngineKeeper`,
+`siirl/launch/engine_keeper.py`): they are the launcher's children, so what ends a worker and all below does
+not reach them, and what ends the launcher does. A worker inherits one socket to the keeper
+(`SIIRL_ENGINES_FD`, beside those of lifeline and heartbeat). It sends three descriptors over it: a
+conversation, the engine's end of a socket pair, and the log; so nothing has an address. In the conversation
+it says what it wants, by the path of the log and a digest of the first message and of the environment, and
+hears what it has got and when that ends (`served/kept_engine.py`). `KeptEngine` is to `EngineProcess` what
+`EngineChild`, an engine's process below one's own, is without a keeper. The rest of an engine's life does
+not know the difference: messages, beats, recovery, temporary folders.
+
+- **When the worker goes**, its connection ends. The engine's process (`server.py`, `renewal.py`) then makes
+  its engine what it was when it had started: no requests (one that works on an answer gives it up between
+  two steps), empty caches, no adapter that could be asked for, asleep if the worker ever put it to sleep.
+  It refuses to sample until a sync of the next worker is complete. It says so to its keeper and waits
+  there; the launcher starts the next attempt when all engines wait (10 s at most: then it ends those that
+  do not). Nothing of the worker's memory stays mapped in any process of the engine, all of which must
+  answer; the keeper hears which they are.
+- **A worker that comes** is handed a new connection to the engine of the same log and digest, and has all
+  its processes answer before it uses it. It skips `Start`; the first `sleep` that it asks for, as of a new
+  engine, is done already. From there on it does what every worker does: version -1, and a sync.
+- **Several ranks** may share it: its first rank alone has the engine and speaks for all, and its next
+  workers may lie in other processes and buffers. One that is lost within a sync leaves the first rank in a
+  collective that fails: it tells the engine `Doubt` before it tells it to finish.
+- **In every doubt a new one**: weights half replaced, a part asleep, an error of the engine's own, a
+  process of it (vLLM's core and workers too) stopped or gone, no answer within 10 s, other arguments. What
+  a worker gives up as lost, it ends: all its processes together, by the folder for temporary files that
+  they share. A keeper that does not answer is done without: the engine is the worker's child, as it is
+  under torchrun and Ray, where no process of the launcher's that outlives the workers starts engines.
+- Not SGLang's: its `NativeEngine` has no `renew`, so nothing of it stays.
+
+**Streams.** `RolloutEngine.stream()` takes requests while others run and answers each as it completes, with
+what `generate` would say to it. vLLM's process admits requests between its steps and caches prefixes. The
+HF engine, the plain reference for small models, runs in waves: what has come in is one call of `generate`
+(`WaveStream`), whose prompts are read anew in each turn. Batching between decode steps and slots that kept
+what they had read were worth 1.1x in conversations on a GPU, and took 690 lines: who wants throughput takes
+vLLM, on a CPU too. `siirl/agents/pump.py` turns a stream into the awaitable policy of an episode.
+`remote.py` serves a stream to other ranks over TCP, behind a random token of the run; `openai_endpoint.py`
+makes an engine of a chat service, whose "tokens" are characters from which the messages can be read back.
+
+What crosses a socket is a `Message` (`channel.py`): a struct for each kind, which holds `Request` and
+`Completion` as they are. A field that one of these gets reaches vLLM's process and other ranks without
+another line; `Generated` of `siirl/agents/policy.py`, which may not see engines, names those of Completion
+once more.
+"""
