@@ -42,7 +42,7 @@ from siirl.observe.summary import duration
 log = logging.getLogger(__name__)
 CONTENTS = ("model", "optimizer", "extra")
 """All that a run needs to go on as it was."""
-SAMPLES_PER_REPORT = 4
+SAMPLES_PER_REPORT = 32
 STEPS_BETWEEN_SAMPLES = 10
 UNSETTLED_STEPS = 2
 """The first steps of a run, in which engines start, layers are compiled and links are opened."""

@@ -5,6 +5,7 @@ And what every reward op does with its scores: check them, report them, show the
 
 from collections import defaultdict
 from concurrent.futures import Future
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,12 +16,18 @@ from torch import Tensor
 from siirl.algorithms.stats import group_stats, score_stats
 from siirl.dag.ops import INFO
 from siirl.data.rows import objects, renamed, take_rows
+from siirl.data.said import said_in
+from siirl.dialect.parts import Said, read_turn
+from siirl.dialect.tool_formats import tool_parser
 from siirl.errors import RewardError
 from siirl.nodes.context import Op, OpContext
 from siirl.nodes.trained_tokens import wanted_row
 from siirl.observe.spans import waiting
 from siirl.rewards.scorer import RewardScorer
-from siirl.show.conversation_text import CHAT, EPISODE, TOTAL, WANTED
+from siirl.show.conversation_text import CHAT, EPISODE, LENGTH, SAID, TOTAL, WANTED
+
+SPREAD = 2_654_435_761
+"""Of Knuth's multiplicative hash: neighbours in a data set come to lie far apart."""
 
 
 def function_reward(
@@ -188,27 +195,32 @@ def report_groups(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
 
 
 def show(ctx: OpContext, rows: TensorDict, scored: TensorDict, reward_B: Tensor | None = None) -> None:
-    """Put up to shown.limit rows into ctx.shown.rows, as text; of an interaction, all of as many episodes.
+    """Put some rows into ctx.shown.rows, as text; of an interaction, all of as many episodes.
 
-    Of as many prompts as there are: the first sample of each, then the second ones. scored: score and
+    In training all samples of some prompts, as many prompts as have shown.limit samples; in validation so
+    many samples of as many prompts as there are: the first of each, then the second ones. scored: score and
     reward_info, as far as there are any. reward_B: what the rows get in all, if that is not the score.
     """
-    picked = _shown(rows, _episodes(rows), ctx.shown.limit)
+    apart = not ctx.validate and not ctx.peers.has_whole_groups
+    picked = _shown(rows, _episodes(rows), ctx.shown.limit, whole_groups=not ctx.validate, apart=apart)
     if not len(picked):
         return
     totals = [{}] * len(picked) if reward_B is None else [{TOTAL: float(reward_B[row])} for row in picked]
     rows, scored = take_rows(rows, picked), take_rows(scored, picked)  # reading an element is slow
     names = ("data_source", "raw_prompt", "ground_truth")
     infos = objects(scored, "reward_info") if "reward_info" in scored.keys() else [{}] * len(rows)
-    columns = zip(_episodes(rows), infos, *(objects(rows, x) for x in names), strict=True)
-    for index, (extra, info, source, prompt, truth) in enumerate(columns):
+    columns = zip(_episodes(rows), infos, _parts(ctx, rows), *(objects(rows, x) for x in names), strict=True)
+    for index, (extra, info, parts, source, prompt, truth) in enumerate(columns):
         length = int(rows["response_length"][index])
         response = ctx.tokenizer.decode(rows["response_ids"][index, :length], skip_special_tokens=False)
         episode = {}
         if extra is not None:
             names = ("agent", "episode_id", "conversation", "ended")
             turn = int(rows["turn_id"][index].max()) if "turn_id" in rows.keys() else None
-            episode = {EPISODE: {**{name: extra.get(name, "") for name in names}, "turn": turn}}
+            about = {name: extra.get(name, "") for name in names}
+            episode = {EPISODE: {**about, "turn": turn, **({SAID: parts} if parts else {})}}
+        elif parts:
+            episode = {SAID: parts}
         recorded = {} if ctx.trained is None else {WANTED: wanted_row(ctx.agent, rows, index)}
         ctx.shown.rows.append(
             {
@@ -220,6 +232,7 @@ def show(ctx: OpContext, rows: TensorDict, scored: TensorDict, reward_B: Tensor 
                 **({"score": float(scored["score"][index])} if "score" in scored.keys() else {}),
                 **(info or {}),
                 **totals[index],
+                LENGTH: length,
                 CHAT: {"agent": ctx.agent, "prompt": as_messages(prompt), **recorded},
                 "prompt": as_text(prompt),
                 "response": response,
@@ -228,8 +241,44 @@ def show(ctx: OpContext, rows: TensorDict, scored: TensorDict, reward_B: Tensor 
         )
 
 
-def _shown(rows: TensorDict, episodes: list[dict[str, Any] | None], limit: int) -> list[int]:
-    """The rows to be shown, in their order: all of `limit` samples (-1: of all)."""
+def _parts(ctx: OpContext, rows: TensorDict) -> list[Any]:
+    """What was said in each row, taken apart, where it has reasoning or calls: {reasoning, answer, calls}, of
+    an interaction by the turns of the agent; else None.
+    """
+    multi_turn = ctx.cfg.actor_rollout_ref.rollout.multi_turn
+    parse = tool_parser(multi_turn.format, dialect=ctx.dialect.tool_format) if multi_turn.enable else None
+    if ctx.dialect.reasoning is None and parse is None:
+        return [None] * len(rows)
+    episodes = _episodes(rows)
+    if not any(episodes):
+        return [_told(said) for said in said_in(rows, ctx.tokenizer, ctx.dialect)]
+    found: list[Any] = []
+    for extra in episodes:
+        turns = [one for one in (extra or {}).get("conversation", ()) if one.get("agent") == ctx.agent]
+        said = {one["turn"]: _told(read_turn(ctx.dialect, str(one["content"]), None, parse)) for one in turns}
+        found.append({turn: parts for turn, parts in said.items() if parts} or None)
+    return found
+
+
+def _told(said: Said) -> dict[str, Any] | None:
+    """The parts of a turn that has more than an answer."""
+    if said.reasoning is None and not said.calls:
+        return None
+    return {name: value for name, value in said.as_dict().items() if name in ("reasoning", "answer", "calls")}
+
+
+def _shown(
+    rows: TensorDict,
+    episodes: list[dict[str, Any] | None],
+    limit: int,
+    whole_groups: bool = False,
+    apart: bool = False,
+) -> list[int]:
+    """The rows to be shown, in their order: all of `limit` samples (-1: of all).
+
+    whole_groups: all samples of some prompts. apart: other ranks have samples of them, too, so those are
+    taken that every rank would take.
+    """
     samples: dict[tuple[Any, ...], list[Any]] = defaultdict(list)  # prompt -> its samples
     sample_of: list[tuple[tuple[Any, ...], Any]] = []
     prompts = zip(objects(rows, "data_source"), rows["sample_index"].tolist(), strict=True)
@@ -240,6 +289,11 @@ def _shown(rows: TensorDict, episodes: list[dict[str, Any] | None], limit: int) 
         sample_of.append((prompt, sample))
     if limit < 0:
         return list(range(len(rows)))
+    if whole_groups:
+        prompts = sorted(samples, key=lambda prompt: prompt[1] * SPREAD % 2**32) if apart else list(samples)
+        sizes = accumulate((len(samples[prompt]) for prompt in prompts), initial=0)
+        kept = {prompt for prompt, before in zip(prompts, sizes, strict=False) if before < limit}
+        return [index for index, (prompt, _) in enumerate(sample_of) if prompt in kept]
     turns = max(map(len, samples.values()), default=0)
     ordered = [(prompt, own[n]) for n in range(turns) for prompt, own in samples.items() if n < len(own)]
     taken = set(ordered[:limit])

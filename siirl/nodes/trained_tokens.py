@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.turns import Turns
 
-MOST_ROWS, MOST_ROW_TOKENS, MOST_TOKENS = 64, 2048, 16384
+MOST_ROWS, MOST_ROW_TOKENS, MOST_TOKENS = 256, 2048, 16384
 """Of a step: rows, tokens of a row, and tokens of a rank and of the file."""
 
 _COLUMNS = (

@@ -3,9 +3,11 @@
 Everything that a model, a tool or an environment wrote is escaped; the page forbids itself all connections.
 """
 
+import functools
 import os
 from collections.abc import Sequence
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from siirl.show.conversation_text import (
     errors_of,
     has_env_rewards,
     notes_of,
+    parts_of,
     reward_text,
     rewards_of,
     shown_text,
@@ -26,45 +29,18 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 GOOD, BAD = "44, 150, 90", "205, 70, 70"  # red, green, blue
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #22262b; --faint: #6b737c; --page: #fafafa; --box: #fff;
-  --line: #d9dde1; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e8ea; --faint: #9aa2ab; --page: #17191c; --box: #202327; --line: #3a3f45; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--page); }
-header { position: sticky; top: 0; padding: 10px 20px; background: var(--box);
-  border-bottom: 1px solid var(--line); }
-h1 { margin: 0 0 6px; font-size: 17px; }
-form { display: flex; flex-wrap: wrap; gap: 6px 18px; align-items: center; color: var(--faint); }
-label { display: inline-flex; gap: 6px; align-items: center; }
-input, select { font: inherit; color: var(--ink); background: var(--page); border: 1px solid var(--line);
-  border-radius: 4px; padding: 2px 6px; }
-input[type=number] { width: 6em; }
-main { max-width: 960px; margin: 16px auto; padding: 0 20px; }
-details { content-visibility: auto; contain-intrinsic-size: auto 320px; /* hundreds stay fast */ }
-details { margin: 0 0 14px; background: var(--box); border: 1px solid var(--line); border-radius: 8px; }
-summary { padding: 8px 14px; cursor: pointer; font-weight: 600; }
-.chip { margin-left: 8px; padding: 1px 8px; border-radius: 9px; font-weight: 400; font-size: 13px;
-  border: 1px solid var(--agent, var(--line)); }
-.message { margin: 8px 14px; padding: 6px 12px; border-left: 4px solid var(--agent, var(--line)); }
-.message.other { opacity: .3; }
-.head { display: flex; flex-wrap: wrap; gap: 10px; align-items: baseline; font-size: 13px;
-  color: var(--faint); }
-.name { font-weight: 600; color: var(--agent, var(--faint)); }
+MORE_STYLE = """
+main { max-width: 960px; }
+form { display: contents; }
+main > details { contain-intrinsic-size: auto 320px; /* hundreds stay fast */ }
 .reward { padding: 0 8px; border-radius: 9px; font-variant-numeric: tabular-nums; color: var(--ink); }
-.text { margin: 2px 0 0; white-space: pre-wrap; overflow-wrap: anywhere;
-  font: 14px/1.45 ui-monospace, monospace; }
 .error { padding: 0 8px; border-radius: 9px; color: #fff; background: #b03a48; }
-.tool { margin-left: 44px; background: var(--page); }
 .note { margin: 0; padding: 0 14px 10px; color: var(--faint); font-size: 13px; }
-[hidden] { display: none; }
 """
 
 SCRIPT = """
 const form = document.forms[0], count = document.getElementById("count");
-const episodes = [...document.querySelectorAll("details")];
+const episodes = [...document.querySelectorAll("main > details")];
 function show() {
   const agent = form.agent.value, words = form.words.value.toLowerCase();
   const least = form.least.value === "" ? -Infinity : Number(form.least.value);
@@ -92,6 +68,12 @@ show();
 """
 
 
+@functools.cache
+def page_style() -> str:
+    """How all pages of siirl look."""
+    return files("siirl.show").joinpath("page.css").read_text(encoding="utf-8")
+
+
 def page(episodes: Sequence[ShownEpisode], title: str) -> str:
     """The page as text. Turns are coloured by agent, their rewards by sign and size; a form filters episodes
     by agent, reward and words, and orders them.
@@ -107,7 +89,7 @@ def page(episodes: Sequence[ShownEpisode], title: str) -> str:
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{_safe(title)}</title>
-<style>{STYLE}</style>
+<style>{page_style()}{MORE_STYLE}</style>
 </head>
 <body>
 <header>
@@ -175,12 +157,23 @@ def _message(message: Any, strongest: float, with_env: bool) -> str:
     parts += [f"<span>{_safe(detail)}</span>" for detail in details_of(message)]
     if errors := errors_of(message):
         parts.append(f'<span class="error">{_safe(errors)}</span>')
-    text = _safe(message.get("content", ""))
     kind = "message tool" if message.get("role") == "tool" else "message"
-    return (
-        f'<div class="{kind}"{mine}><div class="head">{"".join(parts)}</div>'
-        f'<pre class="text">\n{text}</pre></div>'  # HTML drops the first line break
-    )
+    return f'<div class="{kind}"{mine}><div class="head">{"".join(parts)}</div>{_text(message)}</div>'
+
+
+def _text(message: Any) -> str:
+    """What was said, or its parts: reasoning, folded, answer and calls."""
+    said = parts_of(message)
+    if said is None:
+        return _pre("text", message.get("content", ""))
+    reasoning, answer, calls = said
+    folded = f'<details class="reasoning"><summary>reasoning</summary>{_pre("text", reasoning)}</details>'
+    answered = _pre("text", answer) if answer.strip() or not calls else ""
+    return (folded if reasoning else "") + answered + "".join(_pre("call", call) for call in calls)
+
+
+def _pre(kind: str, text: Any) -> str:
+    return f'<pre class="{kind}">\n{_safe(text)}</pre>'  # HTML drops the first line break
 
 
 def _reward(reward: float, strongest: float, source: str = "") -> str:

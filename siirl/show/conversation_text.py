@@ -1,5 +1,6 @@
 """Episodes for readers, as text for the console and logs. page.py draws them as a page."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,8 +50,14 @@ WANTED = "wanted"
 TOTAL = "reward/total"
 """Key of a sampled row whose reward is more than its score: all that it gets (docs/rewards.md)."""
 
+SAID = "said"
+"""Key of a sampled row that has more than an answer: {reasoning, answer, calls}; in EPISODE by turns."""
+
+LENGTH = "response_length"
+"""Key of a sampled row: tokens of the response."""
+
 _ABOUT = ("node", "data_source", "sample_index", "row_id", "score", "prompt", "response", "ground_truth")
-SAMPLE = (*_ABOUT, CHAT, EPISODE, TOTAL)
+SAMPLE = (*_ABOUT, CHAT, EPISODE, TOTAL, SAID, LENGTH)
 """Keys that every sampled row has; what it has besides is what its reward function returned."""
 
 
@@ -95,6 +102,7 @@ def _single(row: Mapping[str, Any], place: int) -> ShownEpisode:
     """A prompt and its response as an episode of one turn. place: among the samples that are shown."""
     agent = row[CHAT]["agent"]
     spoken = {"agent": agent, "turn": 0, "node": "", "content": row["response"], "score": row.get("score")}
+    spoken |= {SAID: row[SAID]} if SAID in row else {}
     return ShownEpisode(
         f"{row['data_source']}, row {row['sample_index']}, sample {place}",
         [*row[CHAT]["prompt"], spoken],
@@ -110,6 +118,9 @@ def _shown(rows: Sequence[Mapping[str, Any]]) -> ShownEpisode:
         agent, turn = row[EPISODE]["agent"], row[EPISODE].get("turn")
         rewards.setdefault(agent, []).append(reward_of(row))
         spoken = [message for message in messages if message["agent"] == agent]
+        for message in spoken:
+            if parts := row[EPISODE].get(SAID, {}).get(message["turn"]):
+                message[SAID] = parts
         for message in ([m for m in spoken if m["turn"] == turn] or spoken[-1:]) if "score" in row else ():
             message["score"] = message.get("score", 0.0) + row["score"]
     return ShownEpisode(
@@ -158,6 +169,29 @@ def details_of(message: Mapping[str, Any]) -> list[str]:
         named = f"{several[0]}-{several[-1]}" if several else message["weight_version"]
         details.append(f"weights {named}")
     return details
+
+
+def parts_of(message: Mapping[str, Any]) -> tuple[str, str, list[str]] | None:
+    """(reasoning, answer, calls) of a turn that has more than an answer; None of any other."""
+    said = message.get(SAID)
+    if not isinstance(said, Mapping):
+        return None
+    calls = said.get("calls")
+    told = (
+        [_call(call) for call in calls if isinstance(call, Mapping)]
+        if isinstance(calls, list | tuple)
+        else []
+    )
+    return shown_text(said.get("reasoning") or ""), shown_text(said.get("answer") or ""), told
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    if "malformed" in call:
+        return f"a call that cannot be read: {shown_text(call['malformed'])}"
+    arguments = call.get("arguments")
+    named = arguments.items() if isinstance(arguments, Mapping) else ()
+    told = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False, default=str)}" for name, value in named)
+    return shown_text(f"{call.get('name')}({told})")
 
 
 def errors_of(message: Mapping[str, Any]) -> str:

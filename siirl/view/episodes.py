@@ -8,11 +8,14 @@ from typing import Any
 from siirl.runs.folder_reader import LeftOut, attempt, json_lines, number, numbered, whole
 from siirl.show.conversation_text import (
     EPISODE,
+    LENGTH,
+    SAID,
     SAMPLE,
     ShownEpisode,
     details_of,
     errors_of,
     has_env_rewards,
+    parts_of,
     reward_of,
     rewards_of,
     shown_text,
@@ -20,7 +23,7 @@ from siirl.show.conversation_text import (
 )
 from siirl.view.token_numbers import Turns, read_tokens, sample_of
 
-MOST_EPISODES, MOST_FILE_BYTES, MOST_MESSAGES = 20_000, 16 << 20, 200
+MOST_EPISODES, MOST_FILE_BYTES, MOST_MESSAGES, MOST_ENDED = 20_000, 16 << 20, 200, 300
 KINDS = ("validation", "train")
 _ROW_KEYS = ("step", *SAMPLE)
 
@@ -115,7 +118,20 @@ def _entry(row: dict[str, Any]) -> dict[str, Any]:
         "rewards": {str(agent): number(reward) for agent, reward in episode.rewards.items()},
         "reward": number(episode.mean_reward),
         "turns": sum(1 for message in episode.messages if whole(message.get("agent")) is not None),
+        "length": _length(row, episode),
+        "ended": shown_text(episode.ended)[:MOST_ENDED],
     }
+
+
+def _length(row: dict[str, Any], episode: ShownEpisode) -> int | None:
+    """Tokens that agents said; None where that was not written."""
+    if LENGTH in row:
+        return whole(row[LENGTH])
+    counts = [
+        whole(message.get("tokens")) for message in episode.messages if message.get("agent") is not None
+    ]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def _said(row: dict[str, Any], turns: Turns) -> dict[str, Any]:
@@ -152,6 +168,7 @@ def _of_row(row: dict[str, Any]) -> ShownEpisode:
     agent = str(row.get("node", "")).removeprefix("agent_").partition(".")[0]
     if agent.isascii() and agent.isdigit():
         spoken["agent"] = int(agent)
+    spoken |= {SAID: row[SAID]} if SAID in row else {}
     messages = [{"role": "prompt", "content": row.get("prompt", "")}, spoken]
     besides = "".join(f"; {name} {value}" for name, value in row.items() if name not in _ROW_KEYS)
     return ShownEpisode(
@@ -164,7 +181,9 @@ def _of_row(row: dict[str, Any]) -> ShownEpisode:
 
 def _message(message: Mapping[str, Any], with_env: bool, turns: Turns) -> dict[str, Any]:
     tokens = turns.get((whole(message.get("agent")), whole(message.get("turn"))))
+    parts = parts_of(message)
     return {
+        **({"parts": parts} if parts else {}),
         **({"tokens": tokens} if tokens else {}),
         "who": shown_text(speaker_name(message)),
         "agent": whole(message.get("agent")),

@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from siirl.show.conversation_page import page_style
 from siirl.show.plan_picture import AGENT_COLORS
 from siirl.view.run_parts import OVERVIEW, PARTS, TEXTS, Part, RunParts
 
@@ -26,6 +27,7 @@ SCRIPTS = (
     "memory.js",
     "curves.js",
     "tokens.js",
+    "groups.js",
     "conversations.js",
     "config.js",
 )
@@ -78,7 +80,7 @@ def page(data: dict[str, Any], connect: str = "'none'") -> Iterator[str]:
     parts = {
         "POLICY": escape(policy, quote=False),
         "TITLE": escape(title),
-        "STYLE": _asset("page.css"),
+        "STYLE": page_style(),
         "DATA": safe_json(data),
         "SCRIPT": script,
     }

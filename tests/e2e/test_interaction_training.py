@@ -388,7 +388,7 @@ def check_written_tokens(output: Path, inputs: Inputs, other: Path) -> None:
     written = {(line["agent"], line["row_id"]): line for line in map(json.loads, lines)}
     samples = (output / "rollouts" / "train" / "step_1.jsonl").read_text().splitlines()
     episodes = {sample["episode"]["episode_id"] for sample in map(json.loads, samples)}
-    assert len(written) == len(lines) == 3 * len(episodes) == 24
+    assert len(written) == len(lines) == 3 * len(episodes) >= 24
     assert {line["episode_id"] for line in written.values()} == episodes
     assert {line["speaker"] for line in written.values()} == {0, 1, 2}
     for (agent, row_id), line in written.items():

@@ -146,4 +146,4 @@ def test_steps_without_samples_write_no_tokens(inputs, tmp_path):
     assert written == ["step_1.jsonl"]
     lines = lines_of(finished.output / "rollouts" / "tokens" / "step_1.jsonl")
     samples = lines_of(finished.output / "rollouts" / "train" / "step_1.jsonl")
-    assert [line["row_id"] for line in lines] == [sample["row_id"] for sample in samples] and len(lines) == 4
+    assert [line["row_id"] for line in lines] == [sample["row_id"] for sample in samples] and len(lines) == 32

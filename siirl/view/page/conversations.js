@@ -14,7 +14,14 @@ function messageBox(message, agent, by, most) {
     make("div", { class: "head" }, message.turn === null ? null : make("span", {}, String(message.turn)),
       make("span", { class: "name" }, message.who), message.rewards.map(([source, value]) => rewardChip(source, value)),
       creditChips(message.tokens && message.tokens.credit), message.details.map(detail => make("span", {}, detail)), message.errors ? make("span", { class: "down" }, message.errors) : null),
-    message.tokens && by && tokenText(message.tokens, by, most) || make("pre", {}, message.text));
+    message.tokens && by && tokenText(message.tokens, by, most) || (message.parts && !keep("as written", false) ? partsBox(message.parts) : make("pre", {}, message.text)));
+}
+
+// What a model said, taken apart: its reasoning folded, its answer, its calls.
+function partsBox([reasoning, answer, calls]) {
+  return [reasoning ? make("details", { class: "reasoning" }, make("summary", {}, "reasoning, " + plural(reasoning.length, "character")), make("pre", {}, reasoning)) : null,
+    answer.trim() ? make("pre", { class: "answer" }, answer) : null, calls.map(call => make("pre", { class: "call" }, call)),
+    !answer.trim() && !calls.length ? make("p", { class: "faint" }, "It gave no answer.") : null];
 }
 
 // Conversations of the same kind about the same prompt in other steps, those of the same sample first.
@@ -87,7 +94,7 @@ section("conversations", "Conversations", ["episodes"], () => {
   const episodes = run().episodes || [], filters = keep("filters", { kind: "", step: "", agent: "", least: "", most: "", words: "", order: "" });
   page.state.filters = filters;
   if (!episodes.length) return [make("p", { class: "box" }, "The run has written no samples: see trainer.log_val_generations and trainer.rollout_data_dir.")];
-  const list = make("div", { id: "episodes" }), count = make("span", { class: "faint", role: "status" });
+  const list = make("div", { id: "episodes" }), above = make("div", {}), count = make("span", { class: "faint", role: "status" });
   let asked = 0;
   const render = async () => {
     const ticket = ++asked, words = filters.words.toLowerCase();
@@ -102,6 +109,28 @@ section("conversations", "Conversations", ["episodes"], () => {
         return ticket === asked;
       });
       if (!found) return;
+    }
+    const look = keep("look", "list");
+    const open = episode => {
+      const one = episodeBox(episode, filters.agent, true);
+      one.box.open = true;
+      list.replaceChildren(one.box);
+      page.written = one.written;
+      one.box.scrollIntoView({ block: "nearest" });
+    };
+    above.replaceChildren();
+    if (look !== "list") {
+      list.replaceChildren();
+      if (look === "groups") {  // all of each group that has one of them
+        const wanted = new Set(found.map(episode => blockOf(episode) + " " + episode.prompt));
+        found = episodes.filter(episode => reward(episode) !== undefined && wanted.has(blockOf(episode) + " " + episode.prompt));
+      }
+      count.textContent = found.length + " of " + plural(episodes.length, "conversation");
+      const groups = look === "groups" ? groupsView(found, reward, filters.agent, () => { page.written = render(); }) : null;
+      if (groups) above.replaceChildren(...groups.boxes);
+      else above.replaceChildren(look === "table" ? samplesTable(found, reward, open, () => { page.written = render(); }) : scatter(found, reward, open));
+      if (look === "table" && found.length > MOST_ROWS_SHOWN) count.textContent += "; the first " + MOST_ROWS_SHOWN + " in this order are listed";
+      return groups ? groups.written : null;
     }
     if (filters.order) found.sort((a, b) => (filters.order === "best" ? -1 : 1) * (reward(a) - reward(b)));
     const boxes = found.slice(0, MOST_SHOWN).map((episode, index) => episodeBox(episode, filters.agent, index < MOST_OPEN));
@@ -118,11 +147,14 @@ section("conversations", "Conversations", ["episodes"], () => {
   const steps = [...new Set(episodes.map(episode => episode.step))], kinds = [...new Set(episodes.map(episode => episode.kind))];
   const agents = [...new Set(episodes.flatMap(episode => Object.keys(episode.rewards)))].sort((a, b) => a - b);
   page.written = render();
+  const looks = [["list", "list"], ["groups", "groups side by side"], ["table", "table"], ["length", "reward against length"]];
   return [make("div", { class: "bar" },
+    choice("show as", keep("look", "list"), looks, value => { page.state.look = value; page.written = render(); }),
     choice("kind", filters.kind, [["", "all"], ...kinds.map(kind => [kind, kind])], set("kind")),
     choice("step", filters.step, [["", "all"], ...steps.map(step => [step, String(step)])], set("step")),
     choice("agent", filters.agent, [["", "all"], ...agents.map(agent => [agent, "agent " + agent])], set("agent")),
     entry("reward from", "least", "number"), entry("to", "most", "number"), entry("words", "words", "search"),
+    choice("text", keep("as written", "") ? "1" : "", [["", "in parts"], ["1", "as written"]], value => { page.state["as written"] = value === "1"; page.written = render(); }),
     choice("tokens by", keep("tokens by", ""), tokenChoices(), value => { page.state["tokens by"] = value; page.written = render(); }),
-    choice("order", filters.order, [["", "newest"], ["best", "best first"], ["worst", "worst first"]], set("order")), count), list];
+    choice("order", filters.order, [["", "newest"], ["best", "best first"], ["worst", "worst first"]], set("order")), count), above, list];
 });

@@ -8,8 +8,10 @@ from plan_cases import config
 
 from siirl.dag_worker.step_report import MOST_SHARE, TokenPace
 from siirl.data.rows import make_rows
+from siirl.dialect.dialect import Dialect
+from siirl.dialect.marks import ReasoningMarks
 from siirl.nodes.context import Samples
-from siirl.nodes.function_reward import function_reward
+from siirl.nodes.function_reward import function_reward, show
 from siirl.nodes.trained_tokens import Found, Wanted, sample_records
 from siirl.observe.memory_probe import HostMemory
 from siirl.observe.metrics import Metrics
@@ -60,18 +62,78 @@ def test_a_step_whose_rows_are_shown_does_not_wait_for_their_rewards():
     tokenizer = SimpleNamespace(decode=lambda ids, **_: f"said {int(ids[0])}")
     ctx = SimpleNamespace(
         agent=0, validate=False, shown=Samples([], 2, []), trained=None, metrics=Metrics(), node_id="reward",
-        reward_name="score", cfg=config(), tokenizer=tokenizer,
+        reward_name="score", cfg=config(), tokenizer=tokenizer, dialect=Dialect("small"),
+        peers=SimpleNamespace(has_whole_groups=True),
     )  # fmt: skip
     scorer = SimpleNamespace(submit=lambda *_, **__: future)
     assert function_reward(ctx, rows, scorer) is future  # type: ignore[arg-type]
     assert not ctx.shown.rows
     future.set_result(make_rows({"score": [1.0, 2.0, 3.0], "reward_info": [{"x": 1}, {}, {"y": 2}]}))
-    for show in ctx.shown.later:
-        show()
-    first, last = ctx.shown.rows  # one of each prompt
+    for told in ctx.shown.later:
+        told()
+    first, last = ctx.shown.rows  # all of one prompt
     assert (first["prompt"], first["response"], first["score"], first["x"]) == ("one", "said 1", 1.0, 1)
-    assert (last["prompt"], last["response"], last["score"], last["y"]) == ("user: two", "said 3", 3.0, 2)
-    assert last["ground_truth"] == "7"
+    assert (last["prompt"], last["response"], last["score"], last["ground_truth"]) == (
+        "one",
+        "said 2",
+        2.0,
+        "g",
+    )
+
+
+def shown(
+    rows, limit: int, dialect: Dialect, whole_groups: bool = True, validate: bool = False
+) -> list[dict]:
+    said = {1: "<think>2+2</think>4", 2: "4", 3: "<think>2+", 4: "<think>a</think>b"}
+    tokenizer = SimpleNamespace(
+        decode=lambda ids, **_: said[int(ids[0])],
+        batch_decode=lambda ids, **_: [said[one[0]] for one in ids],
+        is_fast=False,
+    )
+    ctx = SimpleNamespace(
+        agent=0, validate=validate, shown=Samples([], limit, []), trained=None, node_id="reward",
+        tokenizer=tokenizer, dialect=dialect, peers=SimpleNamespace(has_whole_groups=whole_groups),
+        cfg=config(),
+    )  # fmt: skip
+    show(ctx, rows, rows)  # type: ignore[arg-type]
+    return ctx.shown.rows
+
+
+def samples_of(prompts: list[int], said: list[int]):
+    return make_rows(
+        {
+            "sample_index": prompts,
+            "data_source": ["s"] * len(prompts),
+            "raw_prompt": ["one"] * len(prompts),
+            "ground_truth": ["g"] * len(prompts),
+            "response_ids": [[one] for one in said],
+            "response_length": [1] * len(prompts),
+            "score": [1.0] * len(prompts),
+        }
+    )
+
+
+def test_groups_are_shown_whole_wherever_their_samples_lie():
+    prompts = [n // 4 for n in range(40)]
+    rows = samples_of(prompts, [2] * 40)
+    assert [row["sample_index"] for row in shown(rows, 6, Dialect("x"))] == [0] * 4 + [1] * 4
+    assert [row["sample_index"] for row in shown(rows, 6, Dialect("x"), validate=True)] == list(range(6))
+    parts = [samples_of(prompts[rank::3], [2] * len(prompts[rank::3])) for rank in range(3)]
+    found = [
+        row["sample_index"] for part in parts for row in shown(part, 3, Dialect("x"), whole_groups=False)
+    ]
+    first, second = sorted({prompt: found.count(prompt) for prompt in found}.items(), key=lambda x: -x[1])[:2]
+    assert first[1] == second[1] == 4, "each rank takes the samples of the same prompts that it has"
+
+
+def test_what_a_model_said_is_shown_in_parts():
+    rows = samples_of([0, 0, 0, 0], [1, 2, 3, 4])
+    dialect = Dialect("thinks", reasoning=ReasoningMarks("<think>", "</think>"))
+    parts = [row.get("said") for row in shown(rows, 4, dialect)]
+    assert parts[0] == {"reasoning": "2+2", "answer": "4", "calls": []}
+    assert parts[1] is None, "there is nothing to take apart"
+    assert parts[2] == {"reasoning": "2+", "answer": "", "calls": []}, "cut off before it answered"
+    assert shown(rows, 4, dialect)[0]["response"] == "<think>2+2</think>4"
 
 
 def test_what_a_span_has_in_memory_is_asked_for_a_trace_only():

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
+from plan_cases import config
 
 from siirl.compiler.compile import compile_plan
 from siirl.config import load_config
@@ -13,6 +14,7 @@ from siirl.dag.ops import score_names
 from siirl.dag.spec import DagBuilder
 from siirl.dag_worker.step_report import Report
 from siirl.data.rows import make_rows
+from siirl.dialect.dialect import Dialect
 from siirl.nodes.context import Samples
 from siirl.nodes.function_reward import show
 from siirl.observe.console import ConsoleSink
@@ -112,6 +114,16 @@ def test_the_page_holds_each_turn_with_its_agent_and_reward():
         grounds[0].startswith("background: rgba(205") and grounds[1] == "background: rgba(44, 150, 90, 0.60)"
     )
     assert [attributes["value"] for tag, attributes in reader.tags if tag == "option"][:3] == ["", "0", "1"]
+
+
+def test_what_was_said_in_parts_has_its_reasoning_folded():
+    said = {"reasoning": "2+2", "answer": "\n4", "calls": [{"name": "add", "arguments": {"x": 2}}]}
+    turn = message("<think>2+2</think>4", 0, "solver", 0) | {"said": said}
+    reader = Reader(page([ShownEpisode("t", [turn], {0: 1.0})], "t"))
+    assert reader.texts["text"] == ["\n2+2", "\n\n4"] and reader.texts["call"] == ["\nadd(x=2)"]
+    assert ("details", {"class": "reasoning"}) in reader.tags
+    damaged = turn | {"said": {"reasoning": [EVIL], "calls": [7, {"malformed": EVIL}]}}
+    assert "<img" not in page([ShownEpisode("t", [damaged], {0: 1.0})], "t")
 
 
 def test_nothing_that_was_said_becomes_markup_and_nothing_is_loaded():
@@ -263,7 +275,14 @@ def test_each_validation_of_an_interaction_has_a_page_named_as_the_run_or_else_i
 def shown_rows(limit, tokenizer, agent=1, extra_info=None):
     """What a reward node shows of 3 prompts x 2 responses."""
     ctx = SimpleNamespace(
-        node_id="reward", agent=agent, shown=Samples([], limit, []), tokenizer=tokenizer, trained=None
+        node_id="reward",
+        agent=agent,
+        shown=Samples([], limit, []),
+        tokenizer=tokenizer,
+        trained=None,
+        validate=True,
+        dialect=Dialect("small"),
+        cfg=config(),
     )
     columns = {
         "sample_index": [7, 7, 8, 8, 9, 9],
@@ -310,7 +329,14 @@ def test_episodes_are_shown_whole_and_of_different_prompts():
         }
     )
     ctx = SimpleNamespace(
-        node_id="reward", agent=0, shown=Samples([], 2, []), tokenizer=Numbers(), trained=None
+        node_id="reward",
+        agent=0,
+        shown=Samples([], 2, []),
+        tokenizer=Numbers(),
+        trained=None,
+        validate=True,
+        dialect=Dialect("small"),
+        cfg=config(),
     )
     show(ctx, rows, make_rows({"score": [float(index) for index in range(6)], "reward_info": [{}] * 6}))
     assert [row["score"] for row in ctx.shown.rows] == [0, 1, 4], (

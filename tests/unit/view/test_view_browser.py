@@ -70,8 +70,41 @@ EVERY_SECTION = """
   const copy = document.getElementById("panel").cloneNode(true);
   copy.id = "copy-" + item.id;
   document.body.append(copy);
+  if (item.id === "conversations") {
+    for (const look of ["groups", "flat", "table", "length"]) {
+      const [shown] = document.querySelectorAll("#panel .bar select");
+      shown.value = look === "flat" ? "groups" : look;
+      shown.dispatchEvent(new Event("change"));
+      await page.written;
+      if (look === "flat") document.getElementById("go-next").click();
+      const heads = [...document.querySelectorAll(".sort")];
+      if (look === "table") heads.find(head => head.textContent === "tokens").click();
+      await page.written;
+      const copy = document.getElementById("panel").cloneNode(true);
+      copy.id = "copy-" + look;
+      document.body.append(copy);
+    }
+  }
 } })();
 """
+
+
+def tell_groups(folder):
+    """Samples of the last step: a prompt whose responses differ, and one whose rewards are equal."""
+    about = {
+        "step": 6,
+        "node": "agent_0.rollout",
+        "data_source": HOSTILE,
+        "prompt": "1+3?",
+        "ground_truth": "4",
+    }
+    said = {"reasoning": HOSTILE, "answer": "four", "calls": [{"name": HOSTILE, "arguments": {}}]}
+    rows = [
+        {"sample_index": prompt, "score": score, "response": HOSTILE, "response_length": length} | about
+        for prompt, score, length in ((6, 0.0, 9), (6, 1.0, 5), (6, 0.5, 7), (8, 1.0, 3), (8, 1.0, 2))
+    ]
+    lines = map(json.dumps, [rows[0] | {"said": said}, *rows[1:]])
+    (folder / "rollouts" / "train" / "step_6.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def retell(folder, more):
@@ -84,6 +117,7 @@ def retell(folder, more):
 def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, monkeypatch):
     folder = write_run(tmp_path / "run", text=HOSTILE)
     retell(folder, {"actor/entropy": 1.0})
+    tell_groups(folder)
     write_error(folder, 0, HOSTILE)
     record_end(folder, "id", "failed", HOSTILE)
     job = json.loads((folder / "job.json").read_text())
@@ -137,7 +171,18 @@ def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, 
     assert running and re.search(r": \w+ on 0, 1$", running[1]), "what runs at the time that was chosen"
     assert all(words in parts["memory"] for words in ('id="memory-bars"', "4 GiB", "assumed"))
     assert parts["conversations"].count('class="pair"') == 1 and "step 1, reward" in parts["conversations"]
-    assert parts["conversations"].count("<details") == 4 and "2+2?" in parts["conversations"]
+    assert parts["conversations"].count("<details data-id") == 8 and "2+2?" in parts["conversations"]
+    assert parts["groups"].count('class="sample"') == 3 and "1 of 2" in parts["groups"]
+    scores = re.findall(r'class="reward[^"]*">reward ([^<]*)<', parts["groups"])
+    assert scores == ["+1", "+0.5", "0"], "a whole group, the best first"
+    assert parts["groups"].count(">prompt<") == 1 and 'id="flat"' not in parts["groups"]
+    assert "<summary>reasoning, " in parts["groups"] and 'class="call"' in parts["groups"]
+    assert parts["flat"].count('class="sample"') == 2 and 'id="flat"' in parts["flat"]
+    tokens = [
+        re.findall("<td>(.*?)</td>", row)[4] for row in re.findall("<tr data-row.*?</tr>", parts["table"])
+    ]
+    assert [one for one in tokens if one != "-"] == ["9", "7", "5", "3", "2"], "the longest first"
+    assert parts["length"].count('class="dot"') == 5
     assert "hello from rank 1" in parts["health"] and "&lt;img src=x" in parts["health"]
     assert (
         "<title>owned" not in shown
