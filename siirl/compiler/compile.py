@@ -60,14 +60,13 @@ from siirl.dag.graph import Graph, build_graph
 from siirl.dag.idle_nodes import idle_nodes
 from siirl.dag.node_config import with_node_config
 from siirl.dag.spec import DagSpec, dag_spec
-from siirl.dag.yaml_file import load_dag_file
+from siirl.dag.yaml_file import TEMPLATES, load_dag_file
 from siirl.errors import DagError, Place, PlacementError, UserError, joined
 from siirl.findings import Findings, ReadsBroken
 from siirl.parallel.placement import Ranks
 from siirl.types import Layout
 from siirl.user_code.load_object import load_object
 
-TEMPLATES = Path(__file__).parents[2] / "dag_templates"
 MOST_RANKS = 1 << 20
 """More are a slip of the keyboard, and a plan of them takes all memory."""
 

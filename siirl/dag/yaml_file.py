@@ -42,9 +42,18 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("!Ref", lambda loader, node: _Ref(str(node.value)))
 
 
+TEMPLATES = Path(__file__).parents[2] / "dag_templates"
+"""The workflows that come with siirl."""
+
+
 def load_dag_file(path: str | Path) -> DagSpec:
-    """The DagSpec of a YAML file. DagError if it cannot be read or does not follow the schema."""
+    """The DagSpec of a YAML file; dag_templates/NAME.yaml is siirl's own wherever there is no other one.
+
+    DagError if it cannot be read or does not follow the schema.
+    """
     file = Path(path).expanduser()
+    if file.parts[:-1] == (TEMPLATES.name,) and not file.exists() and (TEMPLATES / file.name).is_file():
+        file = TEMPLATES / file.name
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -138,3 +138,14 @@ def test_functions_are_loaded_from_modules_and_from_files(tmp_path):
     ):
         with pytest.raises(DagError, match=fragment):
             load_object(reference, "node 'a'")
+
+
+def test_a_shipped_workflow_is_found_from_any_folder_unless_that_has_one_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_dag_file("dag_templates/solver_verifier.yaml").dag_id == "solver_verifier"
+    with pytest.raises(DagError, match="there is none in"):
+        load_dag_file("dag_templates/no_such.yaml")
+    (tmp_path / "dag_templates").mkdir()
+    (tmp_path / "dag_templates" / "solver_verifier.yaml").write_text("dag_id: mine\nnodes: []\n")
+    with pytest.raises(DagError, match="mine|no nodes|nodes"):
+        load_dag_file("dag_templates/solver_verifier.yaml")
