@@ -3,7 +3,6 @@
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from siirl.compiler.agent_steps import check_windows
 from siirl.compiler.backends import backend_of

@@ -147,5 +147,5 @@ def test_a_shipped_workflow_is_found_from_any_folder_unless_that_has_one_of_its_
         load_dag_file("dag_templates/no_such.yaml")
     (tmp_path / "dag_templates").mkdir()
     (tmp_path / "dag_templates" / "solver_verifier.yaml").write_text("dag_id: mine\nnodes: []\n")
-    with pytest.raises(DagError, match="mine|no nodes|nodes"):
+    with pytest.raises(DagError, match="dag_templates"):
         load_dag_file("dag_templates/solver_verifier.yaml")

@@ -8,6 +8,7 @@ from plan_cases import config
 from tensordict import TensorDict
 
 from siirl.data.rows import make_rows
+from siirl.dialect.dialect import Dialect
 from siirl.engines.train.base import BatchCounts, TokenOutputs
 from siirl.nodes import advantage
 from siirl.nodes.context import Samples
@@ -111,6 +112,8 @@ def scored(limit: int, validate: bool) -> tuple[Metrics, list[dict]]:
         metrics=Metrics(),
         node_id="reward",
         cfg=config(),
+        dialect=Dialect("small"),
+        peers=SimpleNamespace(has_whole_groups=True),
     )
     ctx.tokenizer = SimpleNamespace(decode=lambda tokens, **options: "text")
     report_rewards(ctx, rows, scores)
