@@ -3,7 +3,7 @@
 const MOST_POINTS_SHOWN = 3000, MOST_ROWS_SHOWN = 500, SCATTER = { height: 340, left: 56, right: 14, top: 10, bottom: 34 };
 
 // Samples of one prompt in one step, of which an advantage is computed: [{key, members, rewards, mean, deviation}].
-function groupsOf(episodes, reward) {
+function groupsOf(episodes, reward, agent) {
   const found = new Map();
   for (const episode of episodes) {
     const key = blockOf(episode) + " " + episode.prompt;
@@ -13,8 +13,14 @@ function groupsOf(episodes, reward) {
   return [...found].filter(([, members]) => members.length > 1).map(([key, members]) => {
     const rewards = members.map(reward), mean = rewards.reduce((sum, value) => sum + value, 0) / rewards.length;
     const deviation = Math.sqrt(rewards.reduce((sum, value) => sum + (value - mean) ** 2, 0) / rewards.length);
-    return { key, members: [...members].sort((a, b) => reward(b) - reward(a)), mean, deviation, flat: Math.max(...rewards) === Math.min(...rewards) };
+    return { key, members: [...members].sort((a, b) => reward(b) - reward(a)), mean, deviation, flat: isFlat(members, rewards, agent) };
   });
+}
+
+// Whether no agent's rewards differ: each has an advantage of its own.
+function isFlat(members, rewards, agent) {
+  const agents = agent === "" ? [...new Set(members.flatMap(episode => Object.keys(episode.rewards)))] : [];
+  return agents.length ? agents.every(who => members.every(episode => episode.rewards[who] === members[0].rewards[who])) : rewards.every(value => value === rewards[0]);
 }
 
 // One group: its prompt once, then every sample in a column of its own, the best first.
@@ -36,7 +42,7 @@ function groupBox(group, reward, agent) {
 
 // Groups one after another: {boxes, written, count}.
 function groupsView(episodes, reward, agent, again) {
-  const all = groupsOf(episodes, reward), flat = all.filter(group => group.flat).length, which = keep("groups", "");
+  const all = groupsOf(episodes, reward, agent), flat = all.filter(group => group.flat).length, which = keep("groups", "");
   const groups = all.filter(group => which === "" || group.flat === (which === "flat"));
   const at = Math.max(0, Math.min(groups.length - 1, groups.findIndex(group => group.key === keep("group", ""))));
   const go = to => { if (groups[to]) { page.state.group = groups[to].key; again(); } };
