@@ -14,7 +14,8 @@ from siirl.rewards.final_answer import (
     stated_answer,
     tagged_answer,
 )
-from siirl.rewards.math_text import NOTHING, compare_text, compare_values, labelled, residue_of, tidy
+from siirl.rewards.math_numbers import compare_values
+from siirl.rewards.math_text import NOTHING, as_interval, compare_text, labelled, residue_of, tidy
 from siirl.rewards.reward_registry import accepted_answers, register_reward
 from siirl.rewards.rules import boxes, last_boxed
 
@@ -40,8 +41,9 @@ def math(
     as such, the rest by math-verify. ScoreTimeoutError if that takes more than compare_timeout_s of processor
     time. Call it on the main thread of a process.
     """
+    solution_str = solution_str.rpartition("</think>")[2]
     found, is_open = boxes(solution_str)
-    if solution_str.rfind("<think>") > solution_str.rfind("</think>"):
+    if "<think>" in solution_str:
         answer = None  # it has not ended to think
     elif found or is_open or boxed_only:
         answer = boxed_answer(solution_str)
@@ -85,12 +87,19 @@ def _is_right(answer: str, truth: str, timeout_s: float) -> bool:
         return answer == truth
     answer, truth = tidy(answer), tidy(truth)
     (residue, modulus), (wanted, other) = residue_of(answer), residue_of(truth)
-    if (modulus or other) and not (modulus and other and modulus != other):
+    if modulus and other and modulus != other:
+        return False
+    if modulus or other:
         answer, truth = residue, wanted
     if (verdict := compare_text(answer, truth)) is not None:
         return verdict
     if (rest := labelled(answer)) is not None:
         return _is_right(rest, truth, timeout_s)
+    if (rest := labelled(truth)) is not None:
+        return _is_right(answer, rest, timeout_s)
+    one, other = as_interval(answer), as_interval(truth)
+    if (one is None) != (other is None):
+        answer, truth = one or answer, other or truth
     return _equal(truth, rf"\boxed{{{answer}}}", timeout_s)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from siirl.rewards import math_answer
-from siirl.rewards.math_answer import math
+from siirl.rewards.math_answer import math, math_dapo
+from siirl.rewards.rules import boxes
 
 pytestmark = pytest.mark.heavy
 TABLE = Path(__file__).with_name("math_answers.tsv")
@@ -42,8 +43,16 @@ def test_math_says_of_answers_what_a_person_does():
     assert len(rows) > 300 and Counter(row[1] for row in rows)[0] > 100
     missed = wrong(lambda response, truth: math("s", response, truth, None))
     assert len(missed) <= len(rows) // 100, missed
+    assert len(missed) == 7, missed  # as docs/rewards.md has it
     assert not [row for row in missed if row[1] == 0], missed  # none is taken for right that is not
     assert {kind for kind, *_ in rows} >= set(STRICT_KINDS)
+
+
+def test_an_answer_behind_its_mark_is_what_it_is_in_a_box():
+    boxed = [(row, boxes(row[3])[0]) for row in table() if not boxes(row[3])[1]]
+    rows = [(row, row[3][found[0].inner : found[0].end]) for row, found in boxed if len(found) == 1]
+    missed = [row for row, held in rows if math_dapo("s", f"Answer: {held}", row[2], None) != row[1]]
+    assert len(rows) > 600 and len(missed) <= len(rows) // 40, missed
 
 
 def test_math_verify_alone_says_otherwise_more_often():
@@ -52,6 +61,5 @@ def test_math_verify_alone_says_otherwise_more_often():
     lenient = sum(row[1] == 0 for row in missed)
     page = Path(__file__).parents[3].joinpath("docs", "rewards.md").read_text(encoding="utf-8")
     assert f"| math-verify alone | {len(missed)} | {lenient} |" in page
-    mine = wrong(lambda response, truth: math("s", response, truth, None))
-    assert f"| `math` | {len(mine)} | 0 |" in page
+    assert "| `math` | 7 | 0 |" in page
     assert f"{len(table())} answers" in page
