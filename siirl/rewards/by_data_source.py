@@ -42,74 +42,28 @@ CUSTOM = "custom"
 WEIGHTS = "custom_reward_function.weights"
 
 DATA_SOURCES = {
-    "gsm8k": ("gsm8k", "gsm8k_main"),
-    "math": (
-        *("math", "math500", "math_500", "math_lighteval", "math12k", "math_train", "math_test"),
-        *(
-            "hendrycks_math*",
-            "competition_math",
-            "prm800k*",
-            "deepscaler*",
-            "amc*",
-            "hmmt*",
-            "brumo*",
-            "cmimc*",
-        ),
-        *(
-            "numina*",
-            "olympiad*",
-            "minerva*",
-            "openr1_math*",
-            "open_r1_math*",
-            "openmath*",
-            "polaris*",
-            "orz*",
-        ),
-        *("open_reasoner_zero*", "big_math*", "omni_math*", "omnimath*", "simplelr*", "skywork_math*"),
-        *("geometry3k*", "geo3k*", "svamp*", "asdiv*", "mawps*", "multiarith*"),
-    ),
-    "math_dapo": ("math_dapo*", "dapo_math*", "aime*"),
-    "exact_match": ("arithmetic*",),
-    "code": ("codecontests", "code_contests", "apps", "codeforces", "taco", "livecodebench*"),
-    "multiple_choice": (
-        *(
-            "gpqa*",
-            "mmlu*",
-            "cmmlu*",
-            "ceval*",
-            "arc",
-            "arc_*",
-            "ai2_arc*",
-            "supergpqa*",
-            "medqa*",
-            "medmcqa*",
-        ),
-        *(
-            "commonsenseqa*",
-            "commonsense_qa*",
-            "openbookqa*",
-            "sciq",
-            "logiqa*",
-            "aqua*",
-            "race",
-            "hellaswag*",
-        ),
-    ),
-    "search_qa": (
-        *(
-            "nq",
-            "nq_open",
-            "nq_search",
-            "natural_questions*",
-            "triviaqa*",
-            "trivia_qa*",
-            "popqa*",
-            "musique*",
-        ),
-        *("hotpotqa*", "hotpot_qa*", "2wikimultihopqa*", "2wiki*", "bamboogle*", "searchr1_*"),
-    ),
-    "countdown": ("countdown*",),
-    "ifeval": ("ifeval*", "if_eval*"),
+    function: tuple(names.split())
+    for function, names in {
+        "gsm8k": "gsm8k* gsm_8k*",
+        "math": "math math500 math_500 math_lighteval math12k math_train math_test hendrycks_math* "
+        "competition_math prm800k* deepscaler* amc* hmmt* brumo* cmimc* numina* olympiad* minerva* "
+        "openr1_math* open_r1_math* openmath* polaris* orz* open_reasoner_zero* big_math* omni_math* "
+        "omnimath* simplelr* skywork_math* geometry3k* geo3k* geoqa* svamp* asdiv* mawps* multiarith* "
+        "carp_en* tabmwp* gsm_hard* gsm1k* gsm_plus* gsm_symbolic* mgsm* metamath* math_level* "
+        "math_lvl* math_8k math_hard simplerl* aimo_validation_* deepmath* gaokao* college_math* "
+        "theoremqa* still3* still_3* beyondaime* beyond_aime* cmath* cnmo* imo imo_* apex* "
+        "train_math_* light_r1* mathvista* mathverse* mathvision* clevr*",
+        "math_dapo": "math_dapo* dapo_math* dapo17k* dapo_17k* aime aime_* aime[0-9]*",
+        "exact_match": "arithmetic*",
+        "code": "codecontests code_contests apps codeforces taco livecodebench* lcb* primeintellect* "
+        "deepcoder*",
+        "multiple_choice": "gpqa* mmlu* cmmlu* ceval* arc arc_[ce]* ai2_arc* supergpqa* medqa* medmcqa* commonsenseqa* "
+        "commonsense_qa* openbookqa* sciq logiqa* aqua* race hellaswag* csqa* agieval* piqa*",
+        "search_qa": "nq nq_open nq_search natural_questions* triviaqa* trivia_qa* popqa* musique* hotpotqa* "
+        "hotpot_qa* 2wikimultihopqa* 2wiki* bamboogle* searchr1_* squad*",
+        "countdown": "countdown*",
+        "ifeval": "ifeval* if_eval*",
+    }.items()
 }
 """Reward function -> its data sources: names, or patterns with *, of what `known_as` makes of a name. A
 registered name is its own data source."""

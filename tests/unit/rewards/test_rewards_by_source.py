@@ -18,15 +18,20 @@ SOURCES = {
     "math": "MATH math500 MATH-500 HuggingFaceH4/MATH-500 lighteval/MATH DigitalLearningGmbH/MATH-lighteval "
     "olympiadbench minerva_math OpenR1-Math open-r1/OpenR1-Math-220k polaris POLARIS-Project/Polaris-Dataset "
     "orz_math hiyouga/geometry3k amc23 numina_olympiads deepscaler hendrycks_math "
-    "agentica-org/DeepScaleR-Preview-Dataset HMMT25 AI-MO/NuminaMath-CoT",
+    "agentica-org/DeepScaleR-Preview-Dataset HMMT25 AI-MO/NuminaMath-CoT "
+    "AI-MO/aimo-validation-aime aimo_validation_amc math_level3to5 MATH-lvl3-5 lighteval/MATH-Hard "
+    "simplerl_math zwhe99/DeepMath-103K gaokao2023en college_math ByteDance-Seed/BeyondAIME gsm_hard mgsm "
+    "meta-math/MetaMathQA train-math-numinamath1.5_aops_forum hiyouga/math12k",
     "math_dapo": "AIME2024 aime24 aime_2025 MathArena/aime_2025 BytedTsinghua-SIA/DAPO-Math-17k "
-    "HuggingFaceH4/aime_2024 BytedTsinghua-SIA/AIME-2024 math_dapo",
-    "gsm8k": "openai/gsm8k GSM8K",
-    "multiple_choice": "gpqa gpqa_diamond Idavidrein/gpqa mmlu_pro TIGER-Lab/MMLU-Pro ARC-Challenge",
+    "HuggingFaceH4/aime_2024 AIME Maxwell-Jia/AIME_2024 unsloth/aime DAPO-17k "
+    "BytedTsinghua-SIA/AIME-2024 math_dapo",
+    "gsm8k": "openai/gsm8k GSM8K gsm8k_train gsm-8k madrylab/gsm8k-platinum gsm8k_w_tool",
+    "multiple_choice": "gpqa gpqa_diamond Idavidrein/gpqa mmlu_pro TIGER-Lab/MMLU-Pro ARC-Challenge "
+    "ARC-C arc_easy csqa",
     "countdown": "countdown Jiayi-Pan/Countdown-Tasks-3to4",
     "ifeval": "ifeval google/IFEval",
     "search_qa": "nq searchR1_nq searchR1_hotpotqa searchR1_2wikimultihopqa triviaqa musique bamboogle popqa",
-    "code": "codecontests apps codeforces taco livecodebench_v5",
+    "code": "codecontests apps codeforces taco livecodebench_v5 lcbv5 primeintellect",
     "exact_match": "arithmetic arithmetic/sums exact_match",
     "reasoning_gym": "reasoning_gym/chain_sum",
 }
@@ -39,9 +44,9 @@ def test_data_sources_have_their_reward_by_the_names_that_files_have(function):
 
 
 def test_a_source_that_nothing_is_known_of_has_none():
-    assert [built_in(source) for source in ("unheard/of", "mathematics_of_cats", "nqx", "my/data", "")] == [
-        None
-    ] * 5
+    assert [
+        built_in(source) for source in ("unheard/of", "mathematics_of_cats", "nqx", "my/data", "", "arc_agi")
+    ] == [None] * 6
 
 
 TRUTHS = [
