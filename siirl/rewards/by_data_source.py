@@ -57,8 +57,8 @@ DATA_SOURCES = {
         "exact_match": "arithmetic*",
         "code": "codecontests code_contests apps codeforces taco livecodebench* lcb* primeintellect* "
         "deepcoder*",
-        "multiple_choice": "gpqa* mmlu* cmmlu* ceval* arc arc_[ce]* ai2_arc* supergpqa* medqa* medmcqa* commonsenseqa* "
-        "commonsense_qa* openbookqa* sciq logiqa* aqua* race hellaswag* csqa* agieval* piqa*",
+        "multiple_choice": "gpqa* mmlu* cmmlu* ceval* arc arc_[ce]* ai2_arc* supergpqa* medqa* medmcqa* "
+        "commonsenseqa* commonsense_qa* openbookqa* sciq logiqa* aqua* race hellaswag* csqa* agieval* piqa*",
         "search_qa": "nq nq_open nq_search natural_questions* triviaqa* trivia_qa* popqa* musique* hotpotqa* "
         "hotpot_qa* 2wikimultihopqa* 2wiki* bamboogle* searchr1_* squad*",
         "countdown": "countdown*",
