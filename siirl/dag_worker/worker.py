@@ -169,10 +169,17 @@ class DAGWorker:
         if not record.validate:
             reader = self.nodes.get(plan.node)
             if reader is None or not reader.plan.spec.runs_ahead:
-                return loader.train.next_batch()
-            in_flight = reader.services["in_flight"]
-            missing = in_flight.num_missing(loader.train, record.step, self.last_step, record.wanted)
-            return in_flight.load(loader.train, self._most(missing, plan.layout))
+                loaded = loader.train.next_batch()
+            else:
+                in_flight = reader.services["in_flight"]
+                missing = in_flight.num_missing(loader.train, record.step, self.last_step, record.wanted)
+                loaded = in_flight.load(loader.train, self._most(missing, plan.layout))
+            counts = loader.train.dataset.drain_counts()
+            if self.plan.layouts[plan.layout].is_shard_leader(self.rank):
+                for name, count in counts.items():
+                    add = record.metrics.max if name.endswith("/dropped") else record.metrics.sum
+                    add(f"data/{name}", count)
+            return loaded
         rows = loader.val.next_batch()
         loader.num_val_batches_given += 1
         return take_rows(rows, []) if loader.num_val_batches_given > loader.val.steps_per_epoch else rows

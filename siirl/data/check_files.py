@@ -134,9 +134,21 @@ def check_columns(
     """
     found = Findings(Place.DATA)
     found.take(_column_problems(path, schema, columns.prompt, required))
+    found.take(_source_problems(path, schema, columns.source))
     found.take(_response_problems(path, schema, columns.prompt, responses))
     found.take(_image_problems(path, schema, columns.images) if images else ())
     found.close()
+
+
+def _source_problems(path: DataFile, schema: pa.Schema, name: str) -> Iterator[DataError]:
+    """A data source is a name: rewards are chosen and counted by it."""
+    if schema.names.count(name) != 1 or is_text(kind := schema.field(name).type) or pa.types.is_null(kind):
+        return
+    what = "values of JSON" if is_json(kind) else f"type {kind}"
+    yield DataError(
+        f"{path}: column {name!r} has {what}: the data source of a row is a text. Write it as one, or name "
+        "another column by data.reward_fn_key."
+    )
 
 
 def _response_problems(

@@ -90,6 +90,8 @@ def _in_folder(folder: Path) -> Sequence[Path]:
         if missing := [file.name for file in files if not file.is_file()]:
             lacks = ", ".join(missing)
             raise DataError(f"{folder} lacks {lacks}, which its state.json names. Copy the folder again.")
+        if not files:
+            raise DataError(f"{folder} is a data set without rows. Check how it was written.")
         return files
     files = [file for file in sorted(folder.iterdir()) if file.is_file() and _format(file) is not None]
     files = [file for file in files if file.name not in ("dataset_info.json", "dataset_infos.json")]
@@ -157,22 +159,40 @@ def _formats() -> str:
 
 
 def _plain_types(rows: Rows) -> Rows:
-    """Rows whose columns of categories and of views are plain text or numbers."""
-    kinds = [_plain_type(field.type) for field in rows.schema]
-    if kinds == rows.schema.types:
+    """Rows whose values of categories and of views, at any depth, are plain texts, numbers and lists.
+
+    Numbers of 32 bits become those of 64 bits that are written in the same way: 7.1 stays 7.1.
+    """
+    written, schema = (_with_types(rows.schema, single) for single in (pa.string(), pa.float64()))
+    if schema.types == rows.schema.types:
         return rows
-    fields = [field.with_type(kind) for field, kind in zip(rows.schema, kinds, strict=True)]
-    schema = pa.schema(fields, rows.schema.metadata)
 
     def read(columns: list[str]) -> pa.Table:
-        return rows.read(columns).cast(pa.schema([schema.field(name) for name in columns]))
+        table = rows.read(columns)
+        for target in (written, schema):
+            table = table.cast(pa.schema([target.field(name) for name in columns]))
+        return table
 
     return Rows(schema, rows.num_rows, read)
 
 
-def _plain_type(kind: pa.DataType) -> pa.DataType:
+def _with_types(schema: pa.Schema, single: pa.DataType) -> pa.Schema:
+    fields = [field.with_type(_plain_type(field.type, single)) for field in schema]
+    return pa.schema(fields, schema.metadata)
+
+
+def _plain_type(kind: pa.DataType, single: pa.DataType) -> pa.DataType:
+    """The type of plain values of a type; single: in the place of numbers of 32 bits."""
     if pa.types.is_dictionary(kind):
-        return _plain_type(kind.value_type)
+        return _plain_type(kind.value_type, single)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_plain_type(field.type, single)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type, single)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_plain_type(kind.value_type, single)))
+    if pa.types.is_float32(kind):
+        return single
     return pa.string() if pa.types.is_string_view(kind) else kind
 
 
@@ -235,6 +255,8 @@ def _json_table(file: Path, mtime_ns: int, size: int) -> pa.Table:
         text = source.read().decode("utf-8-sig")
     names: dict[str, None] = {}
     rows = list(_json_rows(file, text))
+    if not rows:
+        raise DataError(f"{file} has no rows: it is empty. Check how it was written.")
     for row in rows:
         names.update(dict.fromkeys(row))
     return pa.table({name: _json_column(file, name, [row.get(name) for row in rows]) for name in names})
@@ -249,7 +271,8 @@ def _json_rows(file: Path, text: str) -> Iterator[dict[str, Any]]:
             if text.lstrip()[:1] == "[":
                 raise DataError(f"{file} is no JSON: {error}. Write the file again.") from error
     if isinstance(whole, dict):  # of rows under a name, or a single row
-        whole = next((whole[name] for name in ROWS_OF if _is_rows(whole.get(name))), [whole])
+        rows = next((whole[name] for name in ROWS_OF if _is_rows(whole.get(name))), None)
+        whole = rows or _of_columns(whole) or [whole]
     if whole is not None:
         if not _is_rows(whole) and whole != []:
             raise DataError(f"{file} is no list of objects: each row is one, {{column: value}}. Convert it.")
@@ -274,6 +297,19 @@ def _json_rows(file: Path, text: str) -> Iterator[dict[str, Any]]:
 
 ROWS_OF = ("data", "rows", "examples", "instances", "train", "test", "validation")
 """Under what names a file of one object has its rows."""
+
+
+def _of_columns(whole: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The rows of {column: [value, ...]}, or of {column: {"0": value, ...}}, as pandas has it; else None."""
+    columns = [
+        list(column.values()) if isinstance(column, dict) and all(map(str.isdecimal, column)) else column
+        for column in whole.values()
+    ]
+    if len(columns) < 2 or not all(isinstance(column, list) for column in columns):
+        return None
+    if len({len(column) for column in columns}) > 1:
+        return None
+    return [dict(zip(whole, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def _is_rows(value: Any) -> bool:

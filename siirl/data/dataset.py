@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from siirl.data.images import num_images, read_images, with_image_parts
 from siirl.data.prompt_lengths import TEMPLATE_TOKENS, token_bounds
 from siirl.data.response_columns import ResponseColumns
 from siirl.data.row_checks import response_problems
-from siirl.data.row_values import chat_of, is_json, is_list, plain, truth_of, values_of
+from siirl.data.row_values import chat_of, is_blank, is_json, is_list, plain, truth_of, values_of
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.dialect.dialect import dialect_of
 from siirl.dialect.template import ChatTemplate, template_options
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 SCAN_ROWS = 1024  # prompts tokenised in one call when lengths are checked
 UNBOUNDED = sys.maxsize
+NO_SOURCE = "no source"
 
 
 class PromptDataset:
@@ -84,6 +86,7 @@ class PromptDataset:
         self._tables = [self._read(path) for path in self.files]
         self._starts = [0, *itertools.accumulate(table.num_rows for table in self._tables)]
         self._kept = np.arange(self._starts[-1])
+        self._counts, self._dropped = Counter[str](), Counter[str]()
         if len(self._kept) == 0:
             names = ", ".join(map(str, self.files))
             raise DataError(f"no rows in {names}: the dataset is empty. Check how the files were written.")
@@ -141,7 +144,12 @@ class PromptDataset:
         for sample_index, record, prompt, (prompt_ids, seen), responses in zip(
             sample_indices, records, prompts, ids, given, strict=True
         ):
-            prompt_ids = self._fit(prompt_ids, sample_index, not isinstance(prompt, str))
+            whole, prompt_ids = prompt_ids, self._fit(prompt_ids, sample_index, not isinstance(prompt, str))
+            source = record.get(self.data_source_key) or NO_SOURCE
+            truth = truth_of(record.get(GROUND_TRUTH_KEY))
+            self._counts[f"{source}/prompts"] += 1
+            self._counts[f"{source}/truncated"] += len(prompt_ids) < len(whole)
+            self._counts[f"{source}/without_truth"] += is_blank(truth)
             rows.append(
                 {
                     "sample_index": sample_index,
@@ -149,7 +157,7 @@ class PromptDataset:
                     "prompt_length": len(prompt_ids),
                     "raw_prompt": as_messages(prompt),
                     "data_source": record.get(self.data_source_key),
-                    "ground_truth": truth_of(record.get(GROUND_TRUTH_KEY)),
+                    "ground_truth": truth,
                     "extra_info": record.get(EXTRA_KEY),
                     "given_responses": responses or None,
                     "images": list(seen.images),
@@ -175,6 +183,14 @@ class PromptDataset:
         if self.image_reader is None:
             return []
         return read_images(record[self.image_key], self.where(sample_index))
+
+    def drain_counts(self) -> dict[str, int]:
+        """ "SOURCE/prompts", "/truncated", "/without_truth": of the rows that were read since the last call.
+
+        "SOURCE/dropped": of the files, as too long. What is 0 is left out.
+        """
+        counts, self._counts = self._counts + self._dropped, Counter()
+        return {name: count for name, count in counts.items() if count}
 
     def _encode(
         self, sample_indices: Sequence[int], prompts: Sequence[Prompt], images: Sequence[list[str]]
@@ -264,6 +280,9 @@ class PromptDataset:
         total = len(self._kept)
         overlong = [index for index, _ in self._overlong()] + [index for index, *_ in self._overlong_given()]
         self._kept = np.setdiff1d(self._kept, np.array(overlong, dtype=np.int64), assume_unique=True)
+        for index in overlong:
+            source = self._record(index).get(self.data_source_key) or NO_SOURCE
+            self._dropped[f"{source}/dropped"] += 1
         log.info(
             "filter_overlong_prompts: kept %d of %d prompts, those of at most %d tokens%s",
             len(self),

@@ -18,6 +18,7 @@ from siirl.data.row_values import (
     CHAT_START,
     CHAT_TEXT,
     chat_of,
+    is_blank,
     is_text,
     plain,
     truth_of,
@@ -237,7 +238,7 @@ def _count_truths(
     for row, (source, cell) in enumerate(zip(sources, cells, strict=True)):
         source, truth = source or "", truth_of(cell)
         counts.rows[source] += 1
-        counts.without_truth[source] += truth is None
+        counts.without_truth[source] += is_blank(truth)
         key = hash((source, repr(truth)))
         if checks_truth is None or key in seen:
             continue

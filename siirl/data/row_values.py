@@ -34,6 +34,11 @@ SPEAKERS = {
     "function_response": "tool",
 }
 """`from` of a ShareGPT message -> the role of a chat message."""
+OTHER_ROLES = ("human", "gpt", "chatgpt", "bot")
+"""Roles that no chat template knows, and that mean one that all do."""
+SAID_AS = ("value", "text")
+"""Names of the content of a message in other forms."""
+KEPT = ("name", "tool_calls")
 TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PLACE = "<image>"
 
@@ -116,8 +121,8 @@ def chat_of(value: Any, where: str, images: bool = False) -> str | Messages:
     """
     if isinstance(value, str):
         return value
-    if isinstance(value, dict) and "messages" in value:
-        value = value["messages"]
+    if isinstance(value, dict):
+        value = next((value[name] for name in ("messages", "conversations") if name in value), value)
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise DataError(
             f"{where} is {_kind(value)}: a prompt is a text, or a list of messages {{role, content}}. "
@@ -135,12 +140,16 @@ def _message(turn: Mapping[str, Any], where: str, images: bool) -> dict[str, Any
                 f"{where} is from {turn['from']!r}, which is none of {', '.join(SPEAKERS)}. Write it as "
                 "{role, content}."
             )
-        kept = {key: item for key, item in turn.items() if key in ("name", "tool_calls")}
-        turn = {"role": SPEAKERS[speaker], "content": turn.get("value"), **kept}
+        turn = {"role": SPEAKERS[speaker], **{key: item for key, item in turn.items() if key != "from"}}
+        turn = {key: item for key, item in turn.items() if key in ("role", "content", *SAID_AS, *KEPT)}
+    if "content" not in turn and (said := next((name for name in SAID_AS if name in turn), None)):
+        turn = {("content" if key == said else key): item for key, item in turn.items()}
     if not isinstance(turn.get("role"), str) or not turn["role"]:
         raise DataError(
             f"{where} has no role: it has {', '.join(turn) or 'nothing'}. Write it as {{role, content}}."
         )
+    if turn["role"] in OTHER_ROLES:
+        turn = {**turn, "role": SPEAKERS[turn["role"]]}
     content = turn.get("content")
     if isinstance(content, list):
         turn = {**turn, "content": "".join(_part(part, where, images) for part in content)}
@@ -211,6 +220,11 @@ def is_missing(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(is_missing(item) for item in value)
     return value is None or value == {}
+
+
+def is_blank(truth: Any) -> bool:
+    """Whether a right answer, as `truth_of` gives it, is none or an empty text."""
+    return truth is None or (isinstance(truth, str) and not truth.strip())
 
 
 def value_at(value: Any, path: str) -> Any:

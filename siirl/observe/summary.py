@@ -1,10 +1,19 @@
 """The closing summary: what a run achieved and where its results lie."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from siirl.observe.columns import REWARD, VALIDATION_REWARD
 from siirl.observe.curve import of_column, read_series
+
+COUNTS = {
+    "prompts": "",
+    "truncated": " truncated",
+    "dropped": " of the files dropped as too long",
+    "without_truth": " without ground truth",
+}
+COUNTED = re.compile(rf"data/(?P<source>.+)/(?P<what>{'|'.join(COUNTS)})")
 
 
 def closing_summary(metrics_jsonl: Path, total_s: float, places: Mapping[str, Path | None]) -> str:
@@ -21,10 +30,26 @@ def closing_summary(metrics_jsonl: Path, total_s: float, places: Mapping[str, Pa
         lines.append((f"validation reward{_agent(name)}", text))
     for name, points in of_column(series, REWARD).items():
         lines.append((f"training reward{_agent(name)}", _first_to_last(points)))
+    lines += _prompts(series)
     lines.append(("time", duration(total_s)))
     lines += [(what, str(where)) for what, where in places.items() if where is not None]
     width = max(len(what) for what, _ in lines)
     return "\n".join(["done.", *(f"  {what:<{width}}  {text}" for what, text in lines)])
+
+
+def _prompts(series: Mapping[str, Mapping[int, float]]) -> list[tuple[str, str]]:
+    """The prompts that were read, and what was not as it should be with some, by source."""
+    told: dict[str, dict[str, int]] = {}
+    for name, points in series.items():
+        if found := COUNTED.fullmatch(name):
+            number = max(points.values()) if found["what"] == "dropped" else sum(points.values())
+            told.setdefault(found["what"], {})[found["source"]] = int(number)
+    parts = [
+        f"{sum(counts.values()):,}{words} ({', '.join(f'{source} {n:,}' for source, n in counts.items())})"
+        for what, words in COUNTS.items()
+        if (counts := told.get(what))
+    ]
+    return [("prompts", "; ".join(parts))] if parts else []
 
 
 def duration(seconds: float) -> str:

@@ -74,14 +74,14 @@ def takes_parts(function: ScoreFn) -> bool:
 def accepted_answers(ground_truth: Any) -> list[str]:
     """The ground truth as stripped texts, any of which is right; a list in the dataset has several.
 
-    Values that are missing (null, NaN) are none. A number is written in each way in which people write it:
-    7.0, which pandas makes of 7, is 7, too. numpy's values and decimals are numbers. DataError if nothing is
-    left.
+    Values that are missing (null, NaN) and empty texts are none. A number is written in each way in which
+    people write it: 7.0, which pandas makes of 7, is 7, too. numpy's values and decimals are numbers.
+    DataError if nothing is left.
     """
     if hasattr(ground_truth, "tolist"):  # of numpy
         ground_truth = ground_truth.tolist()
     answers = ground_truth if isinstance(ground_truth, list | tuple | set) else [ground_truth]
-    texts = [text for answer in answers for text in _spellings(answer)]
+    texts = [text for answer in answers for text in _spellings(answer) if text]
     if not texts:
         raise DataError("the row has no reward_model.ground_truth")
     return list(dict.fromkeys(texts))

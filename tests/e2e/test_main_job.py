@@ -17,6 +17,7 @@ COMPARED = (
     "actor/ref_kl",
     "actor/entropy",
     "rollout/response_length",
+    "data/arithmetic/prompts",
 )
 
 

@@ -6,6 +6,7 @@ import datetime
 import decimal
 import gzip
 import json
+from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -193,6 +194,10 @@ CHATS = {
     "parts": [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "2="}]}],
     "ShareGPT": [{"from": "system", "value": "7"}, {"from": "human", "value": "1+2="}],
     "a map of messages": {"messages": CHAT},
+    "a map of a conversation": {"conversations": [{"from": "human", "value": "1+2="}]},
+    "other roles": [{"role": "human", "content": "1+2="}],
+    "other names of the content": [{"from": "user", "text": "1+2="}],
+    "roles and values": [{"role": "user", "value": "1+2="}],
     "text": "1+2=",
 }
 READ_AS = {"parts": CHAT, "ShareGPT": [{"role": "system", "content": "7"}, *CHAT]}
@@ -201,8 +206,8 @@ READ_AS = {"parts": CHAT, "ShareGPT": [{"role": "system", "content": "7"}, *CHAT
 @pytest.mark.parametrize("ending", ["parquet", "jsonl"])
 @pytest.mark.parametrize("name", CHATS)
 def test_chats_are_read_in_the_forms_that_people_have(tmp_path, tokenizer, name, ending):
-    if (name, ending) == ("a map of messages", "parquet"):
-        pytest.skip("a struct with one field is refused by its type")
+    if ending == "parquet" and name not in ("parts", "ShareGPT", "text", "other roles"):
+        pytest.skip("another struct is refused by its type")
     file = tmp_path / f"rows.{ending}"
     WRITERS[file.name](file, [{**ROWS[0], "prompt": CHATS[name]}])
     (row,) = read(file, tokenizer)
@@ -298,7 +303,13 @@ def test_a_curriculum_is_read_from_files_of_json(tmp_path):
         check_difficulties(config(f"data.train_files={tmp_path}/rows.jsonl", "data.curriculum_key=m"))
 
 
-NO_TRUTHS = {"null": None, "NaN": float("nan"), "nothing": [], "a list of nothing": [None]}
+NO_TRUTHS = {
+    "null": None,
+    "an empty text": " ",
+    "NaN": float("nan"),
+    "nothing": [],
+    "a list of nothing": [None],
+}
 
 
 @pytest.mark.parametrize("name", NO_TRUTHS)
@@ -312,6 +323,77 @@ def test_rows_without_ground_truth_are_a_finding_by_row_and_source(tmp_path, nam
     cfg, _ = checked(file, "custom_reward_function.path=mine.py")  # whose affair it is
     (counts,) = count_rows(cfg, None)
     assert str(counts) == "train: 4 rows (math 4); 2 without ground truth (math 2)"
+
+
+ODD_FILES = {
+    "columns.json": json.dumps(
+        {"prompt": ["1+2="] * 2, "data_source": ["math"] * 2, "ground_truth": ["3", "4"]}
+    ),
+    "pandas.json": json.dumps(
+        {name: {"0": value, "1": value} for name, value in {"prompt": "1+2=", "data_source": "math"}.items()}
+        | {"ground_truth": {"0": "3", "1": "4"}}
+    ),
+    "bom.csv": "\ufeffprompt,data_source,ground_truth\r\n1+2=,math,3\r\n1+2=,math,4\r\n",
+    "old.csv": "prompt,data_source,ground_truth\r1+2=,math,3\r1+2=,math,4\r",
+    "crlf.jsonl": "".join(
+        json.dumps({"prompt": "1+2=", "data_source": "math", "ground_truth": truth}) + "\r\n"
+        for truth in "34"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD_FILES)
+def test_rows_are_read_whatever_programs_write_around_them(tmp_path, tokenizer, name):
+    (tmp_path / name).write_bytes(ODD_FILES[name].encode())
+    rows = read(tmp_path / name, tokenizer)
+    assert [row["raw_prompt"] for row in rows] == [CHAT] * 2
+    assert [row["ground_truth"] for row in rows] == ["3", "4"]
+
+
+def test_numbers_of_32_bits_are_read_as_they_are_written_at_any_depth(tmp_path, tokenizer):
+    cells = [7.1, 0.1, None]
+    single = pa.array(cells, pa.float32())
+    columns = {
+        "prompt": ["1+2="] * 3,
+        "data_source": ["math"] * 3,
+        "ground_truth": pa.array(["3", "4", "5"]).dictionary_encode(),
+        "extra_info": pa.StructArray.from_arrays(
+            [single, pa.array([[7.1]] * 3, pa.list_(pa.float32()))], ["a", "b"]
+        ),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    rows = read(tmp_path / "rows.parquet", tokenizer)
+    assert [row["extra_info"] for row in rows] == [{"a": cell, "b": [7.1]} for cell in cells]
+
+
+@pytest.mark.parametrize("sources", [[5, 5], [["math"], ["math"]], ["math", 5]], ids=str)
+def test_a_data_source_that_is_no_text_is_a_finding(tmp_path, sources):
+    rows = [{"prompt": "1+2=", "data_source": source, "ground_truth": "3"} for source in sources]
+    (tmp_path / "rows.jsonl").write_text(lines(rows))
+    with pytest.raises(DataError, match=r"'data_source' has .*the data source of a row is a text"):
+        checked(tmp_path / "rows.jsonl")
+
+
+def test_rows_are_counted_by_source_in_each_step_as_check_counts_those_of_the_files(tmp_path, tokenizer):
+    longer = [{"role": "user", "content": "1+2=" * 9}]
+    rows = [ROWS[0], {**ROWS[1], "prompt": longer}, {**ROWS[1], "reward_model": {"ground_truth": ""}}]
+    file = write_parquet(tmp_path / "rows.parquet", rows)
+    keys = ["custom_reward_function.path=mine.py", "data.max_prompt_length=20"]
+
+    def counted(*more):
+        cfg = config(f"data.train_files={file}", *keys, *more)
+        (counts,) = count_rows(cfg, None, counts_tokens=False)
+        assert counts.without_truth == Counter(gsm8k=1, math=0)
+        dataset = PromptDataset.from_config(cfg, "train", tokenizer)
+        for _ in range(2):  # each time those that were read since
+            dataset.rows(range(len(dataset)))
+            told = dataset.drain_counts()
+        return told
+
+    seen = {"math/prompts": 1, "gsm8k/prompts": 2, "gsm8k/without_truth": 1}
+    assert counted("data.truncation=left") == seen | {"gsm8k/truncated": 1}
+    dropped = seen | {"gsm8k/prompts": 1, "gsm8k/dropped": 1}
+    assert counted("data.filter_overlong_prompts=True") == dropped
 
 
 def test_a_list_of_truths_leaves_out_those_that_are_missing():
@@ -332,7 +414,8 @@ BAD_FILES = {
     "f.csv": ("", "cannot be read as csv"),
     "g.csv": ("prompt,data_source\n1\n", "cannot be read as csv"),
     "h.arrow": ("xyz", "cannot be read as arrow"),
-    "i.jsonl": ("", "the dataset is empty|has no column 'prompt'"),
+    "i.jsonl": ("", "has no rows: it is empty"),
+    "j.json": ("[]", "has no rows: it is empty"),
 }
 
 

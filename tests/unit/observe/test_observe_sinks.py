@@ -314,11 +314,15 @@ def test_a_short_run_is_not_smoothed_and_the_legend_says_what_is(tmp_path, num_s
 def test_the_summary_names_rewards_and_places(tmp_path):
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     for step, value in ((0, 0.05), (10, 0.95), (20, 0.9)):
-        sink.log(step, {"val/reward/mean": value, "reward/score": value / 2})
+        counts = {"data/math/prompts": 3, "data/my/data/prompts": 1, "data/math/dropped": 7}
+        cut = {"data/my/data/truncated": 1} if step else {}
+        sink.log(step, {"val/reward/mean": value, "reward/score": value / 2} | counts | cut)
     sink.close()
     places = {"checkpoint": tmp_path / "checkpoints", "HF model": None}
     text = closing_summary(tmp_path / "metrics.jsonl", 125.4, places)
     assert "0.050 (step 0) -> 0.900 (step 20); best 0.950 (step 10)" in text
+    counted = "12 (math 9, my/data 3); 2 truncated (my/data 2); 7 of the files dropped as too long (math 7)"
+    assert counted in text
     assert "2 min 5 s" in text and str(tmp_path / "checkpoints") in text and "HF model" not in text
     assert [duration(s) for s in (3.21, 3723)] == ["3.2 s", "1:02:03"]
 
