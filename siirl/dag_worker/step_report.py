@@ -16,8 +16,7 @@ from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import NumericsError
 from siirl.nodes.trained_tokens import MOST_ROWS, Found, sample_records
 from siirl.observe.curve import METRICS_FILE, reward_curve_png
-from siirl.observe.derived import derived_metrics
-from siirl.observe.flops import mfu
+from siirl.observe.derived import derived_metrics, mfu
 from siirl.observe.loggers import tensorboard_dir
 from siirl.observe.metrics import Metrics
 from siirl.observe.sinks import Sinks, write_json_lines

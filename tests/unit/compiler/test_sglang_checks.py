@@ -14,7 +14,7 @@ from siirl.compiler.checks.sglang_checks import NOT_GIVEN
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.config import effect_warnings
 from siirl.config.checks import check_config
-from siirl.engines.rollout.sglang.sglang_arguments import engine_arguments, engine_environment
+from siirl.engines.rollout.sglang.sglang_rollout import engine_arguments, engine_environment
 from siirl.errors import ConfigError, NotSupportedError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

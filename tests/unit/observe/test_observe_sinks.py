@@ -16,7 +16,7 @@ from siirl.observe import console
 from siirl.observe.columns import COLUMNS, REWARD, cell, number
 from siirl.observe.console import ConsoleSink
 from siirl.observe.curve import read_series, reward_curve_png
-from siirl.observe.flops import mfu, peak_flops
+from siirl.observe.derived import mfu, peak_flops
 from siirl.observe.loggers import make_sinks
 from siirl.observe.logs import setup_logging
 from siirl.observe.metrics import Metrics
