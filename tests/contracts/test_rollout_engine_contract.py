@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM
 from siirl.compiler.backends import ROLLOUT_BACKENDS
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
+from siirl.dialect.dialect import derive
+from siirl.dialect.template import ChatTemplate
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.sampling import derive_seed
@@ -262,6 +264,48 @@ def test_stopping_early_does_not_change_what_was_said_before(engine):
     stopped = engine.generate(PROMPTS, SamplingParams(max_tokens=12, n=4, stop_token_ids=(3, 4, 5)), range(5))
     for long, short in zip(flat(free), flat(stopped), strict=True):
         assert long.token_ids[: len(short.token_ids)] == short.token_ids
+
+
+class Turns:
+    """A vocabulary whose chat template ends a turn by token 7; its tokenizer's end of sequence is 3."""
+
+    eos_token_id, chat_template, name_or_path = 3, "turns", "turns"
+
+    def get_added_vocab(self):
+        return {"<end>": 7, "<user>": 8}
+
+    def apply_chat_template(self, conversation, **options):
+        return "".join(f"<user>{message['content']}<end>" for message in conversation) + "assistant:"
+
+    def decode(self, ids, **options):
+        return " ".join(map(str, ids))
+
+
+STOP_SOURCES = {
+    "the tokenizer's alone": (("tokenizer",), {3}),
+    "a list of the config, and not its model's own": (("config",), {4, 9}),
+    "one of the generation config": (("generation_config",), {5}),
+    "the template's end of a turn": (("template",), {7}),
+    "all of them": (("tokenizer", "config", "generation_config", "template"), {3, 4, 5, 7, 9}),
+    "none": ((), set()),
+}
+
+
+@pytest.mark.parametrize("case", STOP_SOURCES)
+def test_an_engine_ends_responses_at_the_stops_of_the_dialect_and_at_no_others(engine, case):
+    """Not at what the files of the model say besides: token 1 of its config.json. So all engines agree."""
+    sources, wanted = STOP_SOURCES[case]
+    files = {"config.json": {"eos_token_id": [4, 9]}, "generation_config.json": {"eos_token_id": 5}}
+    dialect = derive(Turns(), ChatTemplate(Turns(), {}), files, sources)
+    assert set(dialect.stop_ids) == wanted
+    free = flat(engine.generate(PROMPTS, SamplingParams(max_tokens=20, n=8), range(5)))
+    params = SamplingParams(max_tokens=20, n=8, stop_token_ids=dialect.stop_ids)
+    found = flat(engine.generate(PROMPTS, params, range(5)))
+    assert all(len(sample.token_ids) == 20 for sample in free) and any(1 in one.token_ids for one in free)
+    for whole, sample in zip(free, found, strict=True):
+        stop = next((at for at, token in enumerate(whole.token_ids) if token in wanted), None)
+        assert sample.token_ids == whole.token_ids[: None if stop is None else stop + 1]
+        assert sample.finish_reason == ("length" if stop is None else "stop")
 
 
 def test_ignore_eos_runs_to_the_length_limit(engine):
