@@ -12,6 +12,7 @@ from typing import Any, Literal
 from siirl.agents.message_form import OwnTurn
 from siirl.agents.policy import Generated
 from siirl.agents.renderer import Chat, ChatRenderer, Read, Spoken
+from siirl.agents.shown import images_in
 from siirl.data.chosen_experts import longer
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.dialect.tool_formats import ToolParser
@@ -168,6 +169,8 @@ class Context:
         if isinstance(opening, list):  # as the template has it, in a row of its own
             self.num_rewritten += 1
             opening, spelled, prompt = None, opening, None
+        elif opening is None:
+            opening = self._lengthened(renderer, messages, tools, spelled)
         if opening is None:
             opening = self._started(renderer, messages, prompt, tools, spelled)
         opening.row.busy = True
@@ -286,6 +289,31 @@ class Context:
         read = read or renderer.follow(new, spoken.stop)
         room = self._limits.response - len(row.ids) - len(read.tokens)
         return Opening(row, read, list(messages), self._most(room), chat, text) if room > 0 else None
+
+    def _lengthened(
+        self, renderer: ChatRenderer, messages: Chat, tools: Sequence[dict], spelled: Chat
+    ) -> Opening | None:
+        """After the row whose last turn was cut off, where somebody has written more behind its words.
+
+        None: there is none with room whose words the template begins with.
+        """
+        cut = [
+            (row, renderer.words(row.spoken))
+            for row in self.rows
+            if row.spoken is not None and row.spoken.stop is None and row.tools == tools
+            if not row.busy and not row.by_tokens and not images_in(spelled)
+        ]
+        text = renderer.opened(spelled) if cut else ""
+        row, words = max(
+            ((row, words) for row, words in cut if text.startswith(words)),
+            key=lambda one: len(one[1]),
+            default=(None, ""),
+        )
+        if row is None:
+            return None
+        read = renderer.read(text[len(words) :])
+        room = self._limits.response - len(row.ids) - len(read.tokens)
+        return Opening(row, read, list(messages), self._most(room), spelled, text) if room > 0 else None
 
     def _started(
         self,

@@ -218,6 +218,14 @@ class ChatRenderer:
             said = int(bool(tokens) and tokens[0] == last_token)
         return Read(tokens[said:], seen.after(-said))
 
+    def words(self, spoken: Spoken) -> str:
+        """The text of a row up to the end of its last turn."""
+        return self._opened(spoken) + spoken.own.said.raw
+
+    def read(self, text: str) -> Read:
+        """The tokens of a part of what the template has written, which has no images."""
+        return Read(self._tokens(text))
+
     def shortened(self, content: str, num_tokens: int) -> str:
         """A text without its last num_tokens tokens."""
         tokens = self._tokens(content)

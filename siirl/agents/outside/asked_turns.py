@@ -143,10 +143,9 @@ class AskedTurns:
                 return whole
             raw = own.said.raw[: own.said.raw.index(policy.ended_by)]
             parts = read_turn(renderer.dialect, raw, own.said.opened, parse)
-            answer = raw if parts.reasoning is None else parts.answer
             cut = _message(asked, own, parts, raw)
             # What stood before the stop is told to the letter: programs may write the stop behind it again.
-            told.append((cut if calls_of(cut) else cut | {"content": answer.lstrip()}, parts, whole))
+            told.append((cut if calls_of(cut) else cut | {"content": parts.answer.lstrip()}, parts, whole))
             return told[0][0] if speaker.limits.history == "grow" else whole
 
         turn = await take_turn(
@@ -202,7 +201,7 @@ def _message(asked: Asked, own: OwnTurn, parts: Parts, text: str) -> dict[str, A
     """A turn, or its beginning, as a message: its answer and calls, these with ids. text: all of it."""
     if asked.prompts:
         return {"role": "assistant", "content": parts.raw}
-    answer = text if parts.reasoning is None else parts.answer
+    answer = text if parts.calls and parts.reasoning is None else parts.answer
     message = as_message(Parsed(parts.answer, parts.calls), answer, asked.tools)
     if not (calls := calls_of(message)):
         return message

@@ -5,6 +5,7 @@ waits for: turns, and the programs that it runs. unblocked by: these, deadlines,
 """
 
 import asyncio
+import json
 import logging
 import socket
 import threading
@@ -30,6 +31,8 @@ from siirl.strangers import MOST_STRANGERS, Strangers, is_same
 
 log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 8 << 20
+ALIVE_S = 10.0
+"""How often a stream says that there will be something."""
 BODY_S = 60.0
 """How long a request's body may take to come."""
 GRACE_S = 5.0
@@ -323,16 +326,37 @@ class Endpoint:
         asked = understood(NOT_UNDERSTOOD, wire.asked_of, await _json(request))
         self._tell_unused(asked)
         session.count_requests(asked.num_turns - 1)
-        said = await session.answer(asked)
-        now = int(time.time())
         if not asked.streams:
-            return web.json_response(wire.whole(said, now))
+            said = await session.answer(asked)
+            return web.json_response(wire.whole(said, int(time.time())))
+        answering = asyncio.ensure_future(session.answer(asked))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for part in wire.parts(said, now, asked.with_usage):
+        try:
+            while not (await asyncio.wait({answering}, timeout=ALIVE_S))[0]:
+                await self._keep_alive(request, response)
+            said = answering.result()
+        except BadRequest as error:
+            if not response.prepared:
+                raise
+            body = json.dumps(wire.error_body(str(error), error.code))
+            parts: Iterator[bytes] = iter([f"event: error\ndata: {body}\n\n".encode()])
+        else:
+            parts = wire.parts(said, int(time.time()), asked.with_usage)
+        finally:
+            answering.cancel()
+        if not response.prepared:
+            await response.prepare(request)
+        for part in parts:
             await response.write(part)
         await response.write_eof()
         return response
+
+    async def _keep_alive(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Say nothing, in a stream, so that nobody on the way takes the connection for dead."""
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(b": the turn is being generated\n\n")
+        self._num_events += 1
 
     def _tell_unused(self, asked: Asked) -> None:
         """Log parameters that change nothing, each once in a run."""

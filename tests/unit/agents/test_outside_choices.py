@@ -1,7 +1,9 @@
 """What a request may ask of sampling, by the clients that users have: stop, n, log-probs, tokens, texts."""
 
 import asyncio
+import json
 import math
+import urllib.request
 
 import anthropic
 import openai
@@ -16,6 +18,7 @@ from siirl.agents.outside.stopped_policy import StoppedPolicy
 from siirl.agents.policy import Generated
 from siirl.agents.runner import run_all
 from siirl.dialect.formats.json_calls import hermes
+from siirl.errors import EpisodeFailed
 
 USER = {"role": "user", "content": "q"}
 
@@ -262,3 +265,35 @@ def test_anthropics_client_stops_at_its_sequences():
         ("plain", "end_turn", None),
     ]
     assert math.isclose(sum(rows(played)[0].log_probs), -8.0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stream_says_that_it_lives_and_ends_by_the_turn_or_by_an_error(fails, monkeypatch):
+    monkeypatch.setattr("siirl.agents.outside.endpoint.ALIVE_S", 0.05)
+
+    class Slow(Script):
+        async def generate(self, prompt, params, seed, seen=None):
+            await asyncio.sleep(0.4)
+            if fails:
+                raise EpisodeFailed("the engine has no answer", "policy")
+            return await super().generate(prompt, params, seed)
+
+    def play(session):
+        for path, more in (("chat/completions", {}), ("messages", {"max_tokens": 9}))[: 1 + (not fails)]:
+            body = {"model": "a", "messages": [USER], "stream": True, **more}
+            head = {"Authorization": f"Bearer {session.api_key}"}
+            asked = urllib.request.Request(f"{session.base_url}/{path}", json.dumps(body).encode(), head)
+            with urllib.request.urlopen(asked, timeout=30) as answer:
+                texts.append(answer.read().decode())
+        client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+        stream = client.chat.completions.create(model="a", messages=[USER], stream=True)
+        texts.append("".join(part.choices[0].delta.content or "" for part in stream))
+        return 1
+
+    texts: list = []
+    (played,) = play_outside(play, {"a": Slow("one", "two", "three")})
+    if fails:  # its program is ended at once, maybe before it has read why
+        assert played.kind == "policy" and all('"code": "episode_over"' in text for text in texts)
+    else:
+        assert texts[0].startswith(": the turn is being generated\n\n" * 3)
+        assert played.kind is None and '"one"' in texts[0] and '"two"' in texts[1] and texts[2] == "three"

@@ -111,6 +111,10 @@ class OpenAI:
         self.messages.append(dumped)
         return [call.id for call in message.tool_calls or ()]
 
+    def kept(self, message):
+        """What the client holds of a turn that the policy has said."""
+        return message
+
     def results(self, results):
         self.messages += [
             {"role": "tool", "tool_call_id": id, "content": self.content(text)} for id, text in results
@@ -225,10 +229,10 @@ class MiniSwe(OpenAI):
             )
 
 
-class SmolCode(OpenAI):
-    """A CodeAgent: no tools of the wire; stops at its closing mark, which it writes behind the code again."""
+class Stopping(OpenAI):
+    """An agent without tools of the wire, which stops at a mark and writes it behind the answer again."""
 
-    closing = "</code>"
+    closing, calls = "</code>", ""
 
     def body(self):
         stop = ["Observation:", "Calling tools:", self.closing]
@@ -238,8 +242,18 @@ class SmolCode(OpenAI):
         text = answer["choices"][0]["message"]["content"]
         if not text.strip().endswith(self.closing):
             text += self.closing
+        text += self.calls
         self.messages.append({"role": "assistant", "content": [{"type": "text", "text": text}]})
         return []
+
+    def kept(self, message):
+        return message | {"content": message["content"] + self.calls}
+
+
+class SmolCode(Stopping):
+    """A CodeAgent of smolagents, which writes behind the answer what it has run."""
+
+    calls = "\nCalling tools:\n[{'id': 'call_1', 'function': {'name': 'python_interpreter'}}]"
 
 
 CLIENTS = {
@@ -248,6 +262,7 @@ CLIENTS = {
     "openai-agents, responses": Responses,
     "openai-agents, chat": AgentsChat,
     "mini-swe-agent": MiniSwe,
+    "stops and writes it again": Stopping,
     "smolagents": SmolCode,
 }
 
@@ -269,7 +284,7 @@ async def converse(kind, seed):
     rng = random.Random(f"{kind}/{seed}")
     name = rng.choice(list(TEMPLATES))
     tokenizer, client = TOKENIZERS[name], CLIENTS[kind](rng)
-    actor = (Coder if kind == "smolagents" else Actor)(rng, tokenizer)
+    actor = (Coder if isinstance(client, Stopping) else Actor)(rng, tokenizer)
     renderer = ChatRenderer(tokenizer, {}, dialect=DIALECTS[name])
     one = Speaker(actor, Params(), renderer, Limits(100_000, 100_000))
     played = Played(episode(), {})
@@ -281,7 +296,7 @@ async def converse(kind, seed):
     rows: list[list[int]] = []
     for _ in range(rng.randrange(1, 4)):
         for left in range(rng.randrange(1, 4), -1, -1):
-            actor.may_call = left > 0 and kind != "smolagents"
+            actor.may_call = left > 0
             body = json.loads(json.dumps(client.body()))
             answer = client.whole(await session.turns(client.wire.asked_of(body)), 0)
             tools = [TOOL] if "tools" in body else []
@@ -294,7 +309,7 @@ async def converse(kind, seed):
             rows.append([*actor.read[-1], *actor.said[-1]])
             held = [[*row.prompt_ids, *row.ids] for row in played.contexts[0].rows]
             assert sorted(held) == sorted(rows) if goes_on is not None else len(held) == len(rows)
-            message = actor.message
+            message = client.kept(actor.message)
             calls = message.get("tool_calls", ())
             assert len(ids) == len(calls)
             own = [f"c{len(actor.read) - 1:06d}{index:02d}" for index in range(len(calls))]
