@@ -1,4 +1,7 @@
-"""Tokens that are kept until a response ends are vLLM's own, of requests that it takes off and back, too."""
+"""Tokens that are kept until a response ends are vLLM's own, of requests that it takes off and back, too.
+
+So are those that vLLM has guessed because they followed the same ones earlier in a row.
+"""
 
 import pytest
 import torch
@@ -21,6 +24,10 @@ def model_dir(tmp_path_factory):
     return make_tiny_model_dir(path, vocab=16, init_std=0.5, head_dim=32, max_positions=64, tokenizer=False)
 
 
+ENDS = ({"ignore_eos": True}, {"stop_token_ids": (1,)})
+GUESSED = ({"ignore_eos": True, "temperature": 0.7, "top_k": 6}, {"ignore_eos": True, "temperature": 0.0})
+
+
 @pytest.mark.parametrize("guesses", [0, 3])
 def test_responses_and_log_probs_are_those_of_the_hf_engine(model_dir, guesses):
     reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
@@ -33,19 +40,23 @@ def test_responses_and_log_probs_are_those_of_the_hf_engine(model_dir, guesses):
     try:
         for engine in (kept, counted, plain):
             engine.load_weights(weights_of(engine, reference), version=1)
-        for ends in ({"ignore_eos": True}, {"stop_token_ids": (1,)}):
-            params, seeds = SamplingParams(n=3, max_tokens=45, **ends), range(4)
+        for sampled in (*ENDS, *(GUESSED if guesses else ())):
+            params, seeds = SamplingParams(n=3, max_tokens=45, **sampled), [1 << 63, 5, 77, 123456]
             engines = [engine.generate(PROMPTS, params, seeds) for engine in (kept, counted, plain)]
             for prompt, *samples in zip(PROMPTS, *engines, strict=True):
                 for mine, other, wanted in zip(*samples, strict=True):
                     assert mine.token_ids == other.token_ids == wanted.token_ids
                     assert mine.log_probs == other.log_probs
                     assert mine.finish_reason == other.finish_reason == wanted.finish_reason
-                    exact = response_log_probs(reference, prompt, mine.token_ids)
+                    exact = response_log_probs(reference, prompt, mine.token_ids, params.temperature or 1.0)
                     torch.testing.assert_close(torch.tensor(mine.log_probs), exact, atol=1e-4, rtol=0)
             lengths = {len(sample.token_ids) for prompt in engines[0] for sample in prompt}
-            assert (lengths == {45}) == ("ignore_eos" in ends)
-        assert counted.drain_metrics().values()["rollout/vllm_preemptions_total"] > 0
+            assert (lengths == {45}) == ("ignore_eos" in sampled)
+        totals = counted.drain_metrics().values()
+        assert totals["rollout/vllm_preemptions_total"] > 0
+        if guesses:
+            guessed, right = (totals[f"rollout/vllm_guessed_{what}_total"] for what in ("tokens", "right"))
+            assert guessed > right > 100, totals
     finally:
         for engine in (kept, counted, plain):
             engine.close()

@@ -77,8 +77,8 @@ def test_teachers_on_other_ranks_sharing_rows_and_under_megatron_give_the_same_l
     assert losses[3] == pytest.approx(losses[0], rel=1e-6, abs=1e-6)
 
 
-def test_a_row_that_no_teacher_takes_is_refused_before_the_run(made, tmp_path):
-    shutil.copytree(made, tmp_path / "x", ignore=shutil.ignore_patterns("run"))
+def test_a_row_that_no_teacher_takes_is_refused_before_the_run(tmp_path):
+    write(tmp_path / "x", num_rows=64, steps=0)
     keys = ("dag.node_config.smaller.takes=[other]",)
     said = run_example(tmp_path / "x", *keys, example="distillation", fails=True)
     assert "no teacher of agent 0 takes it, they take larger, other" in " ".join(said.split()), said
