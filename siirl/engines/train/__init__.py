@@ -39,7 +39,7 @@ itself.
   `reduce_dtype` and reduced in the last backward pass. The end of either frees the weights, which then may
   be written, sent or moved.
 - **Attention sinks** (gpt-oss) are one more part that attention is joined from, a logit of each head
-  without a value (`siirl/engines/train/attention/sink_attention.py`): the kernels' own backward, given the
+  without a value (`siirl/engines/train/attention/packed_attention.py`): the kernels' own backward, given the
   joined output and normaliser, is exact. In fp32 on a GPU, whose kernels do not say their normaliser, a key
   of zeros behind each row is the sink.
 - **Compiled layers** (`model.compile_layers`, `siirl/engines/train/layer_compiler.py`): linear layers of
