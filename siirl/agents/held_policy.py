@@ -73,12 +73,12 @@ class HeldPolicy:
             tokens = [*prompt, *turn.token_ids]
             part = await self.line.ask(self.key, tokens, rest, seed, seen, done, begun)
             self.heard(part)
-            turn = _joined(turn, part)
+            turn = joined(turn, part)
         return turn
 
 
-def _joined(turn: Generated, part: Generated) -> Generated:
-    """Both, the one after the other."""
+def joined(turn: Generated, part: Generated) -> Generated:
+    """A turn and the part of it that was sampled after that."""
     versions = turn.token_versions + part.token_versions
     return Generated(
         turn.token_ids + part.token_ids,

@@ -4,9 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from siirl.agents.held_policy import joined
 from siirl.agents.policy import STOP_STRING, Generated, Policy
+from siirl.agents.pump import Pump
 from siirl.data.seen import NO_IMAGES, Seen
 
+FIRST_PART = 64
+"""Tokens."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -16,6 +20,8 @@ class StoppedPolicy:
     A policy samples token after token, each given those before it, so the first tokens of a turn are
     distributed as if it had ended there: what follows the token that completes a text of `stop` is dropped.
     What is left is what was sampled, the text of the stop included, with its log-probs, and is trained on.
+    So that not much is, the turn is asked of an engine in parts, each twice as long as the one before: the
+    numbers by which tokens are drawn are those of the whole turn.
     """
 
     def __init__(self, policy: Policy, stop: Sequence[str], decode: Decode) -> None:
@@ -27,8 +33,20 @@ class StoppedPolicy:
 
     async def generate(self, prompt: list[int], params: Any, seed: int, seen: Seen = NO_IMAGES) -> Generated:
         """See Policy. finish_reason is "stop_string" where a text ended the turn."""
-        generated = await self._policy.generate(prompt, params, seed, seen)
-        self.generated = self._cut(generated, len(prompt)) if self._stop else generated
+        policy, turn, size = self._policy, None, FIRST_PART if self._stop else params.max_tokens
+        while self.generated is None:
+            if isinstance(policy, Pump):
+                done = turn.token_ids if turn is not None else []
+                wanted = replace(params, max_tokens=min(size, params.max_tokens - len(done)))
+                part = await policy.generate([*prompt, *done], wanted, seed, seen, start=len(done))
+            else:
+                part, wanted = await policy.generate(prompt, params, seed, seen), params
+            turn = part if turn is None else joined(turn, part)
+            cut = self._cut(turn, len(prompt)) if self._stop else turn
+            goes_on = part.finish_reason == "length" and len(turn.token_ids) < params.max_tokens
+            if self.ended_by is not None or not goes_on or wanted is params:
+                self.generated = cut
+            size *= 2
         return self.generated
 
     def _cut(self, turn: Generated, num_read: int) -> Generated:

@@ -16,8 +16,10 @@ from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
 from siirl.agents.outside.programs import Programs, starter
 from siirl.agents.outside.stopped_policy import StoppedPolicy
 from siirl.agents.policy import Generated
+from siirl.agents.pump import Pump
 from siirl.agents.runner import run_all
 from siirl.dialect.formats.json_calls import hermes
+from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.errors import EpisodeFailed
 
 USER = {"role": "user", "content": "q"}
@@ -125,10 +127,63 @@ def test_what_experts_and_versions_say_of_dropped_tokens_is_dropped():
             return Generated(ids, [-1.0] * 10, "length", 3, list(range(10)), experts)
 
     policy = StoppedPolicy(Routed(), ["stop"], lambda ids: Letters().decode(ids))
-    turn = asyncio.run(policy.generate([1, 2, 3], None, 0))
+    turn = asyncio.run(policy.generate([1, 2, 3], SamplingParams(max_tokens=10), 0))
     assert text_of(turn.token_ids) == "ab stop" and policy.ended_by == "stop"
     assert (turn.log_probs, turn.versions) == ([-1.0] * 7, list(range(7)))
     assert len(turn.experts) == 6 * (3 + 7 - 1) and turn.finish_reason == "stop_string"
+
+
+class Reader:
+    """An engine's stream that goes through a text; keeps what it was asked for."""
+
+    def __init__(self, text):
+        self.ids, self.asked, self.waiting = [*map(ord, text), END], [], []
+
+    @property
+    def num_pending(self):
+        return len(self.waiting)
+
+    def submit(self, requests):
+        self.waiting += requests
+
+    def collect(self, timeout_s):
+        answers = []
+        for one in self.waiting:
+            assert list(one.prompt) == [1, 2, 3, *self.ids[: one.start]]
+            ids = self.ids[one.start : one.start + one.params.max_tokens]
+            self.asked.append(len(ids))
+            log_probs = [-float(one.start + index) for index in range(len(ids))]
+            experts = bytes(2 * (len(one.prompt) + len(ids) - 1))
+            reason = "stop" if ids[-1] == END else "length"
+            answers.append((one.key, Completion(ids, log_probs, reason, 7, [], experts)))
+        self.waiting = []
+        return answers
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "asked", "num_said", "reason"),
+    [
+        ("a" * 100 + " stop " + "b" * 900, 1000, [64, 128], 105, "stop_string"),
+        ("a" * 60 + " stop " + "b" * 900, 1000, [64, 128], 65, "stop_string"),
+        ("a" * 300, 1000, [64, 128, 109], 301, "stop"),
+        ("a" * 300, 150, [64, 86], 150, "length"),
+        ("a" * 63, 1000, [64], 64, "stop"),
+        ("a" * 64, 1000, [64, 1], 65, "stop"),
+    ],
+)
+def test_little_more_is_sampled_than_the_turn_that_a_stop_text_ends(text, most, asked, num_said, reason):
+    stream = Reader(text)
+    params = SamplingParams(max_tokens=most)
+    with Pump(lambda: stream, Request, "a", 30.0) as pump:
+        policy = StoppedPolicy(pump, ["stop"], lambda ids: Letters().decode(ids))
+        turn = asyncio.run(policy.generate([1, 2, 3], params, 5))
+    assert (stream.asked, len(turn.token_ids), turn.finish_reason) == (asked, num_said, reason)
+    assert turn.token_ids == stream.ids[:num_said] and turn.weight_version == 7
+    assert turn.log_probs == [-float(index) for index in range(num_said)]
+    assert len(turn.experts) == 2 * (3 + num_said - 1)
 
 
 def test_choices_are_rows_of_their_own_and_each_may_be_gone_on_from():
