@@ -15,6 +15,7 @@ from siirl.nodes.function_reward import function_reward, show
 from siirl.nodes.trained_tokens import Found, Wanted, sample_records
 from siirl.observe.memory_probe import HostMemory
 from siirl.observe.metrics import Metrics
+from siirl.show.conversation_text import parts_of, split_episodes
 
 
 def told_steps(step_s: float, each_s: float, steps: int, first_s: float | None = None) -> list[int]:
@@ -82,7 +83,7 @@ def test_a_step_whose_rows_are_shown_does_not_wait_for_their_rewards():
 
 
 def shown(
-    rows, limit: int, dialect: Dialect, whole_groups: bool = True, validate: bool = False
+    rows, limit: int, dialect: Dialect, whole_groups: bool = True, validate: bool = False, keys: tuple = ()
 ) -> list[dict]:
     said = {1: "<think>2+2</think>4", 2: "4", 3: "<think>2+", 4: "<think>a</think>b"}
     tokenizer = SimpleNamespace(
@@ -93,7 +94,7 @@ def shown(
     ctx = SimpleNamespace(
         agent=0, validate=validate, shown=Samples([], limit, []), trained=None, node_id="reward",
         tokenizer=tokenizer, dialect=dialect, peers=SimpleNamespace(has_whole_groups=whole_groups),
-        cfg=config(),
+        cfg=config(*keys),
     )  # fmt: skip
     show(ctx, rows, rows)  # type: ignore[arg-type]
     return ctx.shown.rows
@@ -134,6 +135,34 @@ def test_what_a_model_said_is_shown_in_parts():
     assert parts[1] is None, "there is nothing to take apart"
     assert parts[2] == {"reasoning": "2+", "answer": "", "calls": []}, "cut off before it answered"
     assert shown(rows, 4, dialect)[0]["response"] == "<think>2+2</think>4"
+
+
+def test_what_agents_said_is_shown_in_parts_turn_by_turn():
+    call = '<tool_call>{"name": "add", "arguments": {"x": 2}}</tool_call>'
+    say = [
+        {"role": "user", "agent": None, "turn": None, "content": "2+2?"},
+        {"role": "assistant", "agent": 0, "turn": 0, "content": f"<think>use it</think>{call}"},
+        {"role": "tool", "agent": None, "turn": None, "content": "4"},
+        {"role": "assistant", "agent": 1, "turn": 1, "content": "<think>not its own</think>4"},
+        {"role": "assistant", "agent": 0, "turn": 2, "content": "4"},
+    ]
+    rows = samples_of([0], [2])
+    rows = make_rows(
+        {"extra_info": [{"agent": 0, "episode_id": 0, "conversation": say}], "turn_id": [[2]]}
+    ).update(rows)
+    dialect = Dialect("thinks", reasoning=ReasoningMarks("<think>", "</think>"), tool_format="hermes")
+    tools = ("actor_rollout_ref.rollout.multi_turn.enable=true",)
+    (row,) = shown(rows, 4, dialect, keys=tools)
+    calls = [{"name": "add", "arguments": {"x": 2}}]
+    assert row["episode"]["said"] == {0: {"reasoning": "use it", "answer": "", "calls": calls}}
+    _, (episode,) = split_episodes([row])
+    assert [parts_of(one) for one in episode.messages] == [
+        None,
+        ("use it", "", ["add(x=2)"]),
+        None,
+        None,
+        None,
+    ]
 
 
 def test_what_a_span_has_in_memory_is_asked_for_a_trace_only():

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from contextlib import ExitStack
 import pytest
 from viewed_runs import write_run
 
+from siirl.cli import main
 from siirl.errors import ConfigError
 from siirl.strangers import MOST_STRANGERS
 from siirl.view import run_parts
@@ -110,3 +112,14 @@ def test_many_strangers_are_few_and_keep_nobody_out(served):
 
 def served_strangers():
     return {thread for thread in threading.enumerate() if "process_request" in thread.name}
+
+
+def test_the_command_prints_the_address_and_the_line_for_another_machine(tmp_path, capsys, monkeypatch):
+    def interrupted(server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PageServer, "serve_forever", interrupted)
+    assert main(["view", str(write_run(tmp_path / "run"))]) == 0
+    told = capsys.readouterr().out
+    port = re.search(r"http://127\.0\.0\.1:(\d+)/", told)
+    assert port and f"ssh -L {port[1]}:127.0.0.1:{port[1]} {socket.gethostname()}\n" in told
