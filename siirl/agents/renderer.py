@@ -18,7 +18,7 @@ from siirl.agents.shown import images_in, parts_of
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.dialect.dialect import Dialect
 from siirl.dialect.parts import opens_reasoning, raw_text, read_turn
-from siirl.dialect.template import ChatTemplate, TemplateRefused, Vocabulary
+from siirl.dialect.template import ChatTemplate, TemplateRefused, Vocabulary, row_options
 from siirl.dialect.tool_formats import ToolCall, ToolParser
 from siirl.errors import DataError, EpisodeFailed, SiirlError
 from siirl.observe.printable import encodable
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 IMAGES = "images"
 """Kind of EpisodeFailed: what an agent is shown has images that it cannot see, or no places for them."""
 MOST_KNOWN = 512
-MOST_TOOL_LISTS = 64
+MOST_KEPT = 64
 
 
 def alternating(messages: Sequence[Mapping[str, Any]], keeps_system: bool = False) -> Chat:
@@ -119,20 +119,28 @@ class ChatRenderer:
         self._around: tuple[str, str, str] | None = None
         self._end_text = ""
         self._end: list[int] | None = None
-        self._with_tools: dict[str, ChatRenderer] = {}
+        self._others: dict[str, ChatRenderer] = {}
         self._told = False
 
     def with_tools(self, tools: Sequence[dict]) -> "ChatRenderer":
-        """One that tells the template of these tools; itself without any. MOST_TOOL_LISTS are kept."""
+        """One that tells the template of these tools; itself without any. MOST_KEPT are kept."""
         if not tools:
             return self
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self._with_tools:
-            if len(self._with_tools) >= MOST_TOOL_LISTS:
-                self._with_tools.clear()
-            made = ChatRenderer(self.tokenizer, self._template_kwargs, tools, self._sight, self.dialect)
-            self._with_tools[key] = made
-        return self._with_tools[key]
+        return self._other({}, tools)
+
+    def for_row(self, extra_info: Any) -> "ChatRenderer":
+        """One for an episode of a row that gives the template arguments of its own; itself without any."""
+        options = row_options(extra_info)
+        return self._other(options, self._tools) if options else self
+
+    def _other(self, options: Mapping[str, Any], tools: Sequence[dict]) -> "ChatRenderer":
+        key = json.dumps([options, tools], sort_keys=True, default=str)
+        if key not in self._others:
+            if len(self._others) >= MOST_KEPT:
+                self._others.clear()
+            kwargs, dialect = {**self._template_kwargs, **options}, self.dialect.of_row(options)
+            self._others[key] = ChatRenderer(self.tokenizer, kwargs, tools, self._sight, dialect)
+        return self._others[key]
 
     @property
     def form(self) -> MessageForm:

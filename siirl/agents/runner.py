@@ -50,6 +50,10 @@ class Speaker:
     shares: tuple[int, ...] = ()
     """Of the episodes, how many each engine gets of sum(shares); (): equal shares."""
 
+    def context_of(self, episode: Episode) -> Context:
+        """What it reads in an episode, before its first turn there."""
+        return Context(self.renderer.for_row(episode.task.get("extra_info")), self.limits)
+
     def policy_of(self, episode: Episode) -> Policy:
         """The engine that an episode keeps to: what it has read before is in its cache."""
         turns = in_turn(self.shares or (1,) * (1 + len(self.more)))
@@ -186,7 +190,7 @@ async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
     """One turn of an agent; more, as long as it calls tools."""
     episode = played.episode
     episode.speaker = stage.agent
-    context = played.contexts.setdefault(stage.agent, Context(speaker.renderer, speaker.limits))
+    context = played.contexts.setdefault(stage.agent, speaker.context_of(episode))
     view = _view(episode, stage.agent, context)
     given = not episode.turns and len(view) == len(episode.task["raw_prompt"]) and speaker.tools is None
     known = Read(played.prompt_ids, episode.prompt_seen) if given and played.prompt_ids is not None else None

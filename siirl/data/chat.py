@@ -11,6 +11,7 @@ from siirl.config import Config
 from siirl.dialect.template import ChatTemplate, TemplateRefused, chosen_template
 from siirl.errors import DataError
 from siirl.model_files.directory import check_tokenizer_files
+from siirl.observe.printable import encodable
 
 Messages = list[dict[str, Any]]
 Prompt = str | Messages
@@ -96,9 +97,10 @@ def encode_prompts(
                 f"the roles {roles}. Write them with roles that it takes, or give the tokenizer another one."
             ) from error
         # the template has written the special tokens itself
-        _place(ids, chats, tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        texts_of = [encodable(text) for text in rendered]
+        _place(ids, chats, tokenizer(texts_of, add_special_tokens=False)["input_ids"])
     if texts:
-        whole = tokenizer([prompts[i] for i in texts])["input_ids"]
+        whole = tokenizer([encodable(str(prompts[i])) for i in texts])["input_ids"]
         _place(ids, texts, [to_continue(tokenizer, prompts[i], x) for i, x in zip(texts, whole, strict=True)])
     return ids
 

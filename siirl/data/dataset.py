@@ -24,10 +24,10 @@ from siirl.data.images import num_images, read_images, with_image_parts
 from siirl.data.prompt_lengths import TEMPLATE_TOKENS, token_bounds
 from siirl.data.response_columns import ResponseColumns
 from siirl.data.row_checks import response_problems
-from siirl.data.row_values import chat_of, is_blank, is_json, is_list, plain, truth_of, values_of
+from siirl.data.row_values import chat_of, is_blank, is_json, is_list, is_text, plain, truth_of, values_of
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.dialect.dialect import dialect_of
-from siirl.dialect.template import ChatTemplate, template_options
+from siirl.dialect.template import ROW_OPTIONS, ChatTemplate, row_options, template_options
 from siirl.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class PromptDataset:
         records = [self._record(sample_index) for sample_index in sample_indices]
         prompts = [record[self.prompt_key] for record in records]
         images = [self._images(index, record) for index, record in zip(sample_indices, records, strict=True)]
-        ids = self._encode(sample_indices, prompts, images)
+        ids = self._encode(sample_indices, prompts, images, list(map(self._options, records)))
         given = self.responses.encode(records, [self.where(index) for index in sample_indices])
         rows = []
         for sample_index, record, prompt, (prompt_ids, seen), responses in zip(
@@ -193,22 +193,47 @@ class PromptDataset:
         return {name: count for name, count in counts.items() if count}
 
     def _encode(
-        self, sample_indices: Sequence[int], prompts: Sequence[Prompt], images: Sequence[list[str]]
+        self,
+        sample_indices: Sequence[int],
+        prompts: Sequence[Prompt],
+        images: Sequence[list[str]],
+        options: Sequence[Mapping[str, Any]],
     ) -> list[tuple[list[int], Seen]]:
-        """Token ids of prompts with their images; DataError where images have no place in the prompt."""
+        """Token ids of prompts with their images; DataError where images have no place in the prompt.
+
+        options: of each prompt, the arguments of the template that its row has.
+        """
         if self.image_reader is None:
-            ids = encode_prompts(self.tokenizer, prompts, self.template_kwargs, self.tools) if prompts else []
+            ids = self._token_ids(prompts, options)
             return [(of_row, NO_IMAGES) for of_row in ids]
         wheres = [self.where(index) for index in sample_indices]
         written = [
             with_image_parts(prompt, len(seen), where)
             for prompt, seen, where in zip(prompts, images, wheres, strict=True)
         ]
-        ids = encode_prompts(self.tokenizer, written, self.template_kwargs, self.tools) if prompts else []
+        ids = self._token_ids(written, options)
         return [
             self.image_reader.expand(of_row, seen, where)
             for of_row, seen, where in zip(ids, images, wheres, strict=True)
         ]
+
+    def _token_ids(self, prompts: Sequence[Prompt], options: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """Token ids of prompts, those of equal options in one batched call."""
+        groups: dict[str, list[int]] = {}
+        for place, one in enumerate(options):
+            groups.setdefault(json.dumps(one, sort_keys=True, default=str), []).append(place)
+        ids: list[list[int]] = [[] for _ in prompts]
+        for places in groups.values():
+            kwargs = {**self.template_kwargs, **options[places[0]]}
+            encoded = encode_prompts(self.tokenizer, [prompts[p] for p in places], kwargs, self.tools)
+            for place, of_row in zip(places, encoded, strict=True):
+                ids[place] = of_row
+        return ids
+
+    @staticmethod
+    def _options(record: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the template that a row has of its own."""
+        return row_options(record.get(EXTRA_KEY))
 
     def extra_infos(self) -> list[Any]:
         """extra_info of every row, in order; None where the file has none."""
@@ -328,7 +353,8 @@ class PromptDataset:
             fewest = {index: _num_characters(prompt) // longest for index, prompt in prompts.items()}
             near = [index for index in chunk if fewest[index] <= self.max_prompt_length]
             images = [self._images(index, records[index]) for index in near]
-            ids = self._encode(near, [prompts[index] for index in near], images)
+            options = [self._options(records[index]) for index in near]
+            ids = self._encode(near, [prompts[index] for index in near], images, options)
             lengths = {index: len(of_row) for index, (of_row, _) in zip(near, ids, strict=True)}
             for index in chunk:
                 if index not in lengths:
@@ -339,6 +365,8 @@ class PromptDataset:
     def _most_tokens(self, table: pa.Table) -> np.ndarray:
         """An upper bound of the number of tokens of each prompt."""
         bounds = token_bounds(table[self.prompt_key], self._num_template)
+        if EXTRA_KEY in table.column_names and _may_name(ROW_OPTIONS, table[EXTRA_KEY]):
+            return np.full(len(bounds), UNBOUNDED)
         if self.image_reader is None:
             return bounds
         column = table[self.image_key]
@@ -361,6 +389,17 @@ class PromptDataset:
                 lists = self.responses.encode_whole(list(records), list(wheres))
                 for place, name, length in self.responses.too_long(lists):
                     yield chunk[place], name, length
+
+
+def _may_name(name: str, column: pa.ChunkedArray) -> bool:
+    """Whether values of a column may have this key."""
+    if is_json(column.type):
+        column = pc.struct_field(column, [0])
+    if pa.types.is_struct(column.type):
+        return column.type.get_field_index(name) >= 0
+    if is_text(column.type):
+        return bool(pc.any(pc.match_substring(column, name)).as_py())
+    return not pa.types.is_null(column.type)
 
 
 def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -11,8 +11,15 @@ import pyarrow.compute as pc
 from siirl.config import Config
 from siirl.data.row_values import chat_of, is_list, is_text, plain, text_bytes
 from siirl.dialect.file_vocabulary import FileVocabulary
-from siirl.dialect.template import ChatTemplate, TemplateRefused, chosen_template, template_options
+from siirl.dialect.template import (
+    PROBE_TOOL,
+    ChatTemplate,
+    TemplateRefused,
+    chosen_template,
+    template_options,
+)
 from siirl.errors import DataError
+from siirl.observe.printable import encodable
 
 TEMPLATE_TOKENS = 64  # allowance for what a chat template adds to a prompt, and
 MESSAGE_TOKENS = 16  # to each of its messages
@@ -28,28 +35,35 @@ class PromptLengths:
     template: ChatTemplate
     limit: int
     """data.max_prompt_length."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """What stands for the tools of a run that has some, which this process does not load."""
 
     @classmethod
     def of(cls, cfg: Config) -> "PromptLengths | None":
-        """None where a check cannot know: images, tools of the prompts, a tokenizer that is not here."""
+        """None where a check cannot know: images, or a tokenizer that is not here."""
         folder = Path(cfg.data.tokenizer or cfg.actor_rollout_ref.model.path).expanduser()
-        here = (folder / "tokenizer.json").is_file()
-        if not here or cfg.data.has_images or cfg.actor_rollout_ref.rollout.multi_turn.enable:
+        if not (folder / "tokenizer.json").is_file() or cfg.data.has_images:
             return None
         try:
             vocabulary = FileVocabulary(folder)
         except Exception:  # noqa: BLE001 - the edge to tokenizers; checks of model files say what is wrong
             return None
         vocabulary.chat_template = chosen_template(vocabulary.chat_template, cfg, str(folder))
-        return cls(vocabulary, ChatTemplate(vocabulary, template_options(cfg)), cfg.data.max_prompt_length)
+        tools = (PROBE_TOOL,) if cfg.actor_rollout_ref.rollout.multi_turn.enable else ()
+        template = ChatTemplate(vocabulary, template_options(cfg))
+        return cls(vocabulary, template, cfg.data.max_prompt_length, tools)
 
     def overlong(self, prompts: pa.ChunkedArray) -> list[tuple[int, int]] | None:
-        """(row, tokens) of each prompt above the limit; None where there are too many to count."""
+        """(row, tokens) of each prompt above the limit; None where there are too many to count, or they tell
+        of tools. DataError where the template does not take the first, of any length, or one that is counted.
+        """
         beside = TEMPLATE_TOKENS
+        if len(prompts):
+            self._count(plain(prompts[0].as_py()), 0)
+        if self.tools:
+            return None
         if self.vocabulary.chat_template:
             beside += len(self.vocabulary.encode(self.template.attempt(ASKED, (), True)))
-        elif len(prompts):  # of any length: chats need a template
-            self._count(plain(prompts[0].as_py()), 0)
         suspects = np.flatnonzero(token_bounds(prompts, beside) > self.limit)
         if len(suspects) > MOST_COUNTED:
             return None
@@ -59,7 +73,7 @@ class PromptLengths:
     def _count(self, cell: Any, row: int) -> int:
         prompt = chat_of(cell, f"row {row}")
         if isinstance(prompt, str):
-            return len(self.vocabulary.encode(prompt))
+            return len(self.vocabulary.encode(encodable(prompt)))
         if not self.vocabulary.chat_template:
             raise DataError(
                 f"the prompts are chat messages, but the tokenizer of {self.vocabulary.name_or_path} has no "
@@ -67,15 +81,15 @@ class PromptLengths:
                 "strings."
             )
         try:
-            text = self.template.prompt(prompt)
+            text = self.template.prompt(prompt, self.tools)
         except TemplateRefused as error:
-            roles = ", ".join(turn["role"] for turn in prompt)
+            roles, beside = ", ".join(turn["role"] for turn in prompt), " beside tools" if self.tools else ""
             raise DataError(
-                f"row {row}: the chat template of {self.template.name} refuses the prompt: "
+                f"row {row}: the chat template of {self.template.name} refuses the prompt{beside}: "
                 f"{error}. It has the roles {roles}. Write it with roles that the template takes, or give "
                 "the tokenizer another one."
             ) from error
-        return len(self.vocabulary.encode(text, add_special_tokens=False))
+        return len(self.vocabulary.encode(encodable(text), add_special_tokens=False))
 
 
 def token_bounds(prompts: pa.ChunkedArray, beside: int) -> np.ndarray:

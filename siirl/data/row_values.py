@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from siirl.errors import DataError
+from siirl.observe.printable import encodable
 
 _CELL = "__json__"
 JSON_TYPE = pa.struct([(_CELL, pa.string())])
@@ -160,7 +161,8 @@ def _message(turn: Mapping[str, Any], where: str, images: bool) -> dict[str, Any
         raise DataError(
             f"{where} has {_kind(content)} as content: it is a text, or a list of parts. Convert it."
         )
-    return turn
+    content = turn.get("content")
+    return {**turn, "content": encodable(content)} if isinstance(content, str) else turn
 
 
 def _part(part: Any, where: str, images: bool) -> str:

@@ -1,5 +1,6 @@
 """What models said in rows: the last turn of each, taken apart."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +10,13 @@ from transformers import PreTrainedTokenizerBase
 from siirl.data.rows import objects
 from siirl.dialect.dialect import Dialect
 from siirl.dialect.parts import Said, opens_reasoning, read_turn
+from siirl.dialect.template import row_options
 
 
 def said_in(rows: TensorDict, tokenizer: PreTrainedTokenizerBase, dialect: Dialect) -> list[Said]:
     """The response of each of [B] rows; of agents that talk, their last turn in it.
 
-    Reads response_ids, response_length, and where there are such raw_prompt and turn_id.
+    Reads response_ids, response_length, and where there are such raw_prompt, turn_id and extra_info.
     """
     lengths = rows["response_length"].tolist()
     ids = [row[:length] for row, length in zip(rows["response_ids"].tolist(), lengths, strict=True)]
@@ -25,7 +27,17 @@ def said_in(rows: TensorDict, tokenizer: PreTrainedTokenizerBase, dialect: Diale
         opened = [None if _turns(turns) > 1 else x for x, turns in zip(opened, turn_ids, strict=True)]
         ids = [_last_turn(row, turns) for row, turns in zip(ids, turn_ids, strict=True)]
     texts = raw_texts(dialect, tokenizer, ids)
-    return [read_turn(dialect, text, began) for text, began in zip(texts, opened, strict=True)]
+    columns = zip(_of_rows(dialect, rows), texts, opened, strict=True)
+    return [read_turn(of_row, text, began) for of_row, text, began in columns]
+
+
+def _of_rows(dialect: Dialect, rows: TensorDict) -> list[Dialect]:
+    """How the model speaks in each row, whose template may have arguments of its own."""
+    infos = objects(rows, "extra_info") if "extra_info" in rows.keys() else [None] * len(rows)
+    options = [row_options(info) for info in infos]
+    keys = [json.dumps(one, sort_keys=True, default=str) for one in options]
+    known = {key: dialect.of_row(one) for key, one in dict(zip(keys, options, strict=True)).items()}
+    return [known[key] for key in keys]
 
 
 def raw_texts(

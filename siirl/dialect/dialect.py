@@ -6,7 +6,7 @@ and overridden by keys. Contexts, parsers, rewards, the endpoint, samples and al
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -66,6 +66,18 @@ class Dialect:
     findings: tuple[str, ...] = ()
     """What a user should know of it, a sentence each."""
 
+    template: ChatTemplate | None = field(default=None, compare=False, repr=False)
+    """That by which it was found."""
+
+    def of_row(self, options: Mapping[str, Any]) -> "Dialect":
+        """How it speaks behind the prompt of a row with such arguments of its template: these may open or
+        close the reasoning."""
+        if not options or self.template is None:
+            return self
+        template = self.template.with_options(options)
+        marks = self.reasoning and _opened(self.reasoning, _generation(template))
+        return replace(self, reasoning=marks, template=template)
+
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return tuple(stop.id for stop in self.stops)
@@ -100,8 +112,7 @@ def dialect_of(cfg: Config, tokenizer: Marked) -> Dialect:
     derived = dialect_of_model(cfg.actor_rollout_ref.model, tokenizer, options, rollout.stop_sources)
     marks = rollout.reasoning_marks
     if marks is not None:
-        template = ChatTemplate(tokenizer, options) if tokenizer.chat_template else None
-        prompt = "" if template is None else template.attempt([USER], generation=True)
+        prompt = "" if derived.template is None else _generation(derived.template)
         derived = replace(derived, reasoning=_opened(ReasoningMarks(*marks), prompt) if marks else None)
     extra = [StopToken(id, _text(tokenizer, id), ("key",)) for id in rollout.stop_token_ids]
     return replace(derived, stops=_merged([*derived.stops, *extra]))
@@ -162,6 +173,7 @@ def derive(
         _tool_format(template, added),
         template.tools_by,
         dated=_is_dated(template),
+        template=template,
     )
     dialect = replace(dialect, drops_reasoning=_drops_reasoning(template, dialect.reasoning))
     return replace(dialect, findings=tuple(_findings(dialect, end)))
@@ -195,20 +207,24 @@ def _text(tokenizer: Vocabulary, id: int) -> str:
 
 def _probed(template: ChatTemplate) -> Probe:
     said = {"role": "assistant", "content": PROBE}
-    asked = template.attempt([USER])
-    prompt = template.attempt([USER], generation=True)
     call = {"id": CALL_ID, "type": "function", "function": {"name": "look", "arguments": {"q": PROBE}}}
     calls = {"role": "assistant", "content": "", "tool_calls": [call]}
     answer = {"role": "tool", "name": "look", "tool_call_id": CALL_ID, "content": "!!!"}
     ended = template.attempt([USER, calls]).partition(PROBE)[2]
     answered = template.attempt([USER, calls, answer]).partition(PROBE)[2]
     return Probe(
-        prompt[len(_common(asked, prompt)) :],
+        _generation(template),
         template.attempt([USER, said]).partition(PROBE)[2],
         template.attempt([USER, said, OTHER], generation=True).partition(PROBE)[2],
         _common(ended, answered) or ended,
         template.attempt([USER, {**calls, "tool_calls": [call, call]}]).partition(PROBE)[2],
     )
+
+
+def _generation(template: ChatTemplate) -> str:
+    """What it writes where the assistant's turn begins."""
+    asked, prompt = template.attempt([USER]), template.attempt([USER], generation=True)
+    return prompt[len(_common(asked, prompt)) :]
 
 
 def _common(one: str, other: str) -> str:
@@ -314,8 +330,7 @@ def _drops_reasoning(template: ChatTemplate, marks: ReasoningMarks | None) -> bo
 def _is_dated(template: ChatTemplate) -> bool:
     texts = set()
     for date in ("2001-02-03", "2004-05-06"):
-        asked = ChatTemplate(template.tokenizer, {**template.options, CLOCK: clock(date)})
-        texts.add(asked.attempt([USER], generation=True))
+        texts.add(template.with_options({CLOCK: clock(date)}).attempt([USER], generation=True))
     return len(texts) > 1
 
 

@@ -18,12 +18,22 @@ from siirl.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
 
-REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    ArithmeticError,
+)
 """What templates raise: on purpose, and by reading what messages do not have."""
 CONTINUE, GENERATION = "continue_final_message", "add_generation_prompt"
 """Arguments that say where a prompt ends."""
 PROBE = "STANDINFORTHETURN"
 """Stands for what somebody says; no letter of it is changed by trimming or escaping."""
+ROW_OPTIONS = "chat_template_kwargs"
+"""In a row's extra_info: further arguments of the chat template for its prompt."""
 CLOCK = "strftime_now"
 """The function by which templates ask for today's date."""
 SHOW_TOOLS = "siirl_show_tools"
@@ -81,6 +91,12 @@ class ChatTemplate:
         self.in_system = self.options.pop(SHOW_TOOLS, "template") == "system"
         """Tools are shown in the system message, whatever the template does with them."""
         self.name = getattr(tokenizer, "name_or_path", "") or "a tokenizer"
+
+    def with_options(self, options: Mapping[str, Any]) -> "ChatTemplate":
+        """The same with further arguments."""
+        found = ChatTemplate(self.tokenizer, {**self.options, **options})
+        found.in_system = self.in_system
+        return found
 
     def render(
         self,
@@ -206,6 +222,21 @@ def chosen_template(found: Any, cfg: Config, name: str) -> str | None:
             "Set data.chat_template to one of these names."
         )
     return named["default"]
+
+
+def row_options(extra_info: Any) -> dict[str, Any]:
+    """The arguments of the chat template that a row has of its own: extra_info.chat_template_kwargs, but for
+    the empty ones, by which files of columns fill what a row leaves out. DataError unless they are a mapping.
+    """
+    options = extra_info.get(ROW_OPTIONS) if isinstance(extra_info, Mapping) else None
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise DataError(
+            f"extra_info.{ROW_OPTIONS} = {options!r:.80}: these are arguments of the chat template, by name. "
+            "Write a mapping, e.g. {enable_thinking: false}."
+        )
+    return {str(name): value for name, value in options.items() if value is not None}
 
 
 def template_options(cfg: Config) -> dict[str, Any]:

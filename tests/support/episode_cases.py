@@ -90,11 +90,12 @@ def play(
     functions: dict[str, Any] | None = None,
     make_env: Any = None,
     num_episodes: int = 1,
+    extra_info: dict[str, Any] | None = None,
 ) -> list[Played]:
     """Play episodes of the task "q", with seeds 100, 101, ..."""
     policies = tuple(f"agent_{one.agent}.rollout" for one in stages if one.kind == "agent")
     plan = InteractionPlan(stages[0].node, tuple(stages), policies, 9)
-    task = {"raw_prompt": [{"role": "user", "content": "q"}]}
+    task = {"raw_prompt": [{"role": "user", "content": "q"}], "extra_info": extra_info}
     made = [Episode(number, 0, number, 100 + number, task) for number in range(num_episodes)]
     prompts = [Letters().encode(f"u:q{chr(END)}a:") for _ in made]
     return run_all(Game(plan, speakers, functions or {}, make_env, 5.0), made, prompts)

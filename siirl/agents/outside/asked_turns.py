@@ -61,7 +61,7 @@ class AskedTurns:
         Nothing is generated unless there is room for all. BadRequest, or errors of the policy.
         """
         speaker = self._game.speakers[stage.node]
-        context = self._played.contexts.setdefault(stage.agent, Context(speaker.renderer, speaker.limits))
+        context = self._played.contexts.setdefault(stage.agent, speaker.context_of(self._played.episode))
         try:
             begun = understood(UNREADABLE, self._begun, stage, context, asked)
         except ContextFull as error:

@@ -10,10 +10,12 @@ from tokenizers import processors
 from siirl.config import load_config
 from siirl.data.chat import encode_prompts, load_tokenizer
 from siirl.data.dataset import PromptDataset
-from siirl.dialect.dialect import TOOL
+from siirl.data.prompt_lengths import PromptLengths
+from siirl.data.row_values import JSON_TYPE, as_json_cell, chat_of
 from siirl.dialect.file_vocabulary import FileVocabulary
 from siirl.dialect.template import chosen_template
 from siirl.errors import DataError
+from siirl.show.dialect_text import TOOL
 from tests.unit.dialect.test_dialect import CHATML, tokenizer_of
 
 ASKED, BEGUN = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}
@@ -171,3 +173,30 @@ def test_arguments_of_the_tokenizer_are_handed_on(tmp_path):
     save(tmp_path)
     keys = [f"actor_rollout_ref.model.path={tmp_path}", "+data.tokenizer_kwargs.pad_token=<|im_end|>"]
     assert load_tokenizer(load_config(keys)).pad_token == "<|im_end|>"
+
+
+HALF = "\ud83d"
+
+
+def test_half_a_character_in_a_chat_is_made_printable_wherever_it_stands(tmp_path):
+    tools = [{"type": "function", "function": {"name": "look", "description": HALF, "parameters": {}}}]
+    chat = [{"role": "user", "content": f"? {HALF}"}]
+    template = (
+        "{{ tools[0].function.description if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = tokenizer_of(template)
+    (ids,) = encode_prompts(tokenizer, [chat], {}, tools)
+    assert tokenizer.decode(ids) == "\\ud83d? \\ud83d"
+    assert chat_of(chat, "a row") == [{"role": "user", "content": "? \\ud83d"}]
+    tokenizer.save_pretrained(tmp_path)
+    cfg = load_config([f"actor_rollout_ref.model.path={tmp_path}", "data.max_prompt_length=3"])
+    lengths = PromptLengths.of(cfg)
+    assert lengths is not None
+    found = lengths.overlong(pa.chunked_array([pa.array([as_json_cell(chat)], JSON_TYPE)]))
+    assert found is not None and found[0][1] > 3
+
+
+def test_whatever_a_template_raises_is_its_refusal():
+    for template in ("{{ 1 / 0 }}", "{{ messages[0].nope.x }}", "{% for %}", "{{ raise_exception('no') }}"):
+        with pytest.raises(DataError, match="refuses a prompt"):
+            encode_prompts(tokenizer_of(template), [[{"role": "user", "content": "?"}]], {})

@@ -7,14 +7,19 @@ in a new one where the template rewrites what the row holds; or the template ref
 import logging
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from template_cases import OWN, TemplateTokenizer, dialect_of
+from test_dialect import CHATML, tokenizer_of
 
 from siirl.agents.contexts import Context, Limits
 from siirl.agents.policy import Generated
 from siirl.agents.renderer import ChatRenderer
+from siirl.config import load_config
+from siirl.data.prompt_lengths import PromptLengths
 from siirl.dialect.template import TemplateRefused
 from siirl.dialect.tool_formats import tool_parser
 from siirl.errors import DataError
@@ -211,6 +216,31 @@ def converse(name, seed, tools):
             talk.hear({"role": "user", "content": talk.rng.choice(["And 3+3?", "go on"])})
     talk.check(talk.context.begin(talk.shown))
     return talk.num_equal, talk.context.num_rewritten
+
+
+def test_check_refuses_the_pairs_that_have_no_rows_and_no_others(tmp_path):
+    tokenizer = tokenizer_of(CHATML)
+    tokenizer.add_special_tokens({"bos_token": "<BOS>"})
+    tokenizer.save_pretrained(tmp_path)
+    keys = ["actor_rollout_ref.rollout.multi_turn.enable=true", "data.max_prompt_length=100000"]
+    cfg = load_config([f"actor_rollout_ref.model.path={tmp_path}", *keys])
+    prompts, said = pa.chunked_array([[[{"role": "user", "content": "?"}]]]), {}
+    for name, source in TEMPLATES.items():
+        text = source if isinstance(source, str) else source.read_text()
+        (tmp_path / "chat_template.jinja").write_text(text)
+        told = PromptLengths.of(cfg)
+        assert told is not None and told.tools
+        for lengths in (told, replace(told, tools=())):
+            try:
+                assert not lengths.overlong(prompts)
+            except DataError as error:
+                said[name, bool(lengths.tools)] = str(error)
+    refused = {(name, tools): why for tools in (False, True) for name, why in (WITHOUT, WITH)[tools].items()}
+    refused = {pair: why for pair, why in refused.items() if pair[0] in TEMPLATES}
+    assert said.keys() == refused.keys()
+    for (name, tools), why in refused.items():
+        assert f"refuses the prompt{' beside tools' * tools}: " in said[name, tools]
+        assert why in said[name, tools]
 
 
 @pytest.mark.parametrize("tools", [False, True], ids=["plain", "tools"])
