@@ -28,7 +28,7 @@ ENDS = ({"ignore_eos": True}, {"stop_token_ids": (1,)})
 GUESSED = ({"ignore_eos": True, "temperature": 0.7, "top_k": 6}, {"ignore_eos": True, "temperature": 0.0})
 
 
-@pytest.mark.parametrize("guesses", [0, 3])
+@pytest.mark.parametrize("guesses", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_responses_and_log_probs_are_those_of_the_hf_engine(model_dir, guesses):
     reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     guessing = f"actor_rollout_ref.rollout.speculative_tokens={guesses}"
