@@ -15,7 +15,7 @@ from siirl.compiler.overridden import overridden
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.config.rollout import STOP_SOURCES
-from siirl.dialect.call_style import call_style, told_format
+from siirl.dialect.call_style import CallStyle, call_style, told_format
 from siirl.dialect.marks import KNOWN, ReasoningMarks
 from siirl.dialect.template import CLOCK, PROBE, ChatTemplate, Vocabulary, clock, template_options
 
@@ -57,6 +57,8 @@ class Dialect:
     reasoning: ReasoningMarks | None = None
     tool_format: str | None = None
     """How it writes calls of tools (siirl/dialect/tool_formats.py); None: its template writes none."""
+    calls: CallStyle | None = None
+    """What its template does with them; None: it writes none that can be read."""
     tools_by: str | None = None
     """What tells the model of tools: "template", "system message"; None: nothing does."""
     drops_reasoning: bool = False
@@ -156,6 +158,7 @@ def derive(
     if template is None:
         return Dialect(_name(tokenizer), stops, tokenizer.eos_token_id, reasoning=KNOWN[0])
     probe, added = _probed(template), tokenizer.get_added_vocab()
+    style = None if template.in_system else call_style(template)
     ends = list(_turn_ends(probe, added, {stop.id for stop in stops}))
     if "template" in sources:
         source = str(tokenizer.chat_template)
@@ -170,7 +173,8 @@ def derive(
         tokenizer.eos_token_id if end is None else added[end],
         probe.last,
         reasoning_marks(template, probe, added),
-        _tool_format(template, added),
+        _tool_format(template, style, added),
+        style,
         template.tools_by,
         dated=_is_dated(template),
         template=template,
@@ -298,11 +302,25 @@ def _opened(marks: ReasoningMarks, prompt: str) -> ReasoningMarks:
     return replace(marks, opened=begin > end, closed=0 <= begin < end)
 
 
-def _tool_format(template: ChatTemplate, added: Mapping[str, int]) -> str | None:
+def _tool_format(template: ChatTemplate, style: CallStyle | None, added: Mapping[str, int]) -> str | None:
     if template.in_system:
         return "hermes"
-    style = call_style(template)
     return told_format(template, added) if style is None else style.format
+
+
+def tool_findings(dialect: Dialect) -> Iterator[str]:
+    """What a user should know who gives a model tools, a sentence each."""
+    if untold := untold_tools(dialect):
+        yield untold
+    style = dialect.calls
+    kept = "turns with others stay in the history word for word"
+    if style is not None and not style.exact:
+        lost = "some arguments (quotes, line ends, nested values)"
+        yield f"{style.format} calls, as the chat template writes them, lose {lost}: {kept}"
+    if style is not None and not style.several:
+        yield f"the chat template writes turns of one call alone: {kept}"
+    if style is not None and not style.keeps_text:
+        yield f"the chat template writes calls without what is said beside them: {kept}"
 
 
 def untold_tools(dialect: Dialect) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from siirl.compiler.plan import Plan
 from siirl.config import Config
-from siirl.dialect.dialect import Dialect, dialect_of, untold_tools
+from siirl.dialect.dialect import Dialect, dialect_of, tool_findings
 from siirl.dialect.file_vocabulary import FileVocabulary
 from siirl.dialect.template import ChatTemplate, TemplateRefused, chosen_template, template_options
 
@@ -47,8 +47,8 @@ def dialects_here(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[Spoke
         vocabulary.chat_template = chosen_template(vocabulary.chat_template, cfg, str(folder))
         template = ChatTemplate(vocabulary, template_options(cfg)) if vocabulary.chat_template else None
         dialect = dialect_of(cfg, vocabulary)
-        if cfg.actor_rollout_ref.rollout.multi_turn.enable and (untold := untold_tools(dialect)):
-            dialect = replace(dialect, findings=(*dialect.findings, untold))
+        if cfg.actor_rollout_ref.rollout.multi_turn.enable:
+            dialect = replace(dialect, findings=(*dialect.findings, *tool_findings(dialect)))
         yield name.partition(".")[0], dialect, template
 
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from siirl.config import load_config
-from siirl.dialect.dialect import derive, dialect_of, untold_tools
+from siirl.dialect.dialect import derive, dialect_of, tool_findings, untold_tools
 from siirl.dialect.file_vocabulary import FileVocabulary
 from siirl.dialect.marks import KNOWN, ReasoningMarks
 from siirl.dialect.parts import raw_text, read_turn
@@ -330,3 +330,31 @@ def test_tools_that_no_template_shows_are_told_of_in_the_system_message(template
     example = text[text.rindex("<tool_call>") : text.rindex("</tool_call>") + len("</tool_call>")]
     (call,) = tool_parser("hermes")(example).calls
     assert set(call.arguments) == {"the name of an argument"}
+
+
+WRITES = (
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": ARGUMENTS}</tool_call>{% endfor %}{% endif %}'
+)
+EXACT = WRITES.replace("ARGUMENTS", "{{ c.function.arguments | tojson }}")
+LOSSY = WRITES.replace(
+    "ARGUMENTS", '{{ "{" }}"q": "{{ c.function.arguments.q }}", "n": {{ c.function.arguments.n }}{{ "}" }}'
+)
+
+
+@pytest.mark.parametrize(
+    ("turn", "told"),
+    [
+        ("{{ m.content }}" + EXACT, []),
+        ("{{ m.content }}" + LOSSY, ["lose some arguments"]),
+        ("{% if not m.tool_calls %}{{ m.content }}{% endif %}" + EXACT, ["calls without what is said"]),
+        (
+            "{{ m.content }}" + EXACT.replace("m.tool_calls %}<", "m.tool_calls[:1] %}<"),
+            ["turns of one call alone"],
+        ),
+    ],
+    ids=["exact", "lossy", "no_text", "one"],
+)
+def test_what_a_template_loses_of_calls_is_told_to_who_has_tools(turn, told):
+    found = list(tool_findings(derived("{{ tools }}" + CHATML.replace("{{ m.content }}", turn))))
+    assert len(found) == len(told) and all(x in y for x, y in zip(told, found, strict=True)), found
