@@ -1,6 +1,7 @@
 """Conversations under chat templates without models: tokens are characters and marks, turns are scripted."""
 
 import re
+from types import MappingProxyType
 
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -67,9 +68,11 @@ class TemplateTokenizer:
         return "".join(known[id] if id in known else chr(id) for id in map(int, token_ids))
 
 
-def dialect_of(tokenizer: TemplateTokenizer):
+def dialect_of(tokenizer: TemplateTokenizer, options=MappingProxyType({})):
     """Its dialect, without files of a model."""
-    return derive(tokenizer, ChatTemplate(tokenizer, {}), {"config.json": {}, "generation_config.json": {}})
+    return derive(
+        tokenizer, ChatTemplate(tokenizer, options), {"config.json": {}, "generation_config.json": {}}
+    )
 
 
 def _template(turn: str, prompt: str, *, begin: str = "", tools: str = "", refuses: str = "") -> str:

@@ -9,6 +9,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pyarrow as pa
 import pytest
@@ -20,7 +21,7 @@ from siirl.agents.policy import Generated
 from siirl.agents.renderer import ChatRenderer
 from siirl.config import load_config
 from siirl.data.prompt_lengths import PromptLengths
-from siirl.dialect.template import TemplateRefused
+from siirl.dialect.template import SHOW_TOOLS, TemplateRefused
 from siirl.dialect.tool_formats import tool_parser
 from siirl.errors import DataError
 
@@ -60,12 +61,12 @@ THOUGHT = "I think so."
 class Talk:
     """A conversation of a user, tools, and a model that says what its template would write."""
 
-    def __init__(self, name, seed, tools):
+    def __init__(self, name, seed, tools, options):
         self.rng = random.Random(seed)
         source = TEMPLATES[name]
         self.tokenizer = TemplateTokenizer(source if isinstance(source, str) else source.read_text(), name)
-        self.dialect = dialect_of(self.tokenizer)
-        self.renderer = ChatRenderer(self.tokenizer, {}, tools, dialect=self.dialect)
+        self.dialect = dialect_of(self.tokenizer, options)
+        self.renderer = ChatRenderer(self.tokenizer, options, tools, dialect=self.dialect)
         self.tools, self.parse = tools, tool_parser("auto", dialect=self.dialect.tool_format)
         self.context = Context(self.renderer, Limits(100_000, 100_000))
         system = [{"role": "system", "content": "Be brief."}] * self.rng.randrange(2)
@@ -197,9 +198,9 @@ class Talk:
         self.shown.append(dict(message))
 
 
-def converse(name, seed, tools):
+def converse(name, seed, tools, options=MappingProxyType({})):
     """A whole conversation; how often the prompt was the template's, and how many rows began anew."""
-    talk = Talk(name, seed, tools)
+    talk = Talk(name, seed, tools, options)
     for _ in range(talk.rng.randrange(2, 4)):
         rounds = talk.rng.randrange(3) if tools else 0
         for left in range(rounds, -1, -1):
@@ -253,4 +254,11 @@ def test_every_prompt_is_what_the_template_makes_of_the_conversation(name, tools
             converse(name, 0, [LOOK] if tools else [])
         return
     counts = [converse(name, seed, [LOOK] if tools else []) for seed in range(3 if name in REAL else 8)]
+    assert sum(equal for equal, _ in counts) >= 3
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_rows_with_tools_in_the_system_message_are_what_the_template_makes_of_them(name):
+    logging.getLogger("siirl.agents.renderer").disabled = True
+    counts = [converse(name, seed, [LOOK], {SHOW_TOOLS: "system"}) for seed in range(4)]
     assert sum(equal for equal, _ in counts) >= 3
