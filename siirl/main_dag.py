@@ -17,12 +17,12 @@ from siirl.config.tree import print_config
 from siirl.errors import Place, UserError
 from siirl.findings import Findings
 from siirl.launch.agent_memory import agent_folder, goes_on_from
-from siirl.launch.devices import check_gpus, device_memory_gib, machine_of
+from siirl.launch.devices import check_gpus, device_memory_gib, machine_of, with_devices_here
 from siirl.launch.job import Job
 from siirl.launch.launcher_choice import Launcher, choose_launcher
 from siirl.launch.local import run_local
 from siirl.launch.preflight import kept_choices, preflight, with_template_date
-from siirl.launch.run_folder import held, with_absolute_folders, with_own_results
+from siirl.launch.run_folder import held, with_absolute_folders, with_own_name, with_own_results
 from siirl.launch.run_record import command_line, open_folder
 from siirl.launch.survey import survey, survey_inputs, with_choices
 from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun, with_machines_there
@@ -56,17 +56,19 @@ def run(cfg: Config, found: Findings) -> int:
 
     found: what is wrong with the command line already; all that is wrong is told at once.
     """
-    with found.at():
-        cfg = with_absolute_folders(token_to_environment(cfg))
     launcher: Launcher = "local"
     with found.at(Place.MACHINE):
         launcher = choose_launcher(cfg)
+    with found.at():
+        cfg = with_own_name(cfg, shares_no_time=launcher == "torchrun")
+        cfg = with_devices_here(with_absolute_folders(token_to_environment(cfg)), launcher)
+    with found.at(Place.MACHINE):
         if launcher == "torchrun":
             cfg = with_machines_there(cfg)
         if launcher == "local":
             check_gpus(cfg)
     cfg = with_template_date(cfg)
-    seen = survey(cfg, found)
+    seen, device_gib = survey(cfg, found), device_memory_gib()
     if len(found):
         survey_inputs(seen, launcher == "ray" or not is_first_on_machine(), found)
         found.close()
@@ -90,13 +92,17 @@ def run(cfg: Config, found: Findings) -> int:
         return _launch(launcher, job, cfg, plan)
     with held(cfg, run_id):
         setup_logging(0, job.log_dir)
-        device_gib = device_memory_gib()
         job = dataclasses.replace(job, memory_estimate=estimate_record(plan, node_cfgs, device_gib))
         too_much = memory_warnings(plan, node_cfgs, device_gib, found)
         found.close()
         for warning in [*seen.warnings, *too_much]:
             log.warning(warning)
-        setup = [model_setup(plan, node_cfgs), *batch_lines(plan, node_cfgs), *choice_lines(plan)]
+        setup = [
+            f"output: {job.output_path}",
+            model_setup(plan, node_cfgs),
+            *batch_lines(plan, node_cfgs),
+            *choice_lines(plan),
+        ]
         print(*setup, sep="\n", flush=True)  # before what workers write to the same file
         return _launch(launcher, job, cfg, plan)
 

@@ -15,12 +15,12 @@ from siirl.compiler.cost.work import row_tokens
 from siirl.compiler.plan import Plan
 from siirl.compiler.plan_warnings import plan_notes
 from siirl.config import Config
-from siirl.errors import ConfigError, WorkerError
+from siirl.errors import ConfigError, Place, WorkerError
 from siirl.findings import Findings
-from siirl.launch.devices import device_memory_gib, device_name, machine_of, named_machine
+from siirl.launch.devices import device_memory_gib, device_name, machine_of, named_machine, with_devices_here
 from siirl.launch.launcher_choice import choose_launcher
 from siirl.launch.preflight import kept_choices, with_template_date
-from siirl.launch.run_folder import absolute
+from siirl.launch.run_folder import absolute, with_own_name
 from siirl.launch.survey import Survey, survey, survey_inputs, with_choices
 from siirl.observe.curve import METRICS_FILE, Series, read_series
 from siirl.show.cost_text import explanation
@@ -126,6 +126,7 @@ def train(cfg: Config) -> FinishedRun:
     live in files. UserError before the start: all that is wrong. WorkerError if the run fails; its cause has
     been printed. KeyboardInterrupt if the user ended it.
     """
+    cfg = with_own_name(cfg, shares_no_time=choose_launcher(cfg) == "torchrun")
     code = main_dag.run(cfg, Findings())
     output_dir = absolute(cfg.trainer.output_dir)
     if code == 130:
@@ -140,6 +141,8 @@ def train(cfg: Config) -> FinishedRun:
 
 def planned(cfg: Config, elsewhere: bool, found: Findings) -> PlannedRun:
     """The run that a configuration plans. UserError: all that is wrong, with what `found` has already."""
+    with found.at(Place.MACHINE):
+        cfg = with_devices_here(cfg, choose_launcher(cfg))
     surveyed = survey_inputs(survey(with_template_date(cfg), found), elsewhere, found)
     found.close()
     seen = with_choices(surveyed, machine_of(cfg, choose_launcher(cfg)), kept_choices(cfg))

@@ -186,8 +186,8 @@ class ModelConfig:
     """Which model is trained and how it is built."""
 
     path: str = key(
-        "~/models/deepseek-llm-7b-chat",
-        "directory of a Hugging Face model and its tokenizer, or ORG/NAME on the hub",
+        "",
+        "directory of a Hugging Face model and its tokenizer, or ORG/NAME on the hub; a run needs one",
     )
     external_lib: str | None = key(None, "Python module imported before the model is built")
     override_config: dict[str, Any] = key({}, "values that replace those of the model's config.json")

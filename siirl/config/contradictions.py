@@ -167,12 +167,8 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "compares two responses of a prompt. Set actor_rollout_ref.rollout.n=2.",
         ),
         Contradiction(
-            lambda cfg: not cfg.data.train_files and not cfg.trainer.val_only,
-            "data.train_files is empty: there is nothing to train on. Name at least one parquet file.",
-        ),
-        Contradiction(
             lambda cfg: not cfg.data.val_files and _validates(cfg),
-            "data.val_files is empty, but the run validates. Name a parquet file, or set "
+            "data.val_files names nothing, but the run validates. Name a file of prompts, or set "
             "trainer.val_before_train=false trainer.test_freq=-1.",
         ),
     ),

@@ -54,11 +54,9 @@ class DataConfig:
         "the run's first start, which its record keeps",
     )
     train_files: tuple[str, ...] = key(
-        ("~/data/rlhf/gsm8k/train.parquet",), f"files of training prompts: {FILES}"
+        (), f"files of training prompts, without which nothing is trained: {FILES}"
     )
-    val_files: tuple[str, ...] = key(
-        ("~/data/rlhf/gsm8k/test.parquet",), f"files of validation prompts: {FILES}"
-    )
+    val_files: tuple[str, ...] = key((), f"files of validation prompts; none: no validation. {FILES}")
     prompt_key: str = key("prompt", "column of the prompt: chat messages [{role, content}, ...] or a string")
     image_key: str = key(
         "images",

@@ -14,6 +14,8 @@ class Deviation:
 
 FILLED_IN = "the same when unset; ours is filled in when the configuration is read"
 
+BY_NAME = "whose data and model a run takes is said by name"
+
 ONE_STEP = "an optimizer step on each batch where nobody asks for more: 256 does not divide every batch"
 
 SCHEDULE = "the schedule is warmup_style's under each strategy, so that changing the strategy changes nothing"
@@ -25,6 +27,14 @@ DEVIATIONS: dict[str, Deviation] = {
     "trainer.device": Deviation("cuda", "auto takes cuda where there is one, and runs without a GPU as well"),
     "actor_rollout_ref.actor.ppo_mini_batch_size": Deviation(256, ONE_STEP),
     "critic.ppo_mini_batch_size": Deviation(256, ONE_STEP),
+    "data.train_files": Deviation(["~/data/rlhf/gsm8k/train.parquet"], BY_NAME),
+    "data.val_files": Deviation(["~/data/rlhf/gsm8k/test.parquet"], BY_NAME),
+    "actor_rollout_ref.model.path": Deviation("~/models/deepseek-llm-7b-chat", BY_NAME),
+    "critic.model.path": Deviation("~/models/deepseek-llm-7b-chat", BY_NAME),
+    "reward_model.model.path": Deviation("~/models/deepseek-llm-7b-chat", BY_NAME),
+    "trainer.project_name": Deviation("siirl_examples", "a run is named by what it does"),
+    "trainer.experiment_name": Deviation("gsm8k", "a run is named by what it does"),
+    "trainer.val_before_train": Deviation(True, "no validation without data.val_files"),
     "trainer.default_local_dir": Deviation(
         "checkpoints/siirl_examples/gsm8k", "everything that a run writes lies below trainer.output_dir"
     ),

@@ -58,6 +58,12 @@ QUANTIZATION = f"{POLICY}.rollout.quantization"
 FOLLOWS[CORRECTION] = f"truncate if ${{{MAX_LAG}}} or ${{{QUANTIZATION}}} (or a KV cache in fp8), else none"
 """Tokens of older weights, and of an engine in FP8, are weighted, unless the loss compares with the rollout's
 log-probs anyway."""
+SOURCE, OWN_REWARD = "data.data_source", "custom_reward_function.path"
+FOLLOWS[SOURCE] = f"own if ${{{OWN_REWARD}}}, else null"
+SAMPLES, VALIDATES_FIRST = f"{POLICY}.rollout.n", "trainer.val_before_train"
+GROUP_SAMPLES = 8
+FOLLOWS[SAMPLES] = f"{GROUP_SAMPLES} if ${{algorithm.adv_estimator}} compares responses of a prompt, else 1"
+FOLLOWS[VALIDATES_FIRST] = "true if ${data.val_files} names any"
 COMPUTE_DTYPE = {"fsdp": "fsdp_config.mixed_precision.param_dtype", "megatron": "megatron.param_dtype"}
 """Strategy -> the key of a model that says in which type it computes."""
 REF_DTYPES = tuple(f"{POLICY}.ref.{name}" for name in COMPUTE_DTYPE.values())
@@ -116,6 +122,13 @@ def followed_value(cfg: Config, name: str) -> Any:
     if name == CORRECTION:
         differs = get(cfg, MAX_LAG) > 0 or cfg.actor_rollout_ref.rollout.in_fp8
         return "truncate" if differs and get(cfg, f"{POLICY}.actor.recompute_old_log_prob") else "none"
+    if name == SAMPLES:
+        compares = cfg.algorithm.estimator.compares_groups or cfg.algorithm.filter_groups.enable
+        return GROUP_SAMPLES if compares and not cfg.actor_rollout_ref.rollout.gives_data else 1
+    if name == SOURCE:
+        return "own" if get(cfg, OWN_REWARD) else None
+    if name == VALIDATES_FIRST:
+        return bool(cfg.data.val_files)
     template = FOLLOWS[name]
     whole = REFERENCE.fullmatch(template)
     if whole:

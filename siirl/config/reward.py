@@ -43,7 +43,7 @@ class RewardModelModelConfig(ModelConfig):
     """ModelConfig of a model that scores conversations."""
 
     path: str = key(
-        "~/models/deepseek-llm-7b-chat",
+        "",
         "directory of a Hugging Face model with a score head, of a judge, or of any language model if a node "
         "trains it; or ORG/NAME on the hub",
     )

@@ -281,7 +281,7 @@ class RolloutConfig:
     max_model_len: int | None = key(None, "most tokens of prompt and response together", low=1)
     max_num_seqs: int = key(1024, "most sequences generated at once on each rank", low=1, auto=True)
     do_sample: bool = key(True, "sample; False: greedy")
-    n: int = key(1, "responses of each prompt; the group of group-relative advantages", low=1)
+    n: int = key(None, "responses of each prompt; the group of group-relative advantages", low=1)
     log_prob_micro_batch_size_per_gpu: int = key(
         1,
         "rows of a micro-batch on each rank when the actor computes old log-probs",

@@ -14,8 +14,12 @@ class TrainerConfig:
 
     total_epochs: int = key(30, "passes over the training prompts", low=1)
     total_training_steps: int | None = key(None, "steps of the run; null: total_epochs decides", low=1)
-    project_name: str = key("siirl_examples", "project, in output paths and sinks")
-    experiment_name: str = key("gsm8k", "experiment, in output paths and sinks")
+    project_name: str = key("siirl", "project, in output paths and sinks")
+    experiment_name: str = key(
+        "run",
+        "experiment, in output paths and sinks; where neither it nor output_dir is set, a run that starts is "
+        "named by its workflow, its model and the time (under torchrun without the time)",
+    )
     logger: tuple[str, ...] = key(
         ("console", "tensorboard"), "where metrics go; a JSONL file is always written", choices=SINKS
     )
@@ -40,7 +44,12 @@ class TrainerConfig:
         "machines with which the run does while the others of nnodes are not there; null: all are needed",
         low=1,
     )
-    n_gpus_per_node: int = key(8, "devices (on CPU: processes) of each machine", low=1)
+    n_gpus_per_node: int = key(
+        8,
+        "devices (on CPU: processes) of each machine; unset, a job of this machine alone has its GPUs, or "
+        "one process on CPU",
+        low=1,
+    )
     device_memory_gib: float | None = key(
         None,
         "memory of a device, for the estimate of `siirl plan`; null: that of the GPUs here, else 80",
@@ -64,7 +73,7 @@ class TrainerConfig:
     critic_warmup: int = key(0, "first steps of the run, in which only the critic is trained", low=0)
     default_local_dir: str = key(None, "directory of checkpoints")
     seed: int = seed_key(1, "seed of everything that has none of its own")
-    val_before_train: bool = key(True, "validate before the first step")
+    val_before_train: bool = key(None, "validate before the first step")
     val_only: bool = key(False, "validate once and end")
     balance_batch: bool = key(False, "spread rows over data-parallel ranks by their compute cost")
     max_actor_ckpt_to_keep: int = key(100, "newest checkpoints that are kept", low=1)

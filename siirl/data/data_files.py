@@ -52,7 +52,10 @@ def list_files(files: str | Sequence[str]) -> list[DataFile]:
             listed += _named(name)
     found.close()
     if not listed:
-        raise DataError("no dataset files given. Set data.train_files and data.val_files.")
+        raise DataError(
+            "data.train_files names no file (data.val_files for a run that only validates): there are no "
+            "prompts. Name files of rows, as data.train_files=train.parquet."
+        )
     return listed
 
 

@@ -1,6 +1,7 @@
 """The devices that this machine offers, without torch: what cannot start is refused before its workers."""
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import os
 import re
@@ -14,6 +15,7 @@ from siirl.compiler.cost.device_kinds import DeviceKind
 from siirl.config import Config
 from siirl.errors import ConfigError
 
+DEVICES = "trainer.n_gpus_per_node"
 OTHER_DRIVERS = ("kfd", "dxg")  # AMD's, and that of Windows' Linux: one file for all GPUs
 
 
@@ -31,6 +33,19 @@ def check_gpus(cfg: Config, env: Mapping[str, str] = os.environ, dev: Path = Pat
         f"GPU(s) (CUDA_VISIBLE_DEVICES: {env.get('CUDA_VISIBLE_DEVICES', 'not set')}): each rank needs its "
         f"own. Set {f'trainer.n_gpus_per_node={found}, or ' if found else ''}trainer.device=cpu."
     )
+
+
+def with_devices_here(cfg: Config, launcher: str) -> Config:
+    """The configuration with this machine's GPUs, or one process on CPU, where nobody said how many, of a job
+    of this machine alone."""
+    trainer, found = cfg.trainer, count_gpus(os.environ, Path("/dev"))
+    if DEVICES in cfg.explicit or trainer.nnodes > 1 or launcher != "local" or found is None:
+        return cfg
+    on_cpu = trainer.device == "cpu" or (trainer.device == "auto" and not found)
+    if not on_cpu and not found:
+        return cfg  # of a cluster, or refused
+    number = 1 if on_cpu else found
+    return dataclasses.replace(cfg, trainer=dataclasses.replace(trainer, n_gpus_per_node=number))
 
 
 def machine_of(cfg: Config, launcher: str, here: bool = False) -> Machine:

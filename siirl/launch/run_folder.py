@@ -7,9 +7,11 @@ torch.
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import time
@@ -18,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from siirl.checkpoint.files import current_step, pointer_problem, remove_checkpoints, replaced, saved_steps
-from siirl.config import Config
+from siirl.compiler.compile import load_dag
+from siirl.config import Config, with_overrides
 from siirl.config.roles import EXPORTS
-from siirl.errors import ConfigError
+from siirl.errors import ConfigError, UserError
 from siirl.guarded_files import first_bytes, open_regular
 from siirl.observe.run_progress import PROGRESS_FILE
 
 log = logging.getLogger(__name__)
+EXPERIMENT = "trainer.experiment_name"
 LOCK, CODE_DIR = ".run.lock", "run_code"
 RESULTS = ("metrics.jsonl", *EXPORTS.values())
 """What makes an output folder a used one."""
@@ -58,6 +62,27 @@ def held(cfg: Config, run_id: str) -> Iterator[None]:
         for key, folder in written_folders(cfg).items():
             stack.enter_context(_locked(key, folder, run_id))
         yield
+
+
+def with_own_name(cfg: Config, shares_no_time: bool) -> Config:
+    """The configuration of a run that starts, named by its workflow, its model and the time where nobody
+    named it or its folder.
+
+    shares_no_time: its processes compute the name each, so the time is left out.
+    """
+    if {"trainer.output_dir", EXPERIMENT} & set(cfg.explicit):
+        return cfg
+    words = []
+    with contextlib.suppress(UserError):  # said elsewhere
+        words.append(load_dag(cfg).dag_id)
+    words.append(Path(cfg.actor_rollout_ref.model.path).name)
+    if not shares_no_time:
+        words.append(time.strftime("%Y%m%d-%H%M%S"))
+    name = "_".join(re.sub(r"[^\w.-]+", "-", word) for word in words if word)
+    for number in itertools.count(1):
+        named = with_overrides(cfg, {EXPERIMENT: name if number == 1 else f"{name}_{number}"})
+        if shares_no_time or not absolute(named.trainer.output_dir).exists():
+            return named
 
 
 def written_folders(cfg: Config) -> dict[str, Path]:

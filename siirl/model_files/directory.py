@@ -31,6 +31,11 @@ _LENGTH_BYTES = 8  # a safetensors file begins with the length of its JSON heade
 
 def model_dir(path: str, key: str = "actor_rollout_ref.model.path") -> Path:
     """The local directory of a model, with its config.json. DataError, which names `key`, without them."""
+    if not path:
+        raise DataError(
+            f"{key} is not set: which model? Set it to a Hugging Face model directory, or to a name on the "
+            "hub, as ORG/NAME."
+        )
     local = Path(path).expanduser()
     try:
         if not local.is_dir():

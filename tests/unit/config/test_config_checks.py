@@ -166,12 +166,11 @@ def test_mini_batches_follow_the_batch_that_was_set_alone():
         ([f"{ACTOR}.optim.min_lr_ratio=2"], ("min_lr_ratio=2",)),
         ([f"{ACTOR}.fsdp_config.fsdp_size=0"], ("fsdp_size=0",)),
         ([f"{ACTOR}.checkpoint.save_contents=[optimizer]"], ("save_contents=[optimizer]", "Add model")),
-        (["data.train_files=[]"], ("data.train_files is empty",)),
         (
             ["trainer.launcher=local", "trainer.nnodes=2"],
             ("trainer.nnodes=2 with trainer.launcher=local", "Set trainer.launcher=ray"),
         ),
-        (["data.val_files=[]"], ("data.val_files is empty", "val_before_train=false")),
+        (["trainer.test_freq=5"], ("data.val_files names nothing", "val_before_train=false")),
         (["trainer.resume_mode=resume_path"], ("trainer.resume_from_path=",)),
         (["dag.workflow_path=a.yaml", "dag.custom_pipeline_fn=b.py:c"], ("a.yaml", "b.py:c", "only one")),
     ],

@@ -77,7 +77,7 @@ trainer.max_actor_ckpt_to_keep=5 trainer.default_local_dir=/ckpts/qwen3 trainer.
         (f"{MODEL}.target_modules=all-linear", "all-linear"),
         (f"{MODEL}.override_config={{a: 1, b: {{c: x}}}}", {"a": 1, "b": {"c": "x"}}),
         ("data.max_prompt_length=${data.max_response_length}", 512),
-        ("trainer.output_dir=/runs/${trainer.experiment_name}", "/runs/gsm8k"),
+        ("trainer.output_dir=/runs/${trainer.experiment_name}", "/runs/run"),
         ("+data.shuffle=False", False),
         ("++data.shuffle=false", False),
     ],
@@ -341,7 +341,8 @@ def test_a_configuration_cannot_be_changed_in_place():
 def test_no_value_is_left_open():
     assert isinstance(default_config(), Config)
     open_keys = {name for name in FOLLOWS if get(default_config(), name) is None}
-    assert open_keys == {"actor_rollout_ref.ref.megatron.virtual_pipeline_model_parallel_size"}
+    sizes = "actor_rollout_ref.ref.megatron.virtual_pipeline_model_parallel_size"
+    assert open_keys == {sizes, "data.data_source"}
 
 
 def test_workers_read_a_configuration_without_hydra_or_torch():

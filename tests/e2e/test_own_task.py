@@ -1,0 +1,81 @@
+"""One's own task in six keys on the command line, and six settings from Python: data, reward, model."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from fixtures_tiny import make_tiny_model_dir
+from launch_jobs import environment
+
+import siirl
+from siirl.cli import main
+
+MOST = 6
+SIX = [
+    "algorithm.adv_estimator=grpo",
+    "data.train_files=train.jsonl",
+    "data.train_batch_size=4",
+    "actor_rollout_ref.model.path=model",
+    "actor_rollout_ref.rollout.name=hf",  # on a GPU, vLLM is the default
+    "custom_reward_function.path=my_reward.py",
+]
+REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float("1" in solution_str)
+"""
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    """A folder with a model that says a token or two, rows of prompts alone, and a reward."""
+    make_tiny_model_dir(tmp_path / "model", vocab=16, max_positions=1100)
+    (tmp_path / "model" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1, *range(6, 16)]})
+    )
+    rows = [json.dumps({"prompt": f"{number}{number}"}) for number in range(4)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.environ", os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    return tmp_path
+
+
+def test_check_and_plan_take_six_keys_and_one_process_on_a_cpu(task, capsys):
+    assert len(SIX) <= MOST
+    assert main(["check", *SIX]) == 0
+    said = capsys.readouterr().out
+    assert "on 1 ranks" in said and "rows (own 4)" in said, said
+    cfg = siirl.load_config(SIX)
+    siirl.check(cfg)
+    assert siirl.plan(cfg).plan.world_size == 1
+    assert not (task / "outputs").exists()
+
+
+@pytest.mark.parametrize("forgotten", SIX)
+def test_what_is_forgotten_of_them_is_asked_for_by_name(task, forgotten, capsys):
+    name = forgotten.partition("=")[0]
+    code = main(["check", *(key for key in SIX if key != forgotten)])
+    told = capsys.readouterr()
+    needed = {"data.train_files", "data.train_batch_size", "actor_rollout_ref.model.path"}
+    assert (code == 2 and name in told.err) if name in needed else "deepseek" not in told.err + told.out
+    assert "gsm8k/" not in told.err + told.out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_own_task_runs_with_six_keys_into_a_folder_of_its_own(task):
+    script = (
+        f"import siirl\nrun = siirl.train(siirl.load_config({SIX!r}))\nprint(run.metrics()['reward/score'])"
+    )
+    for words in (["-m", "siirl.main_dag", *SIX], ["-c", script]):
+        command = [sys.executable, *words]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=380)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert re.match(rf"output: {task}/outputs/siirl/grpo_model_\d{{8}}-\d{{6}}\n", done.stdout), (
+            done.stdout
+        )
+    folders = sorted((task / "outputs" / "siirl").iterdir())
+    assert len(folders) == 2, "a run does not go on with, nor write into, the folder of another one"
+    assert all(len((one / "metrics.jsonl").read_text().splitlines()) >= 30 for one in folders)
