@@ -67,7 +67,8 @@ def run(cfg: Config, found: Findings) -> int:
             cfg = with_machines_there(cfg)
         if launcher == "local":
             check_gpus(cfg)
-    cfg = with_template_date(cfg)
+    with found.at():
+        cfg = with_template_date(cfg)
     seen, device_gib = survey(cfg, found), device_memory_gib()
     if len(found):
         survey_inputs(seen, launcher == "ray" or not is_first_on_machine(), found)

@@ -143,7 +143,9 @@ def planned(cfg: Config, elsewhere: bool, found: Findings) -> PlannedRun:
     """The run that a configuration plans. UserError: all that is wrong, with what `found` has already."""
     with found.at(Place.MACHINE):
         cfg = with_devices_here(cfg, choose_launcher(cfg))
-    surveyed = survey_inputs(survey(with_template_date(cfg), found), elsewhere, found)
+    with found.at():
+        cfg = with_template_date(cfg)
+    surveyed = survey_inputs(survey(cfg, found), elsewhere, found)
     found.close()
     seen = with_choices(surveyed, machine_of(cfg, choose_launcher(cfg)), kept_choices(cfg))
     assert seen.plan is not None, "without a plan there is a problem"

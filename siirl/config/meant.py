@@ -5,6 +5,8 @@ foreign_keys.txt.
 """
 
 _ACTOR, _ROLLOUT, _DATA = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "data"
+_MODEL, _DEVICES = "actor_rollout_ref.model", "trainer.n_gpus_per_node"
+_CHECKPOINTS, _RESUME = "trainer.default_local_dir", "trainer.resume_from_path"
 
 KEYS = {
     **dict.fromkeys(("lr", "learning_rate", "actor_lr"), f"{_ACTOR}.optim.lr"),
@@ -65,6 +67,40 @@ KEYS = {
     **dict.fromkeys(
         ("reward_func", "reward_funcs", "reward_function", "reward_fn"), "custom_reward_function.path"
     ),
+    **dict.fromkeys(("num_return_sequences", "n_rollouts", "rollout_n", "num_rollouts"), f"{_ROLLOUT}.n"),
+    **dict.fromkeys(("wandb_project", "project", "tensorboard_project"), "trainer.project_name"),
+    **dict.fromkeys(
+        ("output", "save_path", "out_dir", "log_dir", "save_dir", "run_dir"), "trainer.output_dir"
+    ),
+    **dict.fromkeys(("ckpt_dir", "ckpt_path", "checkpoint_dir", "save_checkpoint_path"), _CHECKPOINTS),
+    **dict.fromkeys(("resume_from_checkpoint", "load_checkpoint", "load_path", "resume"), _RESUME),
+    **dict.fromkeys(
+        ("bf16", "fp16", "mixed_precision", "precision", "compute_dtype"),
+        f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype",
+    ),
+    **dict.fromkeys(("kl_penalty_coef", "kl_coef_loss", "kl_weight"), f"{_ACTOR}.kl_loss_coef"),
+    **dict.fromkeys(("use_kl", "kl_loss"), f"{_ACTOR}.use_kl_loss"),
+    **dict.fromkeys(
+        ("tp", "tp_size", "tensor_parallel_size", "vllm_tensor_parallel_size", "rollout_tp"),
+        f"{_ROLLOUT}.tensor_model_parallel_size",
+    ),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_betas"), f"{_ACTOR}.optim.betas"),
+    **dict.fromkeys(("warmup", "num_warmup_steps"), f"{_ACTOR}.optim.lr_warmup_steps"),
+    **dict.fromkeys(("attn_implementation", "flash_attn", "use_flash_attn"), f"{_MODEL}.attention_kernels"),
+    **dict.fromkeys(("use_lora", "use_peft", "peft_r", "lora"), f"{_MODEL}.lora_rank"),
+    **dict.fromkeys(("lora_target_modules", "lora_modules"), f"{_MODEL}.target_modules"),
+    **dict.fromkeys(
+        ("scale_rewards", "norm_adv", "normalize_advantage"), "algorithm.norm_adv_by_std_in_grpo"
+    ),
+    **dict.fromkeys(("critic_learning_rate", "critic_lr", "vf_lr"), "critic.optim.lr"),
+    **dict.fromkeys(("reward_model_path", "reward_pretrain", "rm_path"), "reward_model.model.path"),
+    **dict.fromkeys(("train_path", "train_file", "prompt_file", "dataset_name"), f"{_DATA}.train_files"),
+    **dict.fromkeys(("eval_path", "val_path", "eval_file", "val_file"), f"{_DATA}.val_files"),
+    **dict.fromkeys(("seq_len", "max_len", "max_seq_length"), f"{_DATA}.max_response_length"),
+    **dict.fromkeys(("num_gpus_per_node", "actor_num_gpus_per_node", "nproc_per_node"), _DEVICES),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps"), f"{_ACTOR}.ppo_mini_batch_size"),
+    **dict.fromkeys(("stop_words", "stop_tokens", "eos_token_id"), f"{_ROLLOUT}.stop_token_ids"),
+    **dict.fromkeys(("zero_stage", "deepspeed", "sharding"), f"{_ACTOR}.strategy"),
     **dict.fromkeys(("reward_weights", "reward_function_weights"), "custom_reward_function.weights"),
 }
 """Last part of a name -> the key that does what is meant."""

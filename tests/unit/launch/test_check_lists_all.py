@@ -106,6 +106,7 @@ def test_both_files_are_named_when_both_are_missing(wrong, capsys):
         "actor_rollout_ref.rollout.n=four",
         "algorithm.adv_estimator=gea",
         "trainer.nnodes=x",
+        "trainer.default_local=x",
         "actor_rollout_ref.actor.strategy=fdsp",
         "actor_rollout_ref.actor.use_kl_los=true",
         "data.max_response_length=long",
