@@ -87,6 +87,12 @@ class Backend:
     )
     """Whether whole layers are computed again in the backward pass."""
 
+    own_recomputation: Callable[[Config, ModelRole], bool] = lambda cfg, role: False
+    """Whether options of its own say what is computed again, in the place of the model's key."""
+
+    kernels_of_parts: bool = False
+    """FlashAttention 4 is for it also where several ranks have parts of a row."""
+
     no_replay: Callable[[ActorConfig], str] = lambda actor: ""
     """Why the actor's options do not go with experts that were chosen before (router_replay), and the fix."""
 
@@ -312,6 +318,11 @@ def _megatron_recomputes(cfg: Config, role: ModelRole) -> bool:
     return options.get("recompute_granularity") == "full"
 
 
+def _megatron_own_recomputation(cfg: Config, role: ModelRole) -> bool:
+    options = role_group(cfg, role).megatron.override_transformer_config
+    return any(name.startswith("recompute") for name in options)
+
+
 def _megatron_advice(model: ModelPlan, cfg: Config) -> list[str]:
     described = _megatron_model(cfg, model.role, model.dims, f"node {model.node!r}", model.trains)
     num_micro_batches = micro_batches(model, cfg) if model.trains else 0
@@ -402,6 +413,7 @@ TRAIN_BACKENDS = {
         fsdp_lines,
         gathers_weights=True,
         layers_by_keys=True,
+        kernels_of_parts=True,
         sends_rows=True,
         shares_prompts=True,
         groups=_fsdp_groups,
@@ -421,6 +433,7 @@ TRAIN_BACKENDS = {
         packages=check_megatron_packages,
         advice=_megatron_advice,
         recomputes=_megatron_recomputes,
+        own_recomputation=_megatron_own_recomputation,
         no_replay=_megatron_no_replay,
         environment=_megatron_environment,
         five_sizes=True,

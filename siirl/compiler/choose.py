@@ -148,7 +148,7 @@ def _choose_kernels(draft: Draft, model: ModelPlan) -> None:
     if draft.machine.device != "cuda" or dtype != "bfloat16" or not known:
         return
     layers, liger = f"{group}.compile_layers", f"{group}.use_liger"
-    if draft.is_free(model, layers, liger) and model.backend == "fsdp":
+    if draft.is_free(model, layers, liger) and backend_of(model).layers_by_keys:
         fused: list[tuple[Changes, str]] = [({layers: True}, "operations between matrix products are fused")]
         if LIGER_PACKAGE in draft.machine.packages:
             fused.append(({liger: True}, f"{LIGER_PACKAGE} is installed"))
@@ -159,7 +159,7 @@ def _choose_kernels(draft: Draft, model: ModelPlan) -> None:
     kernels = {f"{group}.attention_kernels": FLASH_4}
     machine = draft.machine
     installed = FLASH_4_PACKAGE in machine.packages and machine.capability >= FLASH_4_SINCE
-    whole = model.backend == "fsdp" or model.dims.cp == 1
+    whole = backend_of(model).kernels_of_parts or model.dims.cp == 1
     proven = installed and whole and head_size(config) in FLASH_4_HEADS
     if proven and draft.is_free(model, *kernels) and _is_accepted(draft, model, kernels):
         draft.take(model, kernels, f"{FLASH_4_PACKAGE} is installed")
@@ -178,8 +178,7 @@ def _choose_checkpointing(draft: Draft, model: ModelPlan) -> None:
     """Keep activations for the backward pass, if micro-batches of a useful size fit then."""
     keys, role = ROLES[model.role].train, ROLES[model.role]
     key = f"{role.model}.enable_gradient_checkpointing"
-    options = get(draft.cfg(model), f"{role.group}.megatron.override_transformer_config")
-    recomputes = model.backend == "megatron" and any(name.startswith("recompute") for name in options)
+    recomputes = backend_of(model).own_recomputation(draft.cfg(model), model.role)
     kwargs = f"{role.model}.gradient_checkpointing_kwargs"
     if not model.trains or keys is None or recomputes or not draft.is_free(model, key, kwargs):
         return
