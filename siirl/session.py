@@ -142,7 +142,7 @@ def train(cfg: Config) -> FinishedRun:
 def planned(cfg: Config, elsewhere: bool, found: Findings) -> PlannedRun:
     """The run that a configuration plans. UserError: all that is wrong, with what `found` has already."""
     with found.at(Place.MACHINE):
-        cfg = with_devices_here(cfg, choose_launcher(cfg))
+        cfg = cfg if elsewhere else with_devices_here(cfg, choose_launcher(cfg))
     with found.at():
         cfg = with_template_date(cfg)
     surveyed = survey_inputs(survey(cfg, found), elsewhere, found)

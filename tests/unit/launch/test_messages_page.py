@@ -132,7 +132,7 @@ def section(name: str) -> list[str]:
 
 
 def told(keys: list[str], capsys) -> str:
-    main(["check", *GRPO, *keys])
+    main(["check", *GRPO, "trainer.n_gpus_per_node=8", *keys])
     printed = capsys.readouterr()
     return printed.out + printed.err
 
