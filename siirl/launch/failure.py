@@ -8,11 +8,12 @@ import dataclasses
 import errno
 import json
 import os
+import resource
 import signal
 import socket
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +63,11 @@ _MACHINE_PHRASES = (
 """Words of errors after which the same job may well go on; the last ones: of a process that is lost."""
 
 
+_NO_THREAD = "can't start new thread"
+_NO_MEMORY = ("defaultcpuallocator: can't allocate", "std::bad_alloc")
+"""Words of errors of Python and of torch on a host that gives no thread, or no memory."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """The exception that ended a worker."""
@@ -98,6 +104,13 @@ def describe_exception(error: BaseException, rank: int, position: Position | Non
             "trainer.save_freq the same command goes on from the last checkpoint."
         )
         users = [shown]
+    elif not users and (limits := _limits_met(chain)):
+        shown = UserError(
+            f"the system gives no more memory, threads or processes ({type(error).__name__}: {error}), and "
+            f"this run may have only so much: {', '.join(limits)}. Raise the limit, or run less at once "
+            "(trainer.n_gpus_per_node, reward_model.num_workers, OMP_NUM_THREADS)."
+        )
+        users = [shown]
     return Failure(
         rank=rank,
         host=socket.gethostname(),
@@ -110,6 +123,29 @@ def describe_exception(error: BaseException, rank: int, position: Position | Non
         traceback=printable("".join(traceback.format_exception(error))),
         machine_fault=not scores and any(_is_machine_fault(link) for link in chain),
     )
+
+
+def _limits_met(chain: Sequence[BaseException]) -> list[str]:
+    """The limits of this process that an error may come from: memory, threads or processes that it did not
+    get. [] for another error, and where nobody has set one.
+    """
+    texts = [str(link).lower() for link in chain if isinstance(link, RuntimeError)]
+    threads = any(_NO_THREAD in text for text in texts)
+    memory = any(
+        isinstance(link, MemoryError) or (isinstance(link, OSError) and link.errno == errno.ENOMEM)
+        for link in chain
+    )
+    if not (threads or memory or any(phrase in text for text in texts for phrase in _NO_MEMORY)):
+        return []
+    kinds = [("`ulimit -v`", resource.RLIMIT_AS), ("`ulimit -d`", resource.RLIMIT_DATA)]
+    kinds += [("`ulimit -u`", resource.RLIMIT_NPROC)] if threads and os.geteuid() else []
+    found = {name: resource.getrlimit(kind)[0] for name, kind in kinds}
+    told = [f"{name} {most}" for name, most in found.items() if most != resource.RLIM_INFINITY]
+    try:
+        pids = Path("/sys/fs/cgroup/pids.max").read_text().strip() if threads else ""
+    except OSError:
+        pids = ""
+    return told + ([f"pids.max {pids} of the cgroup"] if pids.isdecimal() else [])
 
 
 def write_failure(path: Path, failure: Failure) -> bool:

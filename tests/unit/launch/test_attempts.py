@@ -2,6 +2,7 @@
 
 import errno
 import json
+import resource
 import signal
 import time
 from pathlib import Path
@@ -224,3 +225,27 @@ def test_a_user_error_of_which_the_disk_took_no_record_is_known_by_the_exit_code
     assert first_cause([peer, death]) is death and death.is_users
     assert not is_no_fault_of_the_user(death) and "took no record" in one_line_cause(death)
     assert not Death(0, 2, 0.0, None, None).is_users
+
+
+LIMITS = {
+    "a thread": (RuntimeError("can't start new thread"), True),
+    "memory of Python": (MemoryError(), True),
+    "memory of the system": (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+    "memory of torch": (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
+    "another error": (RuntimeError("no"), False),
+    "a socket": (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), False),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_what_a_limit_refuses_is_told_with_the_limit(name, monkeypatch):
+    """`ulimit -v` was called an error of the disk, or of a thread, without a word of the limit."""
+    error, met = LIMITS[name]
+    limits = {resource.RLIMIT_AS: 3 << 30}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits.get(kind, resource.RLIM_INFINITY),) * 2)
+    failure = describe_exception(caused(ValueError("on top"), error), 0, None)
+    assert failure.user_error == met and not failure.machine_fault
+    assert ("`ulimit -v` 3221225472" in failure.error and "Raise the limit" in failure.error) == met
+    limits.clear()
+    monkeypatch.setattr("siirl.launch.failure.Path.read_text", lambda _: "max")
+    assert not describe_exception(error, 0, None).user_error  # without a limit it is no fault of the user's
