@@ -5,6 +5,7 @@ import grp
 import os
 import pwd
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 MOST_BYTES = 1 << 20
@@ -41,6 +42,24 @@ def who_may_change(path: Path) -> str:
     if any(others_write(one) and not one.st_mode & stat.S_ISVTX for one in above):
         return "others may write to a folder above it"
     return ""
+
+
+def own_folder(*candidates: Path) -> Path | None:
+    """The first of these folders that is this user's alone to write to, made if it is not there; else None.
+
+    A name that others know in a folder that all may write to, such as /tmp, may be theirs already.
+    """
+    for folder in candidates:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            about = folder.lstat()
+        except OSError:
+            continue
+        if stat.S_ISDIR(about.st_mode) and is_own(about):
+            return folder
+    return None
 
 
 def user_name(uid: int) -> str:

@@ -4,10 +4,13 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import getpass
 import logging
 import os
+import re
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import Plan
 from siirl.config import Config, from_dict
 from siirl.errors import ConfigError
+from siirl.guarded_files import own_folder
 from siirl.launch.attempt_store import attempt_store
 from siirl.launch.failure import UNRECORDED, describe_exception, write_failure
 from siirl.launch.job import Job
@@ -35,6 +39,9 @@ from siirl.observe.position import read_position
 
 if TYPE_CHECKING:
     import torch
+
+CODE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""Where torch looks for the folder of its compiled code."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ def _run(job: Job, place: ProcessPlace) -> None:
         refuse_changed(cfg)
     plan = with_local_models(cfg, Plan.from_json(job.plan), cached_first=True)
     os.environ.update(cuda_variables(plan, place.rank, os.environ))
+    os.environ.update(compile_cache(os.environ))
     device = pick_device(cfg.trainer.device, place)
     set_host_threads(device)
     refuse_public(cfg)
@@ -184,6 +192,27 @@ def cuda_variables(plan: Plan, rank: int, env: Mapping[str, str]) -> dict[str, s
         if rank in model.ranks:
             wanted |= backend_of(model).environment(model.dims)
     return {name: value for name, value in wanted.items() if name not in env}
+
+
+def compile_cache(env: Mapping[str, str]) -> dict[str, str]:
+    """Where torch keeps the code that it compiles, unless env says it: a folder that is this user's alone.
+
+    Torch takes a folder of a known name in that for temporary files, whoever has made it, and runs what is
+    in it.
+    """
+    if CODE_CACHE in env:
+        return {}
+    names = [Path(tempfile.gettempdir()), Path.home() / ".cache"]
+    own = own_folder(*(folder / f"torchinductor_{user_id()}" for folder in names))
+    return {CODE_CACHE: str(own or tempfile.mkdtemp(prefix="siirl-compiled-"))}
+
+
+def user_id() -> str:
+    """The name of this user, as torch has it in names of folders."""
+    try:
+        return re.sub(r"[^\w.-]", "_", getpass.getuser())
+    except (KeyError, OSError):
+        return f"uid_{os.getuid()}"
 
 
 def pick_device(wanted: str, place: ProcessPlace) -> "torch.device":

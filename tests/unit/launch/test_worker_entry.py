@@ -1,9 +1,11 @@
 """What every worker does before its entry."""
 
 import gc
+import os
 
 import pytest
 
+from siirl.launch import worker_entry
 from siirl.launch.worker_entry import no_collection
 
 
@@ -12,3 +14,37 @@ def test_imports_are_not_looked_through_for_garbage_and_what_follows_is():
         assert not gc.isenabled()
         raise ImportError("a module that is not there")
     assert gc.isenabled()
+
+
+FOREIGN_CACHES = {
+    "a folder that others may write to": lambda path: (path.mkdir(), path.chmod(0o777)),
+    "a link": lambda path: (path.with_name("theirs").mkdir(), path.symlink_to(path.with_name("theirs"))),
+    "a folder of another user": lambda path: (path.mkdir(), os.chown(path, 12345, 12345)),
+    "a file": lambda path: path.write_text(""),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN_CACHES)
+def test_compiled_code_is_never_read_from_a_folder_that_somebody_else_has_made(name, tmp_path, monkeypatch):
+    """Torch runs what lies in /tmp/torchinductor_USER, whoever has put it there."""
+    if "another user" in name and os.geteuid():
+        pytest.skip("only root gives files away")
+    for folder in ("tmp", "home"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr(worker_entry.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    default = tmp_path / "tmp" / f"torchinductor_{worker_entry.user_id()}"
+    assert worker_entry.compile_cache({worker_entry.CODE_CACHE: "/mine"}) == {}
+    assert worker_entry.compile_cache({}) == {worker_entry.CODE_CACHE: str(default)}
+    assert default.stat().st_mode & 0o077 == 0
+    default.rmdir()
+    FOREIGN_CACHES[name](default)
+    own = tmp_path / "home" / ".cache" / default.name
+    assert worker_entry.compile_cache({}) == {worker_entry.CODE_CACHE: str(own)} and own.is_dir()
+
+
+def test_the_folder_of_compiled_code_is_torchs_own_where_nobody_has_taken_it(monkeypatch):
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.delenv(worker_entry.CODE_CACHE, raising=False)
+    assert worker_entry.compile_cache({})[worker_entry.CODE_CACHE] == default_cache_dir()
