@@ -79,10 +79,9 @@ def with_own_name(cfg: Config, shares_no_time: bool) -> Config:
     if not shares_no_time:
         words.append(time.strftime("%Y%m%d-%H%M%S"))
     name = "_".join(re.sub(r"[^\w.-]+", "-", word) for word in words if word)
-    for number in itertools.count(1):
-        named = with_overrides(cfg, {EXPERIMENT: name if number == 1 else f"{name}_{number}"})
-        if shares_no_time or not absolute(named.trainer.output_dir).exists():
-            return named
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    named = (with_overrides(cfg, {EXPERIMENT: each}) for each in names)
+    return next(one for one in named if shares_no_time or not absolute(one.trainer.output_dir).exists())
 
 
 def written_folders(cfg: Config) -> dict[str, Path]:

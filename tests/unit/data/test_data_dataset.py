@@ -215,7 +215,7 @@ def test_a_file_that_is_not_there_is_told_what_is(tmp_path, monkeypatch):
 def test_an_empty_directory_or_list_is_no_dataset(tmp_path):
     with pytest.raises(DataError, match=r"is a directory without a file of rows"):
         inspect_files(str(tmp_path))
-    with pytest.raises(DataError, match="no dataset files given"):
+    with pytest.raises(DataError, match="names no file"):
         inspect_files([])
 
 
