@@ -49,9 +49,9 @@ from siirl.agents.contexts import Limits
 from siirl.agents.environments import HostedEnvironment
 from siirl.agents.episode import Episode
 from siirl.agents.policy import Generated, Policy
-from siirl.agents.pump import Pump
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Speaker, run_all, turn_seed
+from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import InteractionPlan, ModelPlan, StagePlan
 from siirl.config import load_config
 from siirl.data.seen import NO_IMAGES, Seen
@@ -219,7 +219,7 @@ def play(
     prompts = [renderer.start(chat)[0] for chat in chats]
     plan = talk(len(lengths[0]))
     before = time.perf_counter(), cpu_seconds(engine)
-    with Pump(engine.stream, Request, engine.name, 600.0) as policy:
+    with StreamClient(engine.stream, Request, engine.name, 600.0) as policy:
         lecture = Lecture(policy, lengths, barrier)
         speaker = Speaker(lecture, SamplingParams(1, ignore_eos=True), renderer, Limits(1 << 20, 1 << 20))
         speakers = {stage.node: speaker for stage in plan.stages if stage.kind == "agent"}

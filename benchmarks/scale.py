@@ -47,8 +47,8 @@ from siirl.data.header import Header
 from siirl.data.loader import dealing_order
 from siirl.data.pairing import Agreed
 from siirl.data.parcels import Parcel
+from siirl.data.route_comm import RouteComm
 from siirl.data.store import FieldStore
-from siirl.data.talk import RouteTalk
 from siirl.data.transport import Transport
 from siirl.types import FieldKey, Layout
 
@@ -109,7 +109,7 @@ class World:
         return ids[order], there[order]
 
 
-class OneTalk(RouteTalk):
+class OneTalk(RouteComm):
     """What a rank hears."""
 
     def __init__(self, rank: int, route: RoutePlan, world: World):
@@ -165,7 +165,7 @@ class OneTransport(Transport):
     def __init__(self, talk: OneTalk):
         self.talk, self._row_cost, self._device = talk, row_cost, torch.device("cpu")
 
-    def _talk(self, route: RoutePlan) -> RouteTalk:
+    def _talk(self, route: RoutePlan) -> RouteComm:
         return self.talk
 
     def _bring(self, columns, specs, row_id, pairing, sides, talk) -> dict[int, Parcel]:

@@ -19,8 +19,8 @@ is its first rollout.
   `Game.play_outside` has an episode played by a command or a function, and everything else is as ever. Each
   rank that plays has an `Endpoint`, an HTTP server in a thread, whose requests become turns on the
   episode's own event loop. A `Session` maps messages to the row that holds most of their beginning; what is
-  read before a turn becomes part of the row with the turn (`Opening`), so a request that is given up leaves
-  no trace, and several may be open at once. A command runs under the keeper of reward workers
+  read before a turn becomes part of the row with the turn (`TurnPrompt`), so a request that is given up
+  leaves no trace, and several may be open at once. A command runs under the keeper of reward workers
   (`siirl/sandbox/keeper.py`), which ends all that it has started.
 
 Episodes are played by the first rank of each shard of the entry's rollout: the drivers. The compiler

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from siirl.agents.message_form import OwnTurn
 from siirl.agents.policy import Generated
-from siirl.agents.renderer import Chat, ChatRenderer, Read, Spoken
+from siirl.agents.renderer import Chat, ChatRenderer, Spoken, TokenizedText
 from siirl.agents.shown import images_in
 from siirl.data.chosen_experts import longer
 from siirl.data.seen import NO_IMAGES, Seen
@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(eq=False)
-class Row:
+class TokenSequence:
     """A token context: a prompt and what followed, of which the agent produced a part."""
 
     messages: Chat
@@ -99,12 +99,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Opening:
+class TurnPrompt:
     """What an agent reads before a turn. It becomes part of its row when the turn has been spoken."""
 
-    row: Row
+    row: TokenSequence
     """One that goes on, or a new one."""
-    read: Read
+    read: TokenizedText
     """What follows what the row holds."""
     shown: Chat
     """All messages that the agent has read then."""
@@ -140,22 +140,24 @@ class Context:
 
     def __init__(self, renderer: ChatRenderer, limits: Limits) -> None:
         self._renderer, self._limits = renderer, limits
-        self.rows: list[Row] = []
+        self.rows: list[TokenSequence] = []
         self.texts: dict[int, str] = {}  # turn -> all that the agent said, before any post-processing
         self.num_truncated = 0
         self.num_rewritten = 0
         """Rows that began because the template rewrites what another one holds."""
         self.own_turns: dict[int, OwnTurn] = {}
         self._own: dict[str, OwnTurn] = {}  # text -> the turn as templates get it
-        self._where: dict[int, tuple[Row, int]] = {}  # turn -> its row, and position of its last token there
+        self._where: dict[
+            int, tuple[TokenSequence, int]
+        ] = {}  # turn -> its row, and position of its last token there
 
     def begin(
         self,
         messages: Chat,
-        prompt: Read | None = None,
+        prompt: TokenizedText | None = None,
         tools: Sequence[dict] = (),
         spelled: Chat | None = None,
-    ) -> Opening:
+    ) -> TurnPrompt:
         """Where the turn after a conversation begins; `speak` or `give_up` follows.
 
         messages: all that the agent sees, its own turns as it said them. They extend the row that holds most
@@ -176,12 +178,12 @@ class Context:
         opening.row.busy = True
         return opening
 
-    def begin_tokens(self, tokens: Sequence[int], text: str) -> Opening:
+    def begin_tokens(self, tokens: Sequence[int], text: str) -> TurnPrompt:
         """Where the turn after these very tokens begins: in the row that holds most of them, or a new one.
 
         text: what they say. ContextFull if they fit nowhere.
         """
-        best: Row | None = None
+        best: TokenSequence | None = None
         for row in self.rows:
             held = [*row.prompt_ids, *row.ids] if row.by_tokens and not row.busy else []
             room = self._limits.response - (len(tokens) - len(row.prompt_ids))
@@ -190,8 +192,8 @@ class Context:
                 best = row
         shown: Chat = [{"role": "prompt", "content": text}]  # a role that no chat has
         if best is not None:
-            read = Read(list(tokens[len(best.prompt_ids) + len(best.ids) :]))
-            opening = Opening(
+            read = TokenizedText(list(tokens[len(best.prompt_ids) + len(best.ids) :]))
+            opening = TurnPrompt(
                 best,
                 read,
                 shown,
@@ -201,8 +203,8 @@ class Context:
         elif len(tokens) > self._limits.prompt:
             raise ContextFull(self._too_long(len(tokens), shown))
         else:
-            row = Row([{"role": "user", "content": text}], list(tokens), by_tokens=True)
-            opening = Opening(row, Read([]), shown, self._most(self._limits.response), text=text)
+            row = TokenSequence([{"role": "user", "content": text}], list(tokens), by_tokens=True)
+            opening = TurnPrompt(row, TokenizedText([]), shown, self._most(self._limits.response), text=text)
         opening.row.busy = True
         return opening
 
@@ -215,13 +217,13 @@ class Context:
             for message in messages
         ]
 
-    def give_up(self, opening: Opening) -> None:
+    def give_up(self, opening: TurnPrompt) -> None:
         """There is no turn: the row stays as it was."""
         opening.row.busy = False
 
     def speak(
         self,
-        opening: Opening,
+        opening: TurnPrompt,
         generated: Generated,
         turn: int,
         as_message: AsMessage = as_said,
@@ -267,7 +269,7 @@ class Context:
 
     def _extended(
         self, renderer: ChatRenderer, messages: Chat, tools: Sequence[dict], spelled: Chat
-    ) -> Opening | Chat | None:
+    ) -> TurnPrompt | Chat | None:
         """After the row that holds most of the messages' beginning; None: there is none with room.
 
         The conversation as templates get it, if the template does not write it as the row goes on.
@@ -288,11 +290,11 @@ class Context:
             return chat
         read = read or renderer.follow(new, spoken.stop)
         room = self._limits.response - len(row.ids) - len(read.tokens)
-        return Opening(row, read, list(messages), self._most(room), chat, text) if room > 0 else None
+        return TurnPrompt(row, read, list(messages), self._most(room), chat, text) if room > 0 else None
 
     def _lengthened(
         self, renderer: ChatRenderer, messages: Chat, tools: Sequence[dict], spelled: Chat
-    ) -> Opening | None:
+    ) -> TurnPrompt | None:
         """After the row whose last turn was cut off, where somebody has written more behind its words.
 
         None: there is none with room whose words the template begins with.
@@ -313,16 +315,16 @@ class Context:
             return None
         read = renderer.read(text[len(words) :])
         room = self._limits.response - len(row.ids) - len(read.tokens)
-        return Opening(row, read, list(messages), self._most(room), spelled, text) if room > 0 else None
+        return TurnPrompt(row, read, list(messages), self._most(room), spelled, text) if room > 0 else None
 
     def _started(
         self,
         renderer: ChatRenderer,
         messages: Chat,
-        prompt: Read | None,
+        prompt: TokenizedText | None,
         tools: Sequence[dict],
         spelled: Chat,
-    ) -> Opening:
+    ) -> TurnPrompt:
         """In a new row."""
         for row in self.rows:
             if row.spoken is not None and any(one is row.spoken.own for one in spelled):
@@ -339,8 +341,8 @@ class Context:
             tokens, seen = renderer.start(shown)
         self.num_truncated += shown is not spelled
         plain = [as_said(one.said.raw) if isinstance(one, OwnTurn) else one for one in shown]
-        row = Row(plain, tokens, tools, seen)
-        return Opening(row, Read([]), list(messages), self._most(self._limits.response), shown)
+        row = TokenSequence(plain, tokens, tools, seen)
+        return TurnPrompt(row, TokenizedText([]), list(messages), self._most(self._limits.response), shown)
 
     def _most(self, room: int) -> int:
         return min(room, self._limits.turn or room)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 from siirl.agents.episode import MOST_REWARD
 from siirl.agents.gym_adapter import GymEnvironment, is_gym_class
 from siirl.agents.shown import Shown, read_shown, shows_images
-from siirl.agents.user_thread import Hung, Places, Raised, UserThread
+from siirl.agents.user_thread import CallSlots, Hung, Raised, UserThread
 from siirl.errors import DagError, DataError, EpisodeFailed
 from siirl.user_code.extras import EXTRAS, env_package, missing_extra
 from siirl.user_code.load_object import load_object
@@ -102,10 +102,10 @@ class HostedEnvironment:
     places: bounds how many environments run at once, None: any number; a deadline begins with a place.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str, places: Places | None = None):
+    def __init__(self, make: Callable[[], Any], name: str, places: CallSlots | None = None):
         self.name = name
         self._make = make
-        self._places = places or Places()
+        self._places = places or CallSlots()
         self._env: Any = None
         self._begun = self._ended = False
         self._thread = UserThread(f"env-{name}")
@@ -250,7 +250,7 @@ def load_environment(
     """
     kwargs = dict(env_kwargs or {})
     if packaged := env_package(reference):
-        adapter, name, places = check_packaged(reference, who, kwargs), packaged[1], Places(max_concurrent)
+        adapter, name, places = check_packaged(reference, who, kwargs), packaged[1], CallSlots(max_concurrent)
         return lambda: HostedEnvironment(lambda: adapter(name, **kwargs), name, places)
     cls = load_object(reference, who, "class")
     if not inspect.isclass(cls):
@@ -263,7 +263,7 @@ def load_environment(
             f"{who} = {reference!r} cannot be used: {'; '.join(problems)}. Give it "
             "reset(self, task, seed) and step(self, actions), or those of Gymnasium."
         )
-    name, places = cls.__name__, Places(max_concurrent)
+    name, places = cls.__name__, CallSlots(max_concurrent)
     if is_gym_class(cls):
         return lambda: HostedEnvironment(lambda: GymEnvironment(cls(**kwargs)), name, places)
     return lambda: HostedEnvironment(lambda: cls(**kwargs), name, places)

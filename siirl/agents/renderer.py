@@ -75,7 +75,7 @@ class Sight(Protocol):
     def expand(self, ids: Sequence[int], images: Sequence[str], where: str) -> tuple[list[int], Seen]: ...
 
 
-class Read(NamedTuple):
+class TokenizedText(NamedTuple):
     """Tokens, and the images among them."""
 
     tokens: list[int]
@@ -154,10 +154,10 @@ class ChatRenderer:
         """Whether the template writes the tool calls of an assistant's message."""
         return self.form.calls is not None
 
-    def start(self, messages: Chat) -> Read:
+    def start(self, messages: Chat) -> TokenizedText:
         """The tokens of a conversation, up to where the agent's turn begins."""
         tokens, seen = self._once(False, messages)
-        return Read(list(tokens), seen)
+        return TokenizedText(list(tokens), seen)
 
     def opened(self, messages: Chat) -> str:
         """The text of a conversation, up to where the agent's turn begins. DataError if it has none."""
@@ -183,7 +183,7 @@ class ChatRenderer:
             plain = read_turn(self.dialect, raw, opens)
         return OwnTurn(said, marks, turn, parse, plain, self._frame())
 
-    def continued(self, spoken: Spoken, messages: Chat) -> tuple[Read | None, str | None]:
+    def continued(self, spoken: Spoken, messages: Chat) -> tuple[TokenizedText | None, str | None]:
         """What comes after a turn: its end, the messages, the beginning of the agent's next turn; and the
         template's text up to there.
 
@@ -212,7 +212,7 @@ class ChatRenderer:
             tokens = self._after_other_words(whole[len(opened) :], spoken)
         return whole, tokens
 
-    def follow(self, messages: Chat, last_token: int | None) -> Read:
+    def follow(self, messages: Chat, last_token: int | None) -> TokenizedText:
         """What comes after any turn, by the template alone: see continued, which knows the conversation.
 
         last_token: the one that the agent ended its turn by, which then is not repeated, nor what a template
@@ -224,15 +224,15 @@ class ChatRenderer:
             said = end.index(last_token) + 1
         if not said or tokens[:said] != end[:said]:
             said = int(bool(tokens) and tokens[0] == last_token)
-        return Read(tokens[said:], seen.after(-said))
+        return TokenizedText(tokens[said:], seen.after(-said))
 
     def words(self, spoken: Spoken) -> str:
         """The text of a row up to the end of its last turn."""
         return self._opened(spoken) + spoken.own.said.raw
 
-    def read(self, text: str) -> Read:
+    def read(self, text: str) -> TokenizedText:
         """The tokens of a part of what the template has written, which has no images."""
-        return Read(self._tokens(text))
+        return TokenizedText(self._tokens(text))
 
     def shortened(self, content: str, num_tokens: int) -> str:
         """A text without its last num_tokens tokens."""
@@ -385,7 +385,7 @@ class ChatRenderer:
             self._end = self._tokens(self._turn_end_text())
         return self._end
 
-    def _once(self, follows: bool, messages: Chat) -> Read:
+    def _once(self, follows: bool, messages: Chat) -> TokenizedText:
         """Tokens of a conversation, or of what follows a turn; the caller does not write to them."""
         return self._kept(follows, messages, lambda: self._rendered(follows, messages))
 
@@ -400,15 +400,15 @@ class ChatRenderer:
             self._known[key] = make()
         return self._known[key]
 
-    def _rendered(self, follows: bool, messages: Chat) -> Read:
+    def _rendered(self, follows: bool, messages: Chat) -> TokenizedText:
         text = self._following_text(messages) if follows else self.opened(messages)
         return self._seen(self._tokens(text), images_in(messages))
 
-    def _seen(self, tokens: list[int], images: list[str]) -> Read:
+    def _seen(self, tokens: list[int], images: list[str]) -> TokenizedText:
         """Tokens of a text with the places of these images."""
         if self._sight is not None:
             try:
-                return Read(*self._sight.expand(tokens, images, "what an agent reads"))
+                return TokenizedText(*self._sight.expand(tokens, images, "what an agent reads"))
             except DataError as error:
                 raise EpisodeFailed(str(error), IMAGES) from error
         if images:
@@ -417,7 +417,7 @@ class ChatRenderer:
                 "data.dataset_type=vlm, with a vision model.",
                 IMAGES,
             )
-        return Read(tokens)
+        return TokenizedText(tokens)
 
     def _following_text(self, messages: Chat) -> str:
         text = self._text([ASKED, {**ANSWERED, "content": STAND_IN}, *messages])

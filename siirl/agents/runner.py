@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from siirl.agents.contexts import AsMessage, Context, ContextFull, Limits, Opening, as_said
+from siirl.agents.contexts import AsMessage, Context, ContextFull, Limits, TurnPrompt, as_said
 from siirl.agents.environments import HostedEnvironment, StepResult, Texts, reset_env, step_env
 from siirl.agents.episode import Episode, Message
 from siirl.agents.policy import Policy
-from siirl.agents.renderer import Chat, ChatRenderer, Read
+from siirl.agents.renderer import Chat, ChatRenderer, TokenizedText
 from siirl.agents.shown import PLACE, Shown, content_of
 from siirl.agents.tool_use import ToolUse
 from siirl.agents.user_thread import where_raised
@@ -193,7 +193,11 @@ async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
     context = played.contexts.setdefault(stage.agent, speaker.context_of(episode))
     view = _view(episode, stage.agent, context)
     given = not episode.turns and len(view) == len(episode.task["raw_prompt"]) and speaker.tools is None
-    known = Read(played.prompt_ids, episode.prompt_seen) if given and played.prompt_ids is not None else None
+    known = (
+        TokenizedText(played.prompt_ids, episode.prompt_seen)
+        if given and played.prompt_ids is not None
+        else None
+    )
     if speaker.pre_process is not None:
         view, known = _called("pre_process", stage, speaker.pre_process, view, episode), None
         if not _is_chat(view):
@@ -219,7 +223,7 @@ async def take_turn(
     stage: StagePlan,
     episode: Episode,
     context: Context,
-    opening: Opening,
+    opening: TurnPrompt,
     most_tokens: int | None = None,
     as_message: AsMessage = as_said,
     parse: ToolParser | None = None,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from siirl.agents.shown import PLACE, Shown, read_shown, shows_images
 from siirl.agents.tool_schema import argument_errors
-from siirl.agents.user_thread import Hung, Places, Raised, UserThread
+from siirl.agents.user_thread import CallSlots, Hung, Raised, UserThread
 from siirl.config.rollout import MultiTurnConfig
 from siirl.dialect.tool_formats import MalformedCall, ToolCall, from_texts
 
@@ -88,7 +88,7 @@ class Toolbox:
     def __init__(self, tools: Mapping[str, Tool]):
         self.tools = dict(tools)
         self._idle: list[UserThread] = []
-        self._places = {name: Places(getattr(tool, "max_concurrent", 0)) for name, tool in tools.items()}
+        self._places = {name: CallSlots(getattr(tool, "max_concurrent", 0)) for name, tool in tools.items()}
         self._told: set[str] = set()
 
     @property

@@ -46,7 +46,7 @@ class Abandoned(BaseException):
     """Raised inside user code that has passed its deadline, at its next line of Python."""
 
 
-class Places:
+class CallSlots:
     """Bounds the calls that run at once: one that waits for Python's lock among many passes its deadline.
 
     most: 0 for any number. Each event loop has places of its own.

@@ -360,7 +360,7 @@ def _node_plan(
         options=node.options | more,
         own_needs=node.op.needs if node.spec.executable_ref else (),
         max_lag=lag,
-        decodes_on=lag > 0
+        runs_in_background=lag > 0
         and "engine" in node.op.needs  # for itself: not by an interaction, whose episodes wait between steps
         and _is_undisturbed(models[str(node.model)], models.values()),
     )

@@ -37,7 +37,7 @@ class NodePlan:
     """SERVICES that the user's code needs."""
     max_lag: int = 0
     """Of a rollout: steps that the oldest token of a row may be older than the weights that it trains."""
-    decodes_on: bool = False
+    runs_in_background: bool = False
     """Of a rollout with a lag: its engines go on while others train; no model beside them computes."""
 
     @property

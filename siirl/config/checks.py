@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from siirl.addresses import is_loopback
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
 from siirl.config.contradictions import CONTRADICTIONS
 from siirl.config.resolve import get
@@ -13,6 +12,7 @@ from siirl.config.root import Config, all_keys
 from siirl.config.tree import default_config, with_broken
 from siirl.errors import ConfigError, UserError, joined
 from siirl.findings import Findings
+from siirl.network import is_loopback
 
 _KEY = re.compile(r"[\w.]+")
 

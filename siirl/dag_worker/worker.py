@@ -42,7 +42,7 @@ from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.errors import DataError
 from siirl.model_files.local_models import on_hub
-from siirl.nodes.context import LocalNode, Moment, Op, OpContext, Peers, Samples
+from siirl.nodes.context import DataGroup, LocalNode, Op, OpContext, Samples, StepInfo
 from siirl.nodes.interaction import Interaction, build_interaction
 from siirl.nodes.services import SERVICES, OnRank, built_in, find_op
 from siirl.nodes.streams import Streams
@@ -292,8 +292,8 @@ class DAGWorker:
         told_later = self.nodes[ins.node].plan.agent in self._told[record.validate]
         return OpContext(
             self.nodes[ins.node],
-            Moment(record.step, record.validate, record.round),
-            Peers(self.groups.get(layout.ranks), is_shard_leader, layout.split == "group"),
+            StepInfo(record.step, record.validate, record.round),
+            DataGroup(self.groups.get(layout.ranks), is_shard_leader, layout.split == "group"),
             Metrics(),
             Samples(record.samples if is_shard_leader else [], self.sample_limit, record.later, told_later),
             tuple(key.name for key in ins.writes) if isinstance(ins, Run) else (),

@@ -23,8 +23,8 @@ from siirl.data.assign import (
     tabulate,
 )
 from siirl.data.header import Header
+from siirl.data.route_comm import RouteComm
 from siirl.data.route_sides import RouteSides
-from siirl.data.talk import RouteTalk
 from siirl.data.teams import Team
 from siirl.errors import DagError
 
@@ -57,7 +57,7 @@ class Pairing:
     """The source shards with rows for its target shard; maybe none."""
 
 
-def pair(mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteTalk, row_cost: RowCost) -> Pairing:
+def pair(mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteComm, row_cost: RowCost) -> Pairing:
     """Collective over the route."""
     source, target = sides.source, sides.target
     number = 1 if agreed.held else teams.num_teams(agreed.most_rows, source, target)
@@ -71,7 +71,7 @@ def pair(mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteTalk, row_c
 
 
 def _pair_by_rows(
-    mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteTalk, row_cost: RowCost
+    mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteComm, row_cost: RowCost
 ) -> Pairing:
     """By what all ranks know of all rows."""
     words = talk.gather(mine.padded(agreed.num_words))
@@ -88,7 +88,7 @@ def _pair_by_rows(
     return Pairing(leaving, tuple(np.unique(rows.shard[there == sides.target_shard]).tolist()))
 
 
-def _pair_by_counts(mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteTalk) -> Pairing | None:
+def _pair_by_counts(mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteComm) -> Pairing | None:
     """Whole groups in global order: by how many rows each shard has. None where this does not tell, as
     shards are no runs of whole groups, or where ranks of a shard have other rows."""
     group, shard = mine.weight[:, 0], sides.source_shard
@@ -127,7 +127,7 @@ def _pair_by_teams(
     agreed: Agreed,
     every: Sequence[Team],
     sides: RouteSides,
-    talk: RouteTalk,
+    talk: RouteComm,
     row_cost: RowCost,
 ) -> Pairing:
     """Shards of equal cost: by the rows of my teams, that of my source shard and that of my target shard, and
@@ -175,7 +175,7 @@ def _own_rows(
     own: Collection[Team],
     firsts: np.ndarray,
     sides: RouteSides,
-    talk: RouteTalk,
+    talk: RouteComm,
     row_cost: RowCost,
 ) -> dict[int, teams.TeamRows]:
     """The rows of my teams, by number."""
@@ -187,7 +187,7 @@ def _own_rows(
     return {team.number: teams.team_rows(team, headers, near, split, firsts, row_cost) for team in own}
 
 
-def _first_ids(mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteTalk) -> np.ndarray:
+def _first_ids(mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteComm) -> np.ndarray:
     """See siirl.data.teams. DagError if there are more rows than ids."""
     ids = mine.row_id if sides.is_first else mine.row_id[:0]
 
@@ -205,7 +205,7 @@ def _send(
     letters: Mapping[tuple[int, int], np.ndarray],
     pairs: Sequence[tuple[int, int]],
     every: Sequence[Team],
-    talk: RouteTalk,
+    talk: RouteComm,
 ) -> dict[tuple[int, int], np.ndarray]:
     """Letters of one team to another, (from, to): those to mine, sorted. pairs: of all ranks.
 

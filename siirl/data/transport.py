@@ -21,9 +21,9 @@ from siirl.data.assign import RowCost, split_weights
 from siirl.data.header import ColumnSpec, Header, Specs, check_of, common_specs
 from siirl.data.pairing import Agreed, Pairing, pair
 from siirl.data.parcels import Parcel, join, pack, unpack
+from siirl.data.route_comm import RouteComm
 from siirl.data.route_sides import RouteSides, sides_of
 from siirl.data.store import Column, FieldStore
-from siirl.data.talk import RouteTalk
 from siirl.errors import DagError
 from siirl.parallel.process_groups import ProcessGroupManager, name_ranks
 from siirl.types import FieldKey, Layout
@@ -102,8 +102,8 @@ class Transport:
         own = None if sides.source_shard is None else mine.row_id
         store.routes[route.source, route.target] = Brought(own, row_id, pairing.leaving, arrived)
 
-    def _talk(self, route: RoutePlan) -> RouteTalk:
-        return RouteTalk(self._groups, route)
+    def _talk(self, route: RoutePlan) -> RouteComm:
+        return RouteComm(self._groups, route)
 
     def _header(self, store: FieldStore, agent: int, route: RoutePlan, sides: RouteSides) -> Header:
         """This rank's rows."""
@@ -126,7 +126,7 @@ class Transport:
         row_id: np.ndarray,
         pairing: Pairing,
         sides: RouteSides,
-        talk: RouteTalk,
+        talk: RouteComm,
     ) -> dict[int, Parcel]:
         """The rows of my target shard, by source shard; those that this rank has already are not packed."""
         outgoing: dict[int, Tensor] = {}
@@ -151,7 +151,7 @@ class Transport:
 
 
 def _agree(
-    mine: Header, specs: Specs, known: Brought | None, keys: Sequence[FieldKey], talk: RouteTalk
+    mine: Header, specs: Specs, known: Brought | None, keys: Sequence[FieldKey], talk: RouteComm
 ) -> Agreed:
     """One all-reduce of a few words. DagError on all ranks if they are at different reshards, or have columns
     that cannot be joined."""

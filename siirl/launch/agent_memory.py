@@ -15,10 +15,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from siirl.cleanup import sweep
 from siirl.config import Config
 from siirl.errors import ConfigError
 from siirl.launch.memory_checkpoints import KEY, SHARED_MEMORY, keeps_in_memory
-from siirl.leftovers import sweep
 
 NAME = "siirl-torchrun-{}-{}-{}"
 """User, process id and start of the agent."""

@@ -28,9 +28,9 @@ from siirl.engines.rollout.served.kept_engine import (
     WORKER,
     End,
     Ended,
+    EngineLease,
+    EngineSpec,
     FromOwner,
-    Given,
-    Wanted,
     bound_waits,
     keeper_line,
     parts_of_idle,
@@ -207,20 +207,20 @@ class EngineKeeper:
         """Whether a worker gets the engine that it wants."""
         try:
             wanted = owner.receive()
-            if not isinstance(wanted, Wanted):
+            if not isinstance(wanted, EngineSpec):
                 return False
             one = self._fitting(wanted)
             stayed = one is not None and one.take(connection)
             if one is None or not stayed:
                 one = _started(wanted, connection, log)
             self._kept[wanted.log_path] = one
-            owner.send(Given(one.child.pid, stayed))
+            owner.send(EngineLease(one.child.pid, stayed))
         except (OSError, ChannelClosed):
             return False
         one.owner = owner
         return True
 
-    def _fitting(self, wanted: Wanted) -> _Kept | None:
+    def _fitting(self, wanted: EngineSpec) -> _Kept | None:
         """The engine that waits for this worker; ends another one in its place."""
         one = self._kept.pop(wanted.log_path, None)
         if one is None:
@@ -240,7 +240,7 @@ def _say(log_path: str, why: str) -> None:
         log.write(f"siirl: the engine has been ended: {why}.\n")
 
 
-def _started(wanted: Wanted, connection: int, log: int) -> _Kept:
+def _started(wanted: EngineSpec, connection: int, log: int) -> _Kept:
     """A new engine. OSError if none can be started."""
     ours, theirs = keeper_line()
     with theirs:

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from siirl.checkpoint.files import current_step
+from siirl.cleanup import owned_folder
 from siirl.config import Config
 from siirl.errors import ConfigError
-from siirl.leftovers import owned_folder
 from siirl.sandbox.linux import PR_SET_PDEATHSIG, prctl
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -19,7 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from siirl.addresses import is_public, own_host
 from siirl.command_line import EXIT_USER_ERROR
 from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import Plan
@@ -33,6 +32,7 @@ from siirl.launch.rendezvous import store_of_ranks
 from siirl.launch.standby import stand_by
 from siirl.model_files.local_models import with_local_models
 from siirl.model_files.run_inputs import RunInputs, began_with, begin_with
+from siirl.network import is_public, own_host
 from siirl.observe.heartbeat import start_heartbeat
 from siirl.observe.logs import setup_logging
 from siirl.observe.position import read_position

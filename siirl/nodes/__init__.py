@@ -33,20 +33,20 @@ a buffer of the node and so part of a checkpoint: prompts on all ranks of a shar
 bound is held by waiting for what would be too old in the next step. As each step gives one batch and at
 most L batches are behind it, that is never more than a batch. With `rollout.stale=restart` a step does not
 wait, and the next one begins such groups anew; with `drop` it gives them up first. Where the engine shares
-its device (`NodePlan.decodes_on` is false), the stream is paused at the end of a step: the engine forgets
-the requests, which are asked again as the ends of prompts (`Request.start` says how many draws were made),
-so nothing of them is on the device while others train. With `rollout.keep_kv` they find their keys and
-values in vLLM's prefix cache, which an update then leaves as it is: `Request.kv_version` is the salt. Else
-the stream stays open and gives way (`RolloutEngine.stream`): `load_weights` and `generate` hold its
+its device (`NodePlan.runs_in_background` is false), the stream is paused at the end of a step: the engine
+forgets the requests, which are asked again as the ends of prompts (`Request.start` says how many draws were
+made), so nothing of them is on the device while others train. With `rollout.keep_kv` they find their keys
+and values in vLLM's prefix cache, which an update then leaves as it is: `Request.kv_version` is the salt.
+Else the stream stays open and gives way (`RolloutEngine.stream`): `load_weights` and `generate` hold its
 requests and let them go on, and the engine's process keeps what completes until its worker reads it. So the
 worker needs no second thread and the plan no further instruction: the rank waits in its next SyncWeights
 while its engine decodes.
 
 Interactions go on in the same way: their op is then `partial_interaction`, and the delay line holds
 episodes (`EpisodesInFlight`, `siirl/nodes/episodes_in_flight.py`). An episode is a task of an event loop
-that outlives a step and runs in steps only. It asks a `HeldPolicy`, which keeps what a paused turn had,
-waits for the next step's pump, and asks for the rest. Streams, pumps and Serves are opened anew in each
-step, so a rank that serves knows of no lag; a driver takes back its own requests of a shared stream
+that outlives a step and runs in steps only. It asks a `ResumablePolicy`, which keeps what a paused turn had,
+waits for the next step's client, and asks for the rest. Streams, their clients and Serves are opened anew in
+each step, so a rank that serves knows of no lag; a driver takes back its own requests of a shared stream
 (`Pause`, `siirl/engines/rollout/remote.py`). What both kinds share: who leaves and when a step may end
 (`deadlines.py`), and the prompts that are loaded ahead (`prompts_in_flight.py`).
 

@@ -48,7 +48,7 @@ class LocalNode:
         return dialect_of(self.cfg, self.tokenizer)
 
 
-class Moment(NamedTuple):
+class StepInfo(NamedTuple):
     """When a call is."""
 
     step: int
@@ -61,7 +61,7 @@ class Moment(NamedTuple):
     """1, 2, ... in the rounds of a node that repeats, else 0."""
 
 
-class Peers(NamedTuple):
+class DataGroup(NamedTuple):
     """The ranks whose rows belong to the same batch."""
 
     group: dist.ProcessGroup
@@ -94,9 +94,9 @@ class OpContext:
 
     node: LocalNode
 
-    now: Moment
+    now: StepInfo
 
-    peers: Peers
+    peers: DataGroup
 
     metrics: Metrics
     """What the call measures; with several agents it goes under "agent_N/"."""

@@ -18,10 +18,10 @@ import torch
 from tensordict import TensorDict
 
 from siirl.agents.episode import Episode
-from siirl.agents.held_policy import HeldPolicy, Line
 from siirl.agents.policy import Generated
-from siirl.agents.pump import Pump
+from siirl.agents.resumable_policy import ResumablePolicy, StreamGate
 from siirl.agents.runner import Game, Played, interruptible, run_episode
+from siirl.agents.stream_client import StreamClient
 from siirl.data.buffer import ORDER
 from siirl.data.rows import take_rows
 from siirl.engines.rollout.base import Key
@@ -45,7 +45,7 @@ class HeldEpisode:
 
 
 @dataclass(frozen=True)
-class Left:
+class FinishedEpisodes:
     """The groups that leave in a step."""
 
     prompts: TensorDict
@@ -91,7 +91,7 @@ class EpisodesInFlight(PromptsInFlight):
         self._num_restarted = 0
         self._runner: asyncio.Runner | None = None
         self._news = asyncio.Event()
-        self._lines: dict[str, tuple[Line, ...]] = {}
+        self._lines: dict[str, tuple[StreamGate, ...]] = {}
         self._step_of: dict[str, dict[int, int]] = {}  # see Left
         self._game: Game | None = None
         self._step = 0
@@ -109,29 +109,31 @@ class EpisodesInFlight(PromptsInFlight):
 
     def play(
         self,
-        pumps: Mapping[str, Sequence[Pump]],
+        stream_clients: Mapping[str, Sequence[StreamClient]],
         game_of: Callable[[dict[str, tuple[Any, ...]]], Game],
         begin: Begin,
         step: int,
-    ) -> Left:
+    ) -> FinishedEpisodes:
         """Let episodes go on until a batch of groups can leave; the others are paused.
 
-        pumps: of each policy, as many in every step. game_of: the game whose policies are these lines. Raises
-        what ends an episode but an EpisodeFailed; then all are over.
+        stream_clients: of each policy, as many in every step. game_of: the game whose policies are
+        these lines. Raises what ends an episode but an EpisodeFailed; then all are over.
         """
         self._step, self._ending = step, False
         if self._stale == "restart":
             self._restart(self._too_old(step))
         self._runner = self._runner or asyncio.Runner()
-        self._lines = self._lines or {name: tuple(Line() for _ in found) for name, found in pumps.items()}
+        self._lines = self._lines or {
+            name: tuple(StreamGate() for _ in found) for name, found in stream_clients.items()
+        }
         self._game = self._game or game_of(self._lines)
         for name in self._lines:
             known = self._step_of.get(name, {})
             self._step_of[name] = {v: at for v, at in known.items() if step - at <= self._max_lag}
         try:
             for name, lines in self._lines.items():
-                for line, pump in zip(lines, pumps[name], strict=True):
-                    line.open(pump)
+                for line, stream_client in zip(lines, stream_clients[name], strict=True):
+                    line.open(stream_client)
             self._runner.run(interruptible(self._until_enough(self._game, begin)))
             self._ending = True
             for line in self._all_lines():
@@ -255,7 +257,7 @@ class EpisodesInFlight(PromptsInFlight):
             self._news.set()
 
         policy_of = {line: name for name, lines in self._lines.items() for line in lines}
-        asks = game.asking(lambda line: HeldPolicy(line, key, partial(heard, policy_of[line])))
+        asks = game.asking(lambda line: ResumablePolicy(line, key, partial(heard, policy_of[line])))
         held = HeldEpisode(asyncio.get_running_loop().create_task(run_episode(asks, episode, prompt)))
         held.task.add_done_callback(ended)
         return held
@@ -275,7 +277,7 @@ class EpisodesInFlight(PromptsInFlight):
         """When the first token of a group was sampled; now, if there is none."""
         return min(one.first_step or self._step for one in self._groups[order])
 
-    def _leave(self) -> Left:
+    def _leave(self) -> FinishedEpisodes:
         chosen = leaving(self._num_open, self._oldest, self._num_leaving)
         groups = [self._groups.pop(order) for order in chosen]
         for order in chosen:
@@ -291,9 +293,11 @@ class EpisodesInFlight(PromptsInFlight):
                 episode.group_id, episode.episode_id = slot, slot * len(group) + sample
         num_restarted, self._num_restarted = self._num_restarted, 0
         num_partial = sum(one.first_step != one.last_step for group in groups for one in group)
-        return Left(prompts, played, lags, num_partial, num_restarted, len(self._orders()), self._step_of)
+        return FinishedEpisodes(
+            prompts, played, lags, num_partial, num_restarted, len(self._orders()), self._step_of
+        )
 
-    def _all_lines(self) -> list[Line]:
+    def _all_lines(self) -> list[StreamGate]:
         return [line for lines in self._lines.values() for line in lines]
 
 

@@ -69,7 +69,7 @@ class Response:
 
 
 @dataclass
-class Taken:
+class FinishedGroups:
     """Groups that are complete and leave: what the ranks of a shard tell each other."""
 
     orders: list[int]
@@ -83,7 +83,7 @@ class Taken:
         return asdict(self)
 
     @classmethod
-    def decode(cls, values: dict[str, Any]) -> "Taken":
+    def decode(cls, values: dict[str, Any]) -> "FinishedGroups":
         responses = [Response(**response) for response in values["responses"]]
         return cls(values["orders"], responses, values["num_restarted"])
 
@@ -103,14 +103,15 @@ class RolloutsInFlight(PromptsInFlight):
         batch_size: int,
         step_size: int | None = None,
         stale: str = "wait",
-        decodes_on: bool = False,
+        runs_in_background: bool = False,
     ) -> None:
-        """n: responses of each prompt. decodes_on: the engine goes on between the steps, while others train.
+        """n: responses of each prompt. runs_in_background: the engine goes on between the steps, while others
+        train.
 
         The rest as of PromptsInFlight.
         """
         super().__init__(max_lag, surplus, batch_size, step_size, stale)
-        self._engine, self._n, self._decodes_on = engine, n, decodes_on
+        self._engine, self._n, self._runs_in_background = engine, n, runs_in_background
         self._stream: RolloutStream | None = None  # while requests may be pending
         self._running: dict[Key, int] = {}  # requests that are -> the step in which they were submitted
         self._version_of: dict[int, int] = {}  # step -> version of the engine's weights
@@ -127,7 +128,7 @@ class RolloutsInFlight(PromptsInFlight):
                 seed = seed_of(batch, slot)
                 self.responses[order] = [Response(seed, i) for i in range(self._n)]
 
-    def sample(self, params: SamplingParams, step: int) -> Taken:
+    def sample(self, params: SamplingParams, step: int) -> FinishedGroups:
         """Let responses go on until a batch of groups can leave. On the first rank of the shard.
 
         RolloutError as of the engine's stream, also for a prompt that cannot run. What is not complete is
@@ -155,13 +156,13 @@ class RolloutsInFlight(PromptsInFlight):
 
         if self._stream is None:
             self._stream = self._engine.stream(
-                lambda keys: bool(keys) and ended(keys), gives_way=self._decodes_on
+                lambda keys: bool(keys) and ended(keys), runs_in_background=self._runs_in_background
             )
         self._submit([key for key in unfinished if key not in self._running], params, step)
         while not ended(()):
             self._require(self._stream)
             ended(self._extend(self._stream.collect(POLL_S)))
-        if not self._decodes_on:
+        if not self._runs_in_background:
             ended(self.pause())
         return self._leave(num_open, step, num_restarted)
 
@@ -202,7 +203,7 @@ class RolloutsInFlight(PromptsInFlight):
         places = {key: map(int, str(key).split("/")) for key in keys}
         return {key: (order, self.responses[order][number]) for key, (order, number) in places.items()}
 
-    def give(self, taken: Taken) -> TensorDict:
+    def give(self, taken: FinishedGroups) -> TensorDict:
         """The prompts of the groups that leave, numbered over all shards. On all ranks of the shard."""
         for order in taken.orders:
             self.responses.pop(order, None)
@@ -298,11 +299,13 @@ class RolloutsInFlight(PromptsInFlight):
     def _oldest_of(self, orders: Iterable[int], step: int) -> dict[int, int]:
         return {order: self._oldest(order, step) for order in orders}
 
-    def _leave(self, num_open: dict[int, int], step: int, num_restarted: int) -> Taken:
+    def _leave(self, num_open: dict[int, int], step: int, num_restarted: int) -> FinishedGroups:
         chosen = leaving(num_open, self._oldest_of(num_open, step), self._num_leaving)
         lags = [step - self._oldest(order, step) for order in chosen]
         assert max(lags, default=0) <= self._max_lag, f"rows of {max(lags)} steps ago"
-        return Taken(chosen, [one for order in chosen for one in self.responses[order]], num_restarted)
+        return FinishedGroups(
+            chosen, [one for order in chosen for one in self.responses[order]], num_restarted
+        )
 
     def _require(self, stream: RolloutStream) -> None:
         if not stream.num_pending:

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from siirl.agents.contexts import Limits, Row
+from siirl.agents.contexts import Limits, TokenSequence
 from siirl.agents.environments import HostedEnvironment, load_environment
 from siirl.agents.episode import Episode
 from siirl.agents.policy import ENDED
@@ -55,8 +55,8 @@ from siirl.user_code.signatures import Call
 from siirl.user_code.source import check_loaded
 
 if TYPE_CHECKING:
-    from siirl.agents.outside.lobby import Door
     from siirl.agents.outside.programs import Programs  # its HTTP server takes a third of a second
+    from siirl.agents.outside.session_queue import ListenAddress
 
 log = logging.getLogger(__name__)
 UNBOUNDED = 1 << 30  # positions of a context whose tokens only a service counts
@@ -177,15 +177,17 @@ def _programs(plan: InteractionPlan, trainer: TrainerConfig, rank: int) -> "Prog
     if program is None:
         return None
     from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
-    from siirl.agents.outside.lobby import Lobby
     from siirl.agents.outside.programs import Programs, starter
+    from siirl.agents.outside.session_queue import SessionQueue
 
     limits = ProgramLimits(program["deadline_s"], program["max_requests"], program["max_concurrent"])
     name = program["tool_format"]
     parse = None if name == AUTO else tool_parser(name, "actor_rollout_ref.serve.tool_format")
     if program["listen"]:
         return Programs(
-            Endpoint(Lobby(_door(plan, program, trainer, rank)), limits), parse, program["needs_reward"]
+            Endpoint(SessionQueue(_listen_address(plan, program, trainer, rank)), limits),
+            parse,
+            program["needs_reward"],
         )
     command: Any = program["command"]
     if program["is_function"]:
@@ -198,12 +200,14 @@ def _programs(plan: InteractionPlan, trainer: TrainerConfig, rank: int) -> "Prog
     return Programs(Endpoint(starter(command), limits), parse, program["needs_reward"])
 
 
-def _door(plan: InteractionPlan, program: Mapping[str, Any], trainer: TrainerConfig, rank: int) -> "Door":
+def _listen_address(
+    plan: InteractionPlan, program: Mapping[str, Any], trainer: TrainerConfig, rank: int
+) -> "ListenAddress":
     """Where clients find this rank."""
-    from siirl.agents.outside.lobby import Door, token_of
+    from siirl.agents.outside.session_queue import ListenAddress, token_of
 
     host, _, port = program["address"].rpartition(":")
-    return Door(
+    return ListenAddress(
         host.strip("[]"),
         int(port) and int(port) + rank,
         Path(trainer.output_dir).expanduser() / LISTENS / f"{plan.entry}_rank_{rank}.json",
@@ -443,7 +447,7 @@ def rows_of(
 
 def _spoken(
     plan: InteractionPlan, policy: int, played: list[Played]
-) -> Iterator[tuple[Episode, int, int, int, Row]]:
+) -> Iterator[tuple[Episode, int, int, int, TokenSequence]]:
     """The rows of a policy: episode, place of the speaker among those of the policy, speaker, number, row."""
     speakers = [stage.agent for stage in plan.stages if stage.policy == policy]
     for one in played:

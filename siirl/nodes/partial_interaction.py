@@ -28,9 +28,9 @@ def partial_interaction(
         return [[(next(episodes), tokens) for _ in range(n)] for tokens in prompt_tokens(prompts)]
 
     in_flight.admit(rows, ctx.step)
-    with interaction.streams.open(in_flight.may_end) as pumps:
+    with interaction.streams.open(in_flight.may_end) as stream_clients:
         left = in_flight.play(
-            pumps, lambda lines: game_of(interaction, lines, validate=False), begin, ctx.step
+            stream_clients, lambda lines: game_of(interaction, lines, validate=False), begin, ctx.step
         )
     interaction.step_of = left.step_of
     dropped = in_flight.drain_dropped()

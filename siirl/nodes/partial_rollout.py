@@ -9,7 +9,7 @@ from dataclasses import replace
 from tensordict import TensorDict
 
 from siirl.engines.rollout.base import Completion, RolloutEngine
-from siirl.nodes.context import Moment, OpContext
+from siirl.nodes.context import OpContext, StepInfo
 from siirl.nodes.generate import (
     add_experts,
     prompt_seed,
@@ -19,7 +19,7 @@ from siirl.nodes.generate import (
     samples_of,
     sampling_params,
 )
-from siirl.nodes.in_flight import RolloutsInFlight, Taken
+from siirl.nodes.in_flight import FinishedGroups, RolloutsInFlight
 from siirl.nodes.lag_report import report_lag, report_token_lag
 from siirl.nodes.recording import dump_rollouts
 
@@ -37,10 +37,10 @@ def partial_rollout(
         return rollout(ctx, rows, engine)
     params = sampling_params(ctx.cfg, ctx.dialect.stop_ids, validate=False)
     in_flight.admit(
-        rows, ctx.step, lambda batch, slot: prompt_seed(replace(ctx, now=Moment(batch, False)), slot)
+        rows, ctx.step, lambda batch, slot: prompt_seed(replace(ctx, now=StepInfo(batch, False)), slot)
     )
     mine = in_flight.sample(params, ctx.step).encode() if engine.leads else None
-    taken = Taken.decode(engine.share(mine))
+    taken = FinishedGroups.decode(engine.share(mine))
     completions = [
         Completion(one.token_ids, one.log_probs, one.finish_reason or "", -1, one.versions)
         for one in taken.responses

@@ -66,7 +66,7 @@ def _in_flight(node: LocalNode, rank: OnRank) -> PromptsInFlight:
             *(engine, rollout.n, rollout.max_lag, rollout.surplus),
             **sizes,
             stale=rollout.stale,
-            decodes_on=node.plan.decodes_on,
+            runs_in_background=node.plan.runs_in_background,
         )
     node.buffer = kept
     return kept

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 
-from siirl.agents.pump import Pump
+from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import InteractionPlan
 from siirl.engines.rollout.base import Interrupt, Request, RolloutEngine
 from siirl.engines.rollout.remote import Address, RemoteStream, StreamServer, gather_addresses
@@ -15,7 +15,7 @@ from siirl.errors import PeerError
 
 POLL_S, GOODBYE_S, PATIENCE_S = 0.05, 2.0, 0.01
 
-Policies = dict[str, tuple[Pump, ...]]
+Policies = dict[str, tuple[StreamClient, ...]]
 """Name of a rollout model -> its engines; an episode keeps to one of them."""
 
 
@@ -67,8 +67,8 @@ class Streams:
                 policies: Policies = {}
                 for name in self._plan.policies:
                     heads = self._plan.heads(name, self._rank)
-                    pumps = [self._pump(name, head, opened, interrupt) for head in heads]
-                    policies[name] = tuple(stack.enter_context(pump) for pump in pumps)
+                    stream_clients = [self._stream_client(name, head, opened, interrupt) for head in heads]
+                    policies[name] = tuple(stack.enter_context(client) for client in stream_clients)
                 try:
                     yield policies
                 except BaseException as error:
@@ -88,7 +88,9 @@ class Streams:
         for server in self._servers.values():
             server.close()
 
-    def _pump(self, name: str, head: int, opened: list[RemoteStream], interrupt: Interrupt | None) -> Pump:
+    def _stream_client(
+        self, name: str, head: int, opened: list[RemoteStream], interrupt: Interrupt | None
+    ) -> StreamClient:
         """The policy that the engine of one rank answers for."""
 
         def connect() -> RemoteStream:
@@ -98,7 +100,9 @@ class Streams:
 
         served = self._plan.clients(name, head)
         open_stream = connect if served else functools.partial(self._engines[name].stream, interrupt)
-        return Pump(open_stream, Request, name, self._deadline_s, 0.0 if interrupt is None else PATIENCE_S)
+        return StreamClient(
+            open_stream, Request, name, self._deadline_s, 0.0 if interrupt is None else PATIENCE_S
+        )
 
     def _serving(self) -> list["Service"]:
         """Start to serve other drivers."""

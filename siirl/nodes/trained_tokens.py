@@ -2,7 +2,7 @@
 
 In a step of which that is written, the training op and the advantage op leave here what they have at hand, on
 the ranks where it is (`TrainedTokens`). At the end of the step the first rank says which rows are shown as
-samples (`Wanted`), and gets what there is of these rows, and of no others.
+samples (`ShownRow`), and gets what there is of these rows, and of no others.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _NUMBERS = ("rollout_log_prob", "old_log_prob", "advantage", "ratio", "clip", "w
 _SHARES = ("own", "team", "env", "shaping")
 
 
-class Wanted(NamedTuple):
+class ShownRow(NamedTuple):
     """A row that is shown as a sample, as its reward node saw it: later nodes may number rows anew."""
 
     agent: int
@@ -61,7 +61,7 @@ class KeptRows:
                 self._found[name] = torch.full(self._shape, torch.nan)
             self._found[name][place_b] = column_bT.detach().float().cpu()
 
-    def matching(self, wanted: Sequence[Wanted]) -> dict[int, Wanted | None]:
+    def matching(self, wanted: Sequence[ShownRow]) -> dict[int, ShownRow | None]:
         """Rows that were trained, and are wanted: by what they say; or by the episode, which gives None.
 
         By the episode where the agent has no rows among the wanted: others score it, and nobody has numbered
@@ -126,7 +126,7 @@ class Found(NamedTuple):
     records: dict[tuple[int, int], dict[str, Any]]
     """(agent, row_id of the training) -> the row."""
     texts: dict[tuple[int, int], str]
-    """The same, for rows that were found by what they say -> Wanted.text."""
+    """The same, for rows that were found by what they say -> ShownRow.text."""
     shares: dict[tuple[int, int, int], dict[str, float]]
     """(agent, episode_id of the training, turn) -> the parts of the turn's reward."""
     seconds: float = 0.0
@@ -155,7 +155,7 @@ class TrainedTokens:
         columns = rows.select("sample_index", "episode_id", "turn_id")
         self._shares.append((agent, columns.update(dict(shares))))
 
-    def found(self, wanted: Sequence[Wanted]) -> Found:
+    def found(self, wanted: Sequence[ShownRow]) -> Found:
         """What this rank has of these rows."""
         start_s = time.perf_counter()
         result, room = Found({}, {}, {}), MOST_TOKENS
@@ -173,11 +173,13 @@ class TrainedTokens:
         return result._replace(seconds=time.perf_counter() - start_s)
 
 
-def wanted_row(agent: int, rows: TensorDict, row: int) -> Wanted:
+def wanted_row(agent: int, rows: TensorDict, row: int) -> ShownRow:
     """A row as its reward node sees it."""
     extra = rows["extra_info"][row] if "extra_info" in rows.keys() else None
     episode = extra.get("episode_id") if isinstance(extra, dict) and "conversation" in extra else None
-    return Wanted(agent, int(rows["sample_index"][row]), digest(rows, row), int(rows["row_id"][row]), episode)
+    return ShownRow(
+        agent, int(rows["sample_index"][row]), digest(rows, row), int(rows["row_id"][row]), episode
+    )
 
 
 def digest(rows: TensorDict, row: int) -> str:
@@ -198,7 +200,7 @@ def digests(rows: TensorDict, places: Tensor) -> list[str]:
     ]
 
 
-def sample_records(wanted: Iterable[Wanted], found: Found) -> list[dict[str, Any]]:
+def sample_records(wanted: Iterable[ShownRow], found: Found) -> list[dict[str, Any]]:
     """The wanted rows that were found, as lines of a file: under the ids that their samples have.
 
     Rows of a prompt that say the same are told apart by their numbers; where a node has numbered them anew,

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from siirl.addresses import is_loopback
+from siirl.access import BoundedServer, PageHandler, is_same
 from siirl.errors import ConfigError
+from siirl.network import is_loopback
 from siirl.observe.console import ConsoleSink
 from siirl.observe.curve import METRICS_FILE
 from siirl.observe.printable import printable
 from siirl.observe.sinks import JsonlSink, Rows, RunInfo, SampleSink, Sink, Sinks, samples_text
-from siirl.strangers import BoundedServer, PageHandler, is_same
 
 log = logging.getLogger(__name__)
 IDS_FILE = "loggers.json"

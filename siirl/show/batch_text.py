@@ -84,7 +84,7 @@ def _lag(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool) -> li
         return []
     rollout = cfg.actor_rollout_ref.rollout
     prompts = int((1 + rollout.surplus) * batch.prompts)
-    if node.decodes_on:
+    if node.runs_in_background:
         kept = ", with the keys and values that they have" if rollout.keeps_kv else ""
         rest = (
             "the engines go on with them while the trainer trains, and under its new weights after each sync"

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
+from siirl.access import BoundedServer, PageHandler, is_same
 from siirl.errors import ConfigError
-from siirl.strangers import BoundedServer, PageHandler, is_same
 from siirl.view.run_parts import RunParts
 from siirl.view.view_page import first_data, page, part_data, safe_json
 

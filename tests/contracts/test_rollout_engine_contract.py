@@ -603,7 +603,7 @@ def test_weights_arrive_while_requests_run_and_each_token_is_of_those_that_it_sa
     for wait_s in (0.02, 0.01, 0.005, 0.002, 0.001):  # until it is shorter than a response takes here
         models = {given(engine, reference): reference}
         alone = tokens(engine.generate([[5, 6]], params, [4]))
-        stream, answers = engine.stream(lambda keys: True, gives_way=True), {}
+        stream, answers = engine.stream(lambda keys: True, runs_in_background=True), {}
         stream.submit(requests)
         for model in (other, reference):
             answers |= stream.collect(rng.uniform(0.2, 1) * wait_s)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from siirl.agents.contexts import Limits
 from siirl.agents.environments import load_environment
-from siirl.agents.pump import Pump
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Speaker
 from siirl.agents.shown import Shown
+from siirl.agents.stream_client import StreamClient
 from siirl.agents.tool_use import ToolUse
 from siirl.agents.tools import Toolbox, ToolLimits
 from siirl.compiler.plan import ModelPlan
@@ -132,7 +132,7 @@ def test_episodes_with_an_image_each_turn_are_what_hugging_face_says_of_the_whol
         stage("game", None, back_to="talk", max_turns=TURNS - 1, following="last"),
         stage("last", 0),
     ]
-    with Pump(engine.stream, Request, engine.name, 60.0) as policy:
+    with StreamClient(engine.stream, Request, engine.name, 60.0) as policy:
         speaker = speaker_of(folder, policy)
         speakers = {"talk": speaker, "last": speaker}
         played = play(stages, speakers, make_env=make_env, num_episodes=NUM_EPISODES)
@@ -169,6 +169,6 @@ def test_a_tools_images_are_read_before_the_next_turn(engine, folder):
             return Parsed(text, [ToolCall("look", {})] if next(calls) % TURNS < TURNS - 1 else [])
 
     use = ToolUse(Toolbox({"look": Camera()}), Calling(), ToolLimits(sees=True), 9)
-    with Pump(engine.stream, Request, engine.name, 60.0) as policy:
+    with StreamClient(engine.stream, Request, engine.name, 60.0) as policy:
         played = play([stage("talk", 0)], {"talk": speaker_of(folder, policy, use)}, num_episodes=1)
     assert check_rows(folder, played) == [TURNS - 1]

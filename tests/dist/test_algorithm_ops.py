@@ -17,7 +17,7 @@ from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs
 from siirl.errors import RewardError
 from siirl.nodes.advantage import advantage, reward_parts, token_reward
-from siirl.nodes.context import Peers
+from siirl.nodes.context import DataGroup
 from siirl.nodes.function_reward import check_scores, report_groups, report_validation
 from siirl.nodes.policy_loss import make_loss_fn
 from siirl.observe.metrics import Metrics
@@ -164,7 +164,7 @@ def test_validation_metrics_by_source_and_of_no_rows():
     rows = make_rows({"sample_index": [0, 0, 1, 1], "data_source": ["a", "a", "b", "b"]})
     scored = make_rows({"score": [1.0, 0.0, 0.5, 0.5], "reward_info": [{"hit": 1}, {"hit": 0}, {}, {}]})
     cfg = load_config(["actor_rollout_ref.rollout.val_kwargs.n=2"])
-    ctx = SimpleNamespace(cfg=cfg, metrics=Metrics(), peers=Peers(None))
+    ctx = SimpleNamespace(cfg=cfg, metrics=Metrics(), peers=DataGroup(None))
     report_validation(ctx, rows, scored)
     report_validation(ctx, take_rows(rows, []), take_rows(scored, []))
     values = ctx.metrics.values()
@@ -178,7 +178,7 @@ def reports_of_split_prompts(rank: int, world_size: int) -> dict[str, float]:
     rows = make_rows({"sample_index": [0, 1], "data_source": ["a", "b"]})
     scored = make_rows({"score": [[0.0, 1.0], [1.0, 1.0]][rank], "reward_info": [{}, {}]})
     cfg = load_config(["actor_rollout_ref.rollout.val_kwargs.n=2"])
-    peers = Peers(dist.group.WORLD, is_shard_leader=True, has_whole_groups=False)
+    peers = DataGroup(dist.group.WORLD, is_shard_leader=True, has_whole_groups=False)
     ctx = SimpleNamespace(
         cfg=cfg, metrics=Metrics(), peers=peers, group=dist.group.WORLD, is_shard_leader=True
     )

@@ -17,7 +17,7 @@ from siirl.errors import DagError
 from siirl.nodes.advantage import advantage
 from siirl.nodes.filter import pf_ppo
 from siirl.nodes.mini_batches import mini_batches
-from siirl.nodes.trained_tokens import TrainedTokens, Wanted
+from siirl.nodes.trained_tokens import ShownRow, TrainedTokens
 from siirl.observe.metrics import Metrics
 
 X = -1
@@ -115,7 +115,9 @@ def run_shares(rank: int, world: int, cases: list[dict]) -> list[dict]:
         ctx = context(keys, {1: theirs.exclude("value")})
         ctx.trained = TrainedTokens()
         advantage(ctx, mine)
-        first_only, both = ([Wanted(0, index, "", 0, 0) for index in indices] for indices in ([10], [10, 11]))
+        first_only, both = (
+            [ShownRow(0, index, "", 0, 0) for index in indices] for indices in ([10], [10, 11])
+        )
         shares = ctx.trained.found(both).shares
         assert ctx.trained.found(first_only).shares.keys() == {key for key in shares if key[1] < 2}
         found.append({(episode, turn): share for (_, episode, turn), share in shares.items()})

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
 
-from siirl.agents.pump import Pump
+from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.engines.engine_registry import make_rollout_engine
@@ -47,7 +47,9 @@ def one_drives_one_serves(rank, world_size, model_dir):
         return None
     heard = []
     for _ in range(2):
-        with Pump(lambda: RemoteStream(addresses[1], rank, 30.0), Request, "agent_1.rollout", 30.0) as policy:
+        with StreamClient(
+            lambda: RemoteStream(addresses[1], rank, 30.0), Request, "agent_1.rollout", 30.0
+        ) as policy:
             heard.append(asyncio.run(all_turns(policy)))
     own = engine.generate(PROMPTS, PARAMS, range(len(PROMPTS)))
     return heard, [sample for (sample,) in own]

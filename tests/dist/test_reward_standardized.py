@@ -8,7 +8,7 @@ from op_contexts import op_context
 
 from siirl.config import load_config
 from siirl.data.rows import make_rows
-from siirl.nodes.context import Moment
+from siirl.nodes.context import StepInfo
 from siirl.nodes.reward_combine import combine_rewards
 
 SCORES = {"a": [1.0, 3.0, 5.0, 7.0], "b": [100.0, 300.0]}
@@ -32,7 +32,7 @@ def standardize(rank: int, world: int) -> tuple[list[float], list[float], list[f
                 "model": torch.tensor([score + shift for _, score in pairs]),
             }
         )
-        now = Moment(step, step == 0)
+        now = StepInfo(step, step == 0)
         ctx = op_context("total", cfg, group=dist.group.WORLD, now=now, is_shard_leader=rank < 2, state=state)
         results.append(combine_rewards(ctx, rows)["score"].tolist())
     return (*results, state)

@@ -45,7 +45,7 @@ DEADLINE_S = 60.0
 class Echo:
     """A stream that answers with the prompt."""
 
-    gives_way = False
+    runs_in_background = False
 
     def __init__(self) -> None:
         self.asked: list[Request] = []

@@ -142,7 +142,7 @@ def test_a_stream_is_paused_and_goes_on(engine, model):
     load(engine, model, 3)
     params = SamplingParams(max_tokens=400, ignore_eos=True)
     requests = [Request(row, prompt, params, row) for row, prompt in enumerate(PROMPTS)]
-    stream = engine.stream(lambda keys: True, gives_way=True)
+    stream = engine.stream(lambda keys: True, runs_in_background=True)
     stream.submit(requests)
     answers = dict(stream.collect(1.0))
     load(engine, model, 4)

@@ -90,7 +90,7 @@ def test_rollouts_with_a_lag_do_not_decode_on_where_a_teacher_by_vllm_needs_thei
     for placement, goes_on in (("0", False), ("1", True)):
         dag = learning(teacher("t", config={"strategy": "vllm"}, placement=placement))
         apart = {name: {"placement": "1" if name == "train" else "0"} for name in ("rollout", "train")}
-        assert compiled(with_node_config(dag, apart), 2, *vllm).nodes["rollout"].decodes_on == goes_on
+        assert compiled(with_node_config(dag, apart), 2, *vllm).nodes["rollout"].runs_in_background == goes_on
 
 
 def test_the_estimate_has_what_an_engine_needs_to_score_beside_its_share(tmp_path):

@@ -7,10 +7,10 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.compiler.plan import NodePlan
 from siirl.config import Config
-from siirl.nodes.context import LocalNode, Moment, OpContext, Peers, Samples
+from siirl.nodes.context import DataGroup, LocalNode, OpContext, Samples, StepInfo
 from siirl.observe.metrics import Metrics
 
-FIRST_STEP = Moment(1, False)
+FIRST_STEP = StepInfo(1, False)
 
 
 def op_context(
@@ -19,7 +19,7 @@ def op_context(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     group: dist.ProcessGroup | None = None,
-    now: Moment = FIRST_STEP,
+    now: StepInfo = FIRST_STEP,
     is_shard_leader: bool = True,
     state: dict[str, float] | None = None,
     options: dict[str, Any] | None = None,
@@ -28,4 +28,4 @@ def op_context(
     """A call of a node of agent 0 in step 1, which shows no rows."""
     plan = NodePlan(node_id, 0, (), "custom", None, None, {}, options or {})
     node = LocalNode(plan, cfg, tokenizer, {} if state is None else state)
-    return OpContext(node, now, Peers(group, is_shard_leader), Metrics(), Samples([], 0, []), writes)
+    return OpContext(node, now, DataGroup(group, is_shard_leader), Metrics(), Samples([], 0, []), writes)

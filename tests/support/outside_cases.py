@@ -12,8 +12,8 @@ from episode_cases import Speaker, speaker, stage
 
 from siirl.agents.episode import Episode
 from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
-from siirl.agents.outside.lobby import Door, Lobby
 from siirl.agents.outside.programs import Programs, starter
+from siirl.agents.outside.session_queue import ListenAddress, SessionQueue
 from siirl.agents.runner import Game, Played, run_all
 from siirl.compiler.plan import InteractionPlan
 from siirl.dialect.formats.json_calls import hermes
@@ -76,7 +76,7 @@ def play_outside(
 
     policies: by model name.
     """
-    start = command if isinstance(command, Lobby) else starter(command)
+    start = command if isinstance(command, SessionQueue) else starter(command)
     endpoint = Endpoint(start, limits or ProgramLimits(30.0, 64, 8))
     programs = Programs(endpoint, hermes, needs_reward)
     game = game_of({name: speaker(policy) for name, policy in policies.items()}, programs)
@@ -87,10 +87,10 @@ def play_outside(
         endpoint.close()
 
 
-def lobby(folder: Path, **door: Any) -> Lobby:
+def lobby(folder: Path, **door: Any) -> SessionQueue:
     """One whose address will be in folder/door.json; a client may be silent for a minute."""
     settings = {"token": None, "idle_s": 60.0, "deadline_s": 60.0, **door}
-    return Lobby(Door("127.0.0.1", 0, folder / "door.json", **settings))
+    return SessionQueue(ListenAddress("127.0.0.1", 0, folder / "door.json", **settings))
 
 
 class Client:

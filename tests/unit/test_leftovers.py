@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from siirl import leftovers
-from siirl.leftovers import owned_folder
+from siirl import cleanup
+from siirl.cleanup import owned_folder
 
 HOLDS_IT = """
 import signal, sys
-from siirl.leftovers import owned_folder
+from siirl.cleanup import owned_folder
 folder, lock = owned_folder("mine-", sys.argv[1])
 print(folder, flush=True)
 signal.pause()
@@ -45,7 +45,7 @@ def test_the_folder_of_a_process_that_was_killed_is_removed_and_that_of_a_living
 
     path, lock = owned_folder("mine-", tmp_path, note)
     with lock:
-        monkeypatch.setattr(leftovers, "YOUNG_S", -1.0)
+        monkeypatch.setattr(cleanup, "YOUNG_S", -1.0)
         owned_folder("mine-", tmp_path, note)[1].close()
         assert (tmp_path / path).is_dir() and (tmp_path / theirs).is_dir() and not seen
         process.send_signal(signal.SIGKILL)
@@ -64,7 +64,7 @@ def test_a_young_folder_is_left_alone(holder, tmp_path):
 
 
 def sweep(tmp_path, monkeypatch, before=lambda folder: None):
-    monkeypatch.setattr(leftovers, "YOUNG_S", -1.0)
+    monkeypatch.setattr(cleanup, "YOUNG_S", -1.0)
     path, lock = owned_folder("mine-", tmp_path, before)
     lock.close()
     shutil.rmtree(path)

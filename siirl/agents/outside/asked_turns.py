@@ -11,7 +11,7 @@ from dataclasses import replace as changed
 from functools import partial
 from typing import Any
 
-from siirl.agents.contexts import Chat, Context, ContextFull, Opening, Row
+from siirl.agents.contexts import Chat, Context, ContextFull, TokenSequence, TurnPrompt
 from siirl.agents.episode import Message
 from siirl.agents.message_form import OwnTurn, call_id
 from siirl.agents.outside.chat_wire import as_message
@@ -35,7 +35,7 @@ UNREADABLE = "the chat template and the tokenizer do not take it"
 class Beginning:
     """Where one turn begins."""
 
-    opening: Opening
+    opening: TurnPrompt
     named: Chat
     """The conversation as rows name it."""
     heard: Chat
@@ -51,7 +51,9 @@ class AskedTurns:
         """parse: reads the tool calls of all models; None: each model's are read by its own dialect."""
         self._game, self._played, self._parse = game, played, parse
         self._own: defaultdict[int, OwnTurns] = defaultdict(OwnTurns)  # of each agent
-        self._texts: defaultdict[int, list[tuple[Row, str]]] = defaultdict(list)  # of rows that go on by text
+        self._texts: defaultdict[int, list[tuple[TokenSequence, str]]] = defaultdict(
+            list
+        )  # of rows that go on by text
         self.too_long = ""
         """What was too long to be read, to continue why the episode ended; empty if nothing was."""
 
@@ -185,7 +187,7 @@ class AskedTurns:
             return text_alone
         return self._parse or tool_parser(AUTO, dialect=speaker.renderer.dialect.tool_format)
 
-    def _add_text(self, agent: int, row: Row, prompt: str, said: str) -> None:
+    def _add_text(self, agent: int, row: TokenSequence, prompt: str, said: str) -> None:
         """A row that goes on by text holds a turn more."""
         self._texts[agent] = [(one, text) for one, text in self._texts[agent] if one is not row]
         if row.finish_reason != "stop":  # no text says a stop token

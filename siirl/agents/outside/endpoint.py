@@ -18,16 +18,16 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from siirl.access import MOST_STRANGERS, UnauthenticatedConnections, is_same
 from siirl.agents.outside import chat_wire, completions_wire, messages_wire, responses_wire
 from siirl.agents.outside.chat_wire import returned_reward, reward_of
 from siirl.agents.outside.content import BadRequest, parsed, understood
 from siirl.agents.outside.episode_session import FLOODED, HUNG, Session
 from siirl.agents.outside.exchange import Asked, Said
-from siirl.agents.outside.lobby import Lobby
 from siirl.agents.outside.program import HOST, Program, SessionInfo, Start
+from siirl.agents.outside.session_queue import SessionQueue
 from siirl.errors import ConfigError, EpisodeFailed
 from siirl.observe.spans import waits_outside
-from siirl.strangers import MOST_STRANGERS, Strangers, is_same
 
 log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 8 << 20
@@ -90,16 +90,16 @@ class ProgramLimits:
 class Endpoint:
     """A thread with a server, which runs until `close`, or to the end of the process."""
 
-    def __init__(self, start: Start | Lobby, limits: ProgramLimits) -> None:
+    def __init__(self, start: Start | SessionQueue, limits: ProgramLimits) -> None:
         """start: begins what plays one episode; or where clients come for it."""
-        self._lobby = start if isinstance(start, Lobby) else None
-        self._start: Start = start.start if isinstance(start, Lobby) else start
+        self._queue = start if isinstance(start, SessionQueue) else None
+        self._start: Start = start.start if isinstance(start, SessionQueue) else start
         self.limits = limits
         self.url = ""  # http://HOST:PORT, once it has started
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
-        self._strangers = Strangers(MOST_STRANGERS + 8 * limits.max_concurrent)
+        self._strangers = UnauthenticatedConnections(MOST_STRANGERS + 8 * limits.max_concurrent)
         self._places = asyncio.Semaphore(limits.max_concurrent)
         self._sessions: dict[str, Session] = {}  # by token
         self._told: set[str] = set()
@@ -139,8 +139,8 @@ class Endpoint:
         for path, wire in WIRES.items():
             app.router.add_post(path, self._handler(partial(self._turn, wire), wire))
         host, port = HOST, 0
-        if self._lobby is not None:
-            host, port = self._lobby.door.host, self._lobby.door.port
+        if self._queue is not None:
+            host, port = self._queue.address.host, self._queue.address.port
             for prefix in ("", "/v1"):
                 app.router.add_post(f"{prefix}/session", self._session)
         self._runner = web.AppRunner(
@@ -150,16 +150,16 @@ class Endpoint:
         try:
             self._server = await asyncio.get_running_loop().create_server(self._connection, host, port)
         except (OSError, OverflowError) as error:
-            if self._lobby is None:
+            if self._queue is None:
                 raise
             raise ConfigError(
                 f"actor_rollout_ref.serve.address={host}:{port} cannot be listened on: {error}. Set another "
                 "one, or port 0, which is a free one."
             ) from error
         self.url = f"http://{_reached_at(host)}:{self._server.sockets[0].getsockname()[1]}"
-        if self._lobby is not None:
-            self._lobby.open(self.url)
-            self._looking = asyncio.create_task(self._look(self._lobby))
+        if self._queue is not None:
+            self._queue.open(self.url)
+            self._looking = asyncio.create_task(self._look(self._queue))
 
     def _connection(self) -> asyncio.Protocol:
         """What answers one that comes: a stranger, until it shows the token of a session.
@@ -179,8 +179,8 @@ class Endpoint:
         for task in hosting:
             task.cancel()
         await asyncio.gather(*hosting, return_exceptions=True)
-        if self._lobby is not None:
-            self._lobby.close()
+        if self._queue is not None:
+            self._queue.close()
             self._looking.cancel()
             await asyncio.sleep(FAREWELL_S)
         if self._server is not None:
@@ -212,8 +212,8 @@ class Endpoint:
             raise EpisodeFailed(f"{error}{program.output}", error.kind) from None
         finally:
             await program.end()
-            if self._lobby is not None:
-                self._lobby.left()
+            if self._queue is not None:
+                self._queue.left()
 
     async def _until_over(self, session: Session, program: Program) -> None:
         ended = asyncio.ensure_future(program.ended())
@@ -227,10 +227,10 @@ class Endpoint:
                         "besides its requests",
                         HUNG,
                     )
-                if left_s is not None and self._lobby is not None:
-                    left_s = min(left_s, self._lobby.door.idle_s - session.idle_s)
+                if left_s is not None and self._queue is not None:
+                    left_s = min(left_s, self._queue.address.idle_s - session.idle_s)
                     if left_s <= 0:
-                        session.leave(self._lobby.door.idle_s)
+                        session.leave(self._queue.address.idle_s)
                         break
                 changed = asyncio.ensure_future(session.changed.wait())
                 try:
@@ -240,7 +240,7 @@ class Endpoint:
             if session.failure is not None:
                 raise session.failure
             if session.over:
-                await asyncio.wait({ended}, timeout=0.0 if self._lobby is not None else GRACE_S)
+                await asyncio.wait({ended}, timeout=0.0 if self._queue is not None else GRACE_S)
             elif (returned := ended.result()) is not None:
                 session.reward(returned_reward(returned, session.models))
         finally:
@@ -275,16 +275,16 @@ class Endpoint:
 
     async def _session(self, request: web.Request) -> web.Response:
         """Give a client the next episode, at the address by which it has found us."""
-        assert self._lobby is not None
-        if not is_same(_shown(request), self._lobby.token):
+        assert self._queue is not None
+        if not is_same(_shown(request), self._queue.token):
             refusal = chat_wire.error_body("this is not the token of the run", "invalid_api_key")
             return web.json_response(refusal, status=401)
         self._strangers.left(request.protocol)
         try:
-            info = await self._lobby.take(_wait_s(await _json(request, b"{}")))
+            info = await self._queue.take(_wait_s(await _json(request, b"{}")))
         except BadRequest as error:
             return web.json_response(chat_wire.error_body(str(error), error.code), status=error.status)
-        answer: dict[str, Any] = {"session": None, "over": self._lobby.over}
+        answer: dict[str, Any] = {"session": None, "over": self._queue.over}
         if info is not None and info.api_key in self._sessions:
             url = f"http://{request.host}"
             answer["session"] = {
@@ -295,14 +295,14 @@ class Endpoint:
             }
         return web.json_response(answer)
 
-    async def _look(self, lobby: Lobby) -> None:
+    async def _look(self, queue: SessionQueue) -> None:
         """Say now and again that this rank waits for clients: or it would be taken to be stuck."""
         before = -1
         while True:
             await asyncio.sleep(LOOK_S)
             answers = any(session.waits_for_us for session in self._sessions.values())
             if self._sessions and (not answers or self._num_events != before):
-                waits_outside(lobby.missing)
+                waits_outside(queue.missing)
             before = self._num_events
 
     async def _task(self, session: Session, request: web.Request) -> web.Response:

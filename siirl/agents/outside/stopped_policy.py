@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from siirl.agents.held_policy import joined
 from siirl.agents.policy import STOP_STRING, Generated, Policy
-from siirl.agents.pump import Pump
+from siirl.agents.resumable_policy import joined
+from siirl.agents.stream_client import StreamClient
 from siirl.data.seen import NO_IMAGES, Seen
 
 FIRST_PART = 64
@@ -35,7 +35,7 @@ class StoppedPolicy:
         """See Policy. finish_reason is "stop_string" where a text ended the turn."""
         policy, turn, size = self._policy, None, FIRST_PART if self._stop else params.max_tokens
         while self.generated is None:
-            if isinstance(policy, Pump):
+            if isinstance(policy, StreamClient):
                 done = turn.token_ids if turn is not None else []
                 wanted = replace(params, max_tokens=min(size, params.max_tokens - len(done)))
                 part = await policy.generate([*prompt, *done], wanted, seed, seen, start=len(done))

@@ -142,7 +142,7 @@ def _walk(walk: _Walk) -> None:
             largest = dict(sorted(parts.items(), key=lambda part: -part[1]))
             phase = Phase(name, tuple(ranks), begins, largest)
             walk.found.phases.append(phase)
-            on = isinstance(ins, Run) and plan.nodes[ins.node].decodes_on
+            on = isinstance(ins, Run) and plan.nodes[ins.node].runs_in_background
             ends += 0.0 if on else phase.seconds
             walk.found.beside = max(walk.found.beside, phase.seconds if on else 0.0)
         clock |= dict.fromkeys(ranks, ends)

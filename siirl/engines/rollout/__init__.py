@@ -87,7 +87,7 @@ what `generate` would say to it. vLLM's process admits requests between its step
 HF engine, the plain reference for small models, runs in waves: what has come in is one call of `generate`
 (`WaveStream`), whose prompts are read anew in each turn. Batching between decode steps and slots that kept
 what they had read were worth 1.1x in conversations on a GPU, and took 690 lines: who wants throughput takes
-vLLM, on a CPU too. `siirl/agents/pump.py` turns a stream into the awaitable policy of an episode.
+vLLM, on a CPU too. `siirl/agents/stream_client.py` turns a stream into the awaitable policy of an episode.
 `remote.py` serves a stream to other ranks over TCP, behind a random token of the run; `openai_endpoint.py`
 makes an engine of a chat service, whose "tokens" are characters from which the messages can be read back.
 

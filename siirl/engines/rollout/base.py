@@ -125,7 +125,7 @@ class RolloutStream(ABC):
     After an error only `close` is of use.
     """
 
-    gives_way: bool = False
+    runs_in_background: bool = False
     """See RolloutEngine.stream."""
 
     @property
@@ -268,19 +268,19 @@ class RolloutEngine(ABC):
         prompts, seeds = [request.prompt for request in requests], [request.seed for request in requests]
         return [completion for (completion,) in self.generate(prompts, params, seeds)]
 
-    def stream(self, interrupt: Interrupt | None = None, gives_way: bool = False) -> RolloutStream:
+    def stream(self, interrupt: Interrupt | None = None, runs_in_background: bool = False) -> RolloutStream:
         """A new stream of requests; the one before is closed. On the first rank of a shard.
 
         interrupt: whether `collect` shall come back, after requests with these keys have completed, maybe
         none; asked now and again by engines that work inside `collect`, which else come back when all are
         complete.
-        gives_way: while its requests are pending, the engine may take weights, under which they go on (what
-        they have so far is read again, unless rollout.keep_kv), and may answer `generate`.
+        runs_in_background: while its requests are pending, the engine may take weights, under which they go
+        on (what they have so far is read again, unless rollout.keep_kv), and may answer `generate`.
         """
         if self._stream is not None:
             self._stream.close()
         self._stream = self.new_stream(interrupt)
-        self._stream.gives_way = gives_way
+        self._stream.runs_in_background = runs_in_background
         return self._stream
 
     def new_stream(self, interrupt: Interrupt | None) -> RolloutStream:
@@ -294,7 +294,7 @@ class RolloutEngine(ABC):
     def check_idle(self, what: str, even_giving_way: bool = False) -> None:
         """RolloutError if requests of a stream are pending. what: what cannot be done now."""
         stream = self._stream
-        if stream is not None and stream.num_pending and (even_giving_way or not stream.gives_way):
+        if stream is not None and stream.num_pending and (even_giving_way or not stream.runs_in_background):
             raise RolloutError(
                 f"rollout engine {self.name!r} cannot {what} now: {stream.num_pending} requests of its "
                 "stream are pending. Collect them, or close the stream."

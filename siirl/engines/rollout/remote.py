@@ -22,12 +22,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from siirl.addresses import own_host
+from siirl.access import MOST_STRANGERS, UnauthenticatedConnections, shut
 from siirl.engines.rollout.base import Completion, Interrupt, Key, Request, RolloutStream, check_keys
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
 from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
+from siirl.network import own_host
 from siirl.observe.printable import printable
-from siirl.strangers import MOST_STRANGERS, Strangers, shut
 
 ALIVE_EVERY_S, POLL_S, COLLECT_S, HELLO_S, GOODBYE_S = 1.0, 0.5, 0.002, 10.0, 2.0
 TOKEN_BYTES = 32
@@ -127,7 +127,7 @@ class StreamServer:
         self.address = Address(model, rank, host, port, secrets.token_bytes(TOKEN_BYTES))
         self._news = threading.Condition()
         self._failure: str | None = None  # why nobody is answered any more
-        self._strangers = Strangers(MOST_STRANGERS + 2 * num_clients)
+        self._strangers = UnauthenticatedConnections(MOST_STRANGERS + 2 * num_clients)
         self._closed = False
         self._arrived: dict[int, deque[Connection]] = defaultdict(deque)
         threading.Thread(target=self._accept, name=f"door of {model}", daemon=True).start()

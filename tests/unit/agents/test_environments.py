@@ -16,7 +16,7 @@ from siirl.agents.environments import (
     reset_env,
     step_env,
 )
-from siirl.agents.user_thread import Places
+from siirl.agents.user_thread import CallSlots
 from siirl.errors import DagError, EpisodeFailed
 
 pytestmark = pytest.mark.heavy
@@ -129,7 +129,7 @@ def test_an_environment_whose_episode_is_cancelled_while_it_closes_is_closed_onc
             closed.append(threading.current_thread().name)
 
     async def cancelled():
-        places = Places(1)
+        places = CallSlots(1)
         slow = HostedEnvironment(Slow, "Slow", places)
         await slow.reset({}, 0, 5)
         if waits_for == "a place":

@@ -11,8 +11,8 @@ from http_harness import serving
 from siirl import http_service
 from siirl.agents.contexts import Context, Limits
 from siirl.agents.policy import Generated
-from siirl.agents.pump import Pump
 from siirl.agents.renderer import ChatRenderer
+from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.engines.engine_registry import make_rollout_engine
@@ -54,7 +54,7 @@ def ask_all(engine, chats):
         return await asyncio.gather(*turns, return_exceptions=True)
 
     try:
-        with Pump(engine.stream, Request, engine.name, 10.0) as policy:
+        with StreamClient(engine.stream, Request, engine.name, 10.0) as policy:
             return asyncio.run(everything(policy))
     finally:
         engine.close()

@@ -16,8 +16,8 @@ from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
 from siirl.agents.outside.programs import Programs, starter
 from siirl.agents.outside.stopped_policy import StoppedPolicy
 from siirl.agents.policy import Generated
-from siirl.agents.pump import Pump
 from siirl.agents.runner import run_all
+from siirl.agents.stream_client import StreamClient
 from siirl.dialect.formats.json_calls import hermes
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.errors import EpisodeFailed
@@ -177,8 +177,8 @@ class Reader:
 def test_little_more_is_sampled_than_the_turn_that_a_stop_text_ends(text, most, asked, num_said, reason):
     stream = Reader(text)
     params = SamplingParams(max_tokens=most)
-    with Pump(lambda: stream, Request, "a", 30.0) as pump:
-        policy = StoppedPolicy(pump, ["stop"], lambda ids: Letters().decode(ids))
+    with StreamClient(lambda: stream, Request, "a", 30.0) as stream_client:
+        policy = StoppedPolicy(stream_client, ["stop"], lambda ids: Letters().decode(ids))
         turn = asyncio.run(policy.generate([1, 2, 3], params, 5))
     assert (stream.asked, len(turn.token_ids), turn.finish_reason) == (asked, num_said, reason)
     assert turn.token_ids == stream.ids[:num_said] and turn.weight_version == 7

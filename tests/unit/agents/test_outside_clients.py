@@ -174,7 +174,7 @@ def test_with_a_reward_node_an_end_and_a_silence_end_an_episode_that_is_scored(t
 
 
 def test_a_step_without_clients_says_so_and_ends_the_run_at_its_deadline(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("siirl.agents.outside.lobby.TOLD_S", 0.5)
+    monkeypatch.setattr("siirl.agents.outside.session_queue.TOLD_S", 0.5)
     monkeypatch.setattr("siirl.agents.outside.endpoint.LOOK_S", 0.1)
     position = PositionFile(tmp_path / "position")
     position.set(3, "rollout", "step", (0, 1))

@@ -1,4 +1,4 @@
-"""The pump between a stream of requests and coroutines, over a stream that answers by a script."""
+"""The stream_client between a stream of requests and coroutines, over a stream that answers by a script."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from siirl.agents.pump import Pump
+from siirl.agents.stream_client import StreamClient
 from siirl.errors import DeadlineError, RolloutError
 
 Ask = namedtuple("Ask", "key prompt params seed start kv_version seen")
@@ -52,7 +52,7 @@ class Script:
 
 
 def pump_of(stream, deadline_s=10.0):
-    return Pump(lambda: stream, Ask, "agent_0", deadline_s)
+    return StreamClient(lambda: stream, Ask, "agent_0", deadline_s)
 
 
 async def ask_all(policy, asks):
@@ -105,7 +105,7 @@ def test_a_stream_that_cannot_be_opened_is_told_to_whoever_asks():
     def broken():
         raise RolloutError("no usable weights")
 
-    with Pump(broken, Ask, "agent_0", 10.0) as policy:
+    with StreamClient(broken, Ask, "agent_0", 10.0) as policy:
         (answer,) = asyncio.run(ask_all(policy, [(1, 1)]))
     assert str(answer) == "no usable weights"
 

@@ -91,7 +91,7 @@ def test_an_engine_goes_on_beside_the_trainer_if_nothing_else_computes_on_its_ra
     nodes = [replace(node, placement=places.get(node.node_role)) for node in dag.nodes]
     keys = [f"{ROLLOUT}.name=vllm", *LAG, "actor_rollout_ref.actor.use_kl_loss=true", *more]
     plan, configs = compile_plan(dag_spec(dag.dag_id, nodes, ""), config(*keys), 2)
-    assert plan.nodes["rollout_actor"].decodes_on == goes_on
+    assert plan.nodes["rollout_actor"].runs_in_background == goes_on
     assert ("go on with them while the trainer trains" in report(plan, configs)) == goes_on
 
 

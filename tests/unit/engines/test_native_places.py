@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from siirl.engines.rollout.served.samples import sampled_sum
 from siirl.engines.rollout.served.shared_buffer import SharedBuffer
 from siirl.engines.rollout.vllm.native import NativeEngine, WorkerExtension
-from siirl.engines.rollout.vllm.native_places import Places
+from siirl.engines.rollout.vllm.native_places import ParameterMap
 from siirl.engines.rollout.vllm.placed_pieces import Piece
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def learned(model, weights):
     layerwise.record_metadata_for_reloading(model)
     layerwise.initialize_layerwise_reload(model)
     names = list(FILES)
-    places = Places(model, CPU, names, [list(FILES[name]) for name in names], ["float32"] * len(names))
+    places = ParameterMap(model, CPU, names, [list(FILES[name]) for name in names], ["float32"] * len(names))
     with torch.no_grad():
         places.learn()
         for name, tensor in weights.items():
@@ -259,7 +259,7 @@ def test_what_a_restarted_engine_reads_from_the_host_is_compared_on_the_device()
     with FakeTensorMode(allow_non_fake_inputs=False):
         layer = nn.Module()
         layer.weight = nn.Parameter(torch.zeros(3, 2, device="cuda"), requires_grad=False)
-        places = Places(layer, torch.device("cuda", 0), ["w"], [[3, 2]], ["float32"])
+        places = ParameterMap(layer, torch.device("cuda", 0), ["w"], [[3, 2]], ["float32"])
         places._pieces = {"w": [Piece(layer, "weight", 0, (2, 1), (3, 2), 0, (2, 1))]}
         places.saw("w", torch.zeros(3, 2))
         names, differ = places._compared()

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from siirl.access import MOST_STRANGERS
 from siirl.engines.rollout import remote
 from siirl.engines.rollout.base import Completion, Request, RolloutStream, SamplingParams
 from siirl.engines.rollout.remote import RemoteStream, StreamServer, Unanswered
 from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
 from siirl.launch.failure import describe_exception
-from siirl.strangers import MOST_STRANGERS
 
 pytestmark = pytest.mark.heavy
 

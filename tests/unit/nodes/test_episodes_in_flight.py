@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from siirl.agents.environments import HostedEnvironment, StepResult
 from siirl.agents.episode import Episode
 from siirl.agents.policy import Generated
-from siirl.agents.pump import Pump
 from siirl.agents.runner import Game, turn_seed
+from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import InteractionPlan
 from siirl.data.loader import PromptLoader
 from siirl.engines.rollout.base import Completion, Request, RolloutEngine, SamplingParams
@@ -174,8 +174,10 @@ class Job:
             )
         return found
 
-    def pumps(self):
-        return {name: (Pump(lambda: Decoder(self.step, self.rng), Ask, name, 10.0),) for name in POLICIES}
+    def stream_clients(self):
+        return {
+            name: (StreamClient(lambda: Decoder(self.step, self.rng), Ask, name, 10.0),) for name in POLICIES
+        }
 
     def advance(self):
         """One step; the rows of all shards, as (prompt, conversation of each episode)."""
@@ -185,7 +187,7 @@ class Job:
         for loader, kept in both:
             kept.admit(kept.load(loader, missing), self.step)
             self.dropped += kept.drain_dropped()
-            left = kept.play(self.pumps(), self.game, self.begin, self.step)
+            left = kept.play(self.stream_clients(), self.game, self.begin, self.step)
             self.partial, self.restarted = (
                 self.partial + left.num_partial,
                 self.restarted + left.num_restarted,
@@ -324,8 +326,8 @@ class Stuck(Decoder):
 @pytest.mark.parametrize("stale", ["restart", "drop"])
 def test_a_step_does_not_wait_for_episodes_that_it_restarts_or_drops(stale):
     job = Job(1, 6, 1, 1, 1.0, 8, PLAY, stale=stale)
-    job.pumps = lambda: {
-        name: (Pump(lambda: Stuck(job.step, job.rng), Ask, name, 10.0),) for name in POLICIES
+    job.stream_clients = lambda: {
+        name: (StreamClient(lambda: Stuck(job.step, job.rng), Ask, name, 10.0),) for name in POLICIES
     }
     for _ in range(8):
         job.advance()
@@ -371,13 +373,13 @@ def in_waves(*arguments):
     def asked(key, prompt, params, seed, start, kv_version, seen):
         return Request(key, prompt, SamplingParams(params.max_tokens), seed, 0, start, kv_version)
 
-    def pumps():
+    def stream_clients():
         engine.weight_version = job.step
-        silent = Pump(lambda: Decoder(job.step, job.rng), Ask, POLICIES[1], 10.0)
-        waves = Pump(lambda: engine.stream(job.kept[0].may_end), asked, POLICIES[0], 10.0, 0.05)
+        silent = StreamClient(lambda: Decoder(job.step, job.rng), Ask, POLICIES[1], 10.0)
+        waves = StreamClient(lambda: engine.stream(job.kept[0].may_end), asked, POLICIES[0], 10.0, 0.05)
         return {POLICIES[0]: (waves,), POLICIES[1]: (silent,)}
 
-    job.pumps = pumps
+    job.stream_clients = stream_clients
     return job.finish(), engine
 
 
@@ -431,7 +433,9 @@ def test_an_error_of_an_engine_ends_the_step():
             raise RolloutError("engine 'x' died")
 
     job = Job(1, 4, 2, 1, 1.0, 3)
-    job.pumps = lambda: {name: (Pump(lambda: Dead(1, job.rng), Ask, name, 10.0),) for name in POLICIES}
+    job.stream_clients = lambda: {
+        name: (StreamClient(lambda: Dead(1, job.rng), Ask, name, 10.0),) for name in POLICIES
+    }
     with pytest.raises(RolloutError, match="engine 'x' died"):
         job.advance()
 
@@ -459,10 +463,10 @@ def test_an_interruption_by_the_user_is_prompt_and_closes_the_environments(aslee
     once = threading.Lock()
     Table.begun = Table.closed = 0
     job = Job(1, 4, 2, 1, 1.0, 3, PLAY)
-    pumps = {name: (Pump(lambda: Silent(1, job.rng), Ask, name, 10.0),) for name in POLICIES}
-    job.pumps = lambda: pumps
+    stream_clients = {name: (StreamClient(lambda: Silent(1, job.rng), Ask, name, 10.0),) for name in POLICIES}
+    job.stream_clients = lambda: stream_clients
     with pytest.raises(KeyboardInterrupt):
         job.advance()
-    for (pump,) in pumps.values():
-        pump.close()
+    for (stream_client,) in stream_clients.values():
+        stream_client.close()
     assert Table.begun == Table.closed > 0

@@ -17,8 +17,8 @@ from siirl.dialect.dialect import Dialect, StopToken
 from siirl.engines.rollout.base import Completion, RolloutEngine, RolloutStream, SamplingParams, WaveStream
 from siirl.engines.rollout.sampling import derive_seed, later_seed, uniforms
 from siirl.errors import DataError, EpisodeFailed, RolloutError
-from siirl.nodes.context import Moment, OpContext
-from siirl.nodes.in_flight import RolloutsInFlight, Taken
+from siirl.nodes.context import OpContext, StepInfo
+from siirl.nodes.in_flight import FinishedGroups, RolloutsInFlight
 from siirl.nodes.partial_rollout import partial_rollout
 from siirl.observe.metrics import Metrics
 
@@ -124,7 +124,7 @@ class Job:
         self.engines = [FakeEngine() for _ in range(shards)]
         self.kept = [RolloutsInFlight(engine, *self.lag, **more) for engine in self.engines]
         for engine in self.engines:
-            engine.works_alone = more.get("decodes_on", False)
+            engine.works_alone = more.get("runs_in_background", False)
         self.step, self.trained, self.lags, self.restarted, self.dropped = 0, [], [], 0, []
         self.given_up = 0
 
@@ -145,7 +145,7 @@ class Job:
             rows = kept.load(loader, missing)
             self.given_up += kept.drain_dropped()
             kept.admit(rows, self.step, lambda batch, slot: 1000 * batch + slot)
-            taken = Taken.decode(json.loads(json.dumps(kept.sample(PARAMS, self.step).encode())))
+            taken = FinishedGroups.decode(json.loads(json.dumps(kept.sample(PARAMS, self.step).encode())))
             self.restarted += taken.num_restarted
             groups = kept.give(taken)
             ids += groups["group_id"].tolist()
@@ -257,7 +257,7 @@ def test_each_token_has_the_version_that_sampled_it_and_padding_has_none(max_lag
         rows = kept.load(loader, kept.num_missing(loader, step, steps))
         dialect = Dialect("a model", (StopToken(1, "<eos>", ("tokenizer",)),))
         node = SimpleNamespace(plan=SimpleNamespace(agent=0), cfg=cfg, dialect=dialect)
-        ctx = OpContext(node, Moment(step, False), None, Metrics(), None)
+        ctx = OpContext(node, StepInfo(step, False), None, Metrics(), None)
         out = partial_rollout(ctx, rows, engine, kept)
         samples = zip(out["prompt_ids"][:, 0].tolist(), (out["row_id"] % n).tolist(), strict=True)
         expected = [engine.sampled[sample] for sample in samples]
@@ -318,7 +318,7 @@ def test_what_decodes_on_while_others_train_is_trained_once_within_the_bound(max
     batch, n, steps, decoded_on = 8, 2, 7, 0
     job = Job(1, batch, n, max_lag, max_lag, steps)
     engine = job.engines[0] = OwnDevices()
-    job.kept = [RolloutsInFlight(engine, *job.lag, decodes_on=True)]
+    job.kept = [RolloutsInFlight(engine, *job.lag, runs_in_background=True)]
     while job.step < steps:
         stream = engine._stream
         if stream is not None and stream.num_pending:
@@ -462,18 +462,20 @@ def test_rows_of_a_step_of_several_rounds_are_as_old_as_they_may_be():
 
 @settings(max_examples=20, deadline=None)
 @given(SMALL, ROUNDS, st.booleans(), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_what_is_restarted_is_within_the_bound_and_trained_once(case, rounds, decodes_on, other_shards, rng):
+def test_what_is_restarted_is_within_the_bound_and_trained_once(
+    case, rounds, runs_in_background, other_shards, rng
+):
     """Killed at random steps: also on other shards, which keep or drop other ones of the last batch only."""
     shards, batch, n, max_lag, share, steps = case
     how = {"read": rounds[0], "chance": rounds[1], "prompts": 2000}
     plain = whole_run(shards, batch, n, 1, 0.0, steps, **how)
     arguments = (batch, n, max_lag, share * max_lag, steps)
-    restarting = Job(shards, *arguments, **how, stale="restart", decodes_on=decodes_on)
+    restarting = Job(shards, *arguments, **how, stale="restart", runs_in_background=runs_in_background)
     while restarting.step < steps:
         restarting.advance()
         if rng.random() < 0.3:
             shards = rng.choice([shards, other_shards])
-            resumed = Job(shards, *arguments, **how, stale="restart", decodes_on=decodes_on)
+            resumed = Job(shards, *arguments, **how, stale="restart", runs_in_background=runs_in_background)
             resumed.resume(restarting.step, restarting.state())
             resumed.trained, resumed.dropped = restarting.trained, restarting.dropped
             resumed.lags = restarting.lags
@@ -489,9 +491,9 @@ def test_what_is_restarted_is_within_the_bound_and_trained_once(case, rounds, de
     assert max(restarting.lags) <= max_lag and begun(restarting) == 0
 
 
-@pytest.mark.parametrize("decodes_on", [False, True])
-def test_a_step_does_not_wait_for_what_it_restarts(decodes_on):
-    more = {"decodes_on": decodes_on}
+@pytest.mark.parametrize("runs_in_background", [False, True])
+def test_a_step_does_not_wait_for_what_it_restarts(runs_in_background):
+    more = {"runs_in_background": runs_in_background}
     waiting, restarting = (Job(1, 8, 2, 1, 1.0, 12, stale=x, **more) for x in ("wait", "restart"))
     for _ in range(11):
         waiting.advance()
@@ -506,11 +508,17 @@ def test_a_step_does_not_wait_for_what_it_restarts(decodes_on):
 @settings(max_examples=20, deadline=None)
 @given(SMALL, ROUNDS, st.booleans(), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_what_is_dropped_is_replaced_and_nothing_is_trained_twice(
-    case, rounds, decodes_on, other_shards, rng
+    case, rounds, runs_in_background, other_shards, rng
 ):
     """Killed at random steps: on as many shards the run goes on as if nothing had been."""
     shards, batch, n, max_lag, share, steps = case
-    how = {"read": rounds[0], "chance": rounds[1], "prompts": 2000, "stale": "drop", "decodes_on": decodes_on}
+    how = {
+        "read": rounds[0],
+        "chance": rounds[1],
+        "prompts": 2000,
+        "stale": "drop",
+        "runs_in_background": runs_in_background,
+    }
     arguments = (batch, n, max_lag, share * max_lag, steps)
     whole = whole_run(shards, *arguments, **how)
     job = Job(shards, *arguments, **how)
@@ -532,13 +540,13 @@ def test_what_is_dropped_is_replaced_and_nothing_is_trained_twice(
     assert begun(whole) == 0
     # Dealt to other shards, what came in the place of a prompt that was given up may be begun and not needed.
     assert begun(job) <= (job.given_up if other_shards != case[0] else 0)
-    if shards == case[0] == other_shards and not decodes_on:
+    if shards == case[0] == other_shards and not runs_in_background:
         assert (job.trained, job.dropped) == (whole.trained, whole.dropped)
 
 
-@pytest.mark.parametrize("decodes_on", [False, True])
-def test_a_step_does_not_wait_for_what_it_drops(decodes_on):
-    more = {"decodes_on": decodes_on, "prompts": 2000}
+@pytest.mark.parametrize("runs_in_background", [False, True])
+def test_a_step_does_not_wait_for_what_it_drops(runs_in_background):
+    more = {"runs_in_background": runs_in_background, "prompts": 2000}
     patient, dropping = (Job(2, 8, 2, 1, 1.0, 12, stale=x, **more) for x in ("wait", "drop"))
     for _ in range(12):
         patient.advance()

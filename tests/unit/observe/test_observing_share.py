@@ -12,7 +12,7 @@ from siirl.dialect.dialect import Dialect
 from siirl.dialect.marks import ReasoningMarks
 from siirl.nodes.context import Samples
 from siirl.nodes.function_reward import function_reward, show
-from siirl.nodes.trained_tokens import Found, Wanted, sample_records
+from siirl.nodes.trained_tokens import Found, ShownRow, sample_records
 from siirl.observe.memory_probe import HostMemory
 from siirl.observe.metrics import Metrics
 from siirl.show.conversation_text import parts_of, split_episodes
@@ -188,6 +188,6 @@ def record(row_id: int, advantage: float) -> dict:
 def test_samples_that_say_the_same_have_numbers_of_their_own(shown, expected):
     """Under the numbers of the training, or other ones that a node before it gave them."""
     found = Found({(0, n): record(n, n / 10) for n in (5, 6)}, {(0, 5): "same", (0, 6): "same"}, {})
-    lines = sample_records([Wanted(0, 3, "same", row, None) for row in shown], found)
+    lines = sample_records([ShownRow(0, 3, "same", row, None) for row in shown], found)
     assert [line["row_id"] for line in lines] == list(shown)
     assert [line["tokens"]["advantage"][0] for line in lines] == expected

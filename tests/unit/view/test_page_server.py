@@ -11,9 +11,9 @@ from contextlib import ExitStack
 import pytest
 from viewed_runs import write_run
 
+from siirl.access import MOST_STRANGERS
 from siirl.cli import main
 from siirl.errors import ConfigError
-from siirl.strangers import MOST_STRANGERS
 from siirl.view import run_parts
 from siirl.view.page_server import PageServer
 

@@ -25,7 +25,7 @@ class Prompt(NamedTuple):
     seen: Seen = NO_IMAGES
 
 
-class Read(NamedTuple):
+class ReadPrompts(NamedTuple):
     """What there is after prompts."""
 
     logits_BV: Tensor
@@ -49,7 +49,7 @@ class PromptReader:
     replay: RouterReplay | None = None
     """Sees the experts that tokens are computed by."""
 
-    def read(self, prompts: Sequence[Prompt], count_D: Tensor) -> "Read":
+    def read(self, prompts: Sequence[Prompt], count_D: Tensor) -> "ReadPrompts":
         """What there is after each prompt, count_D[d] times for prompts[d], at the cost of D prompts. No
         communication.
         """
@@ -61,7 +61,7 @@ class PromptReader:
             logits.append(last_logits.index_select(0, rows))
             positions.append(next_D.index_select(0, rows))
             experts += self._experts(prompts[part])
-        return Read(torch.cat(logits), torch.cat(positions), blocks, experts)
+        return ReadPrompts(torch.cat(logits), torch.cat(positions), blocks, experts)
 
     def _experts(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Of each prompt that was read last, those of its tokens; empty where nobody sees them."""

@@ -32,7 +32,7 @@ that it has started and needs); here is one (with the connection)."""
 MOST_IDLE_BYTES = 1 << 14
 
 
-class Wanted(Message):
+class EngineSpec(Message):
     """The first message of a worker. Answered by Given."""
 
     log_path: str
@@ -42,7 +42,7 @@ class Wanted(Message):
     environment: dict[str, str]
 
 
-class Given(Message):
+class EngineLease(Message):
     """The engine runs."""
 
     pid: int
@@ -60,8 +60,8 @@ class Ended(Message):
     code: int
 
 
-FromOwner = Wanted | End
-FromKeeper = Given | Ended
+FromOwner = EngineSpec | End
+FromKeeper = EngineLease | Ended
 
 
 class KeptEngine:
@@ -69,7 +69,7 @@ class KeptEngine:
 
     outlives = True
 
-    def __init__(self, talk: Channel, given: Given) -> None:
+    def __init__(self, talk: Channel, given: EngineLease) -> None:
         self._talk, self.pid, self.stayed = talk, given.pid, given.stayed
         self._code: int | None = None
         self._left = False
@@ -119,7 +119,7 @@ def ask_keeper(
     bound_waits(ours, ANSWER_S)
     talk = Channel(ours, FromKeeper)
     try:
-        wanted = Wanted(str(log_path), digest_of(start, environment), dict(environment))
+        wanted = EngineSpec(str(log_path), digest_of(start, environment), dict(environment))
         with theirs, socket.socket(fileno=os.dup(int(keeper))) as calls:
             if (calls.family, calls.type) != (socket.AF_UNIX, socket.SOCK_DGRAM):
                 raise OSError("a variable of another launcher")
@@ -130,7 +130,7 @@ def ask_keeper(
     except (OSError, ChannelClosed, UnicodeEncodeError):  # the last: of a variable that is no text
         talk.close()
         return None
-    if isinstance(answer, Given):
+    if isinstance(answer, EngineLease):
         return KeptEngine(talk, answer)
     talk.close()
     return None

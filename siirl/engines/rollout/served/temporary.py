@@ -15,8 +15,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from siirl.cleanup import FOLDER, owned_folder
 from siirl.guarded_files import first_bytes, is_own
-from siirl.leftovers import FOLDER, owned_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIXES = ("psm_", "vllm_dist_")

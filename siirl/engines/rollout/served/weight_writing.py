@@ -27,7 +27,7 @@ CUT_ROWS = 16
 
 
 @dataclass
-class Filling:
+class WeightChunk:
     """Rows that lie in the buffer together."""
 
     begin: int
@@ -91,7 +91,7 @@ class WeightWriter:
         self._num_with_rows = sum(0 not in shape[:1] for shape, _ in self._specs.values())
         self._buffer_bytes = buffer_bytes
         self._buffer: SharedBuffer | None = None
-        self._live: tuple[LiveWeights, list[Filling]] | None = None
+        self._live: tuple[LiveWeights, list[WeightChunk]] | None = None
         self._keeps_apart = kept is not None and device.type != "cpu"
         self._copying: dict[int, Future] = {}  # first bytes of what is being copied to where it is kept
         self._num_written = 0
@@ -120,7 +120,7 @@ class WeightWriter:
     @torch.no_grad()
     def fillings(
         self, weights: Iterable[tuple[str, Tensor]], live: LiveWeights | None
-    ) -> Iterator[tuple[Filling, dict[str, Any]]]:
+    ) -> Iterator[tuple[WeightChunk, dict[str, Any]]]:
         """Fill the buffer again and again; what is in it, and what the process is told of it.
 
         weights: checked ones; of `live`, they are asked for once only. What was kept is lost.
@@ -156,7 +156,7 @@ class WeightWriter:
                 told = self._told(filling, buffer)
             yield filling, told
 
-    def _told(self, filling: Filling, buffer: SharedBuffer) -> dict[str, Any]:
+    def _told(self, filling: WeightChunk, buffer: SharedBuffer) -> dict[str, Any]:
         """What the process is told of a filling, once all of it lies in the buffer."""
         number = self._num_written * 977 + filling.kept // ALIGN_BYTES
         with phase("wait_for_device"):
@@ -171,7 +171,7 @@ class WeightWriter:
             "sum": total,
         }
 
-    def begin_keeping(self, filling: Filling, live: LiveWeights | None) -> Future | None:
+    def begin_keeping(self, filling: WeightChunk, live: LiveWeights | None) -> Future | None:
         """Begin to copy a filling to where weights are kept, if it has to make room for another one.
 
         The next one fills the other half of the buffer meanwhile. What stays in the buffer is copied later,
@@ -188,7 +188,7 @@ class WeightWriter:
         self._copying[filling.begin] = copying = self._kept.copying(filling.kept, data)
         return copying
 
-    def kept_bucket(self, filling: Filling) -> dict[str, Any]:
+    def kept_bucket(self, filling: WeightChunk) -> dict[str, Any]:
         """What another process is to load in the place of this filling; waits until it is kept."""
         assert self._kept is not None
         self._kept.wait()
@@ -228,7 +228,7 @@ class WeightWriter:
 
     def _cut(
         self, weights: Iterable[tuple[str, Tensor]], buffer: SharedBuffer, put_at_once: bool
-    ) -> Iterator[Filling]:
+    ) -> Iterator[WeightChunk]:
         """Deal rows into fillings; only a tensor that is larger than one is cut.
 
         put_at_once: what comes does not stay; see the class for how its fillings lie.
@@ -238,17 +238,17 @@ class WeightWriter:
         limit = half or buffer.size
         if stays:
             limit = min(buffer.size, max(BUCKET_BYTES, 2 * self._rows_to_cut()))
-        filling = Filling(0)
+        filling = WeightChunk(0)
         used = waits = 0
 
-        def closed() -> Filling:
+        def closed() -> WeightChunk:
             nonlocal filling, used, waits
             done, waits = filling, 0
             if put_at_once:
                 done.put_once()
             done.end = done.begin + used
             done.kept = self._kept.reserve(used) if self._kept is not None else 0
-            filling, used = Filling(done.end if stays else half - done.begin), 0
+            filling, used = WeightChunk(done.end if stays else half - done.begin), 0
             return done
 
         for name, tensor in weights:

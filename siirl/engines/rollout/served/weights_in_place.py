@@ -13,7 +13,7 @@ from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.messages import Call
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.rollout.served.weight_transfer import joined_places
-from siirl.engines.rollout.served.weight_writing import Filling, WeightWriter
+from siirl.engines.rollout.served.weight_writing import WeightChunk, WeightWriter
 from siirl.engines.rollout.weight_loading import WeightSpecs
 from siirl.engines.train.live_weights import LiveWeights
 from siirl.observe.spans import phase
@@ -140,7 +140,7 @@ class WeightsInPlace(EngineWeights):
     def _write(
         self,
         process: RecoveringEngine | None,
-        filling: Filling,
+        filling: WeightChunk,
         told: dict[str, Any],
         live: LiveWeights | None,
         keeps_kv: bool,

@@ -33,7 +33,7 @@ from siirl.engines.rollout.served.draws import signed
 from siirl.engines.rollout.served.messages import UNKNOWN, Response, RowScores
 from siirl.engines.rollout.vllm.arguments import ATTENTION_BACKEND, SHARED_PROMPTS
 from siirl.engines.rollout.vllm.native_draws import draw_by_seeds
-from siirl.engines.rollout.vllm.native_places import Places, read_parameter
+from siirl.engines.rollout.vllm.native_places import ParameterMap, read_parameter
 from siirl.engines.rollout.vllm.native_slots import ask_for_slots_once_a_block
 from siirl.engines.rollout.vllm.native_tokens import KeptTokens, own_name
 from siirl.engines.rollout.vllm.native_transfer import TRANSFER_BACKEND
@@ -362,7 +362,7 @@ class WorkerExtension:
 
     def learn_places(self, names: list[str], shapes: list[list[int]], dtypes: list[str]) -> None:
         """Find out where the tensors of the files land: after the begin of an update, of each by loaders."""
-        self._places = Places(self.model_runner.model, self.device, names, shapes, dtypes)
+        self._places = ParameterMap(self.model_runner.model, self.device, names, shapes, dtypes)
         with self._loading():
             self._places.learn()
         self.weight_transfer_engine.saw = self._places.saw
@@ -374,18 +374,18 @@ class WorkerExtension:
         return self._places.why_not
 
     def begin_places(self) -> None:
-        """See Places.begin."""
+        """See ParameterMap.begin."""
         self.unpack_experts()
         with self._writing():
             self._places.begin()
 
     def write_places(self, filling: dict[str, Any]) -> None:
-        """See Places.write."""
+        """See ParameterMap.write."""
         with self._writing():
             self._places.write(filling)
 
     def finish_places(self, filling: dict[str, Any]) -> None:
-        """Write what comes last, and see Places.finish."""
+        """Write what comes last, and see ParameterMap.finish."""
         self.write_places(filling)
         with self._loading() if self._places.packs else nullcontext():
             self._places.finish()

@@ -108,7 +108,7 @@ class _Copy:
             target.copy_(source)
 
 
-class Places:
+class ParameterMap:
     """Of one worker's model. `learn`, then loads as ever with `saw`, then `check`; then writes."""
 
     def __init__(

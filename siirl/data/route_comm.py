@@ -17,7 +17,7 @@ from siirl.parallel.process_groups import ProcessGroupManager, name_ranks
 CPU = torch.device("cpu")
 
 
-class RouteTalk:
+class RouteComm:
     """For one rank of a route. All but `swap` and `post` are collective over the route.
 
     DeadlineError and WorkerError name the route and the other ranks.

@@ -6,30 +6,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from siirl.agents.policy import PAUSED, Generated
-from siirl.agents.pump import Pump
+from siirl.agents.stream_client import StreamClient
 from siirl.data.chosen_experts import longer
 from siirl.data.seen import NO_IMAGES, Seen
 
 
-class Line:
+class StreamGate:
     """The way to one engine: open during a rollout, closed between two. Of one event loop."""
 
     def __init__(self) -> None:
         self.num_asked = 0
         """Turns that the engine has been asked for and whose answer nobody has read."""
-        self._pump: Pump | None = None
+        self._client: StreamClient | None = None
         self._opened = asyncio.Event()
 
-    def open(self, pump: Pump) -> None:
+    def open(self, client: StreamClient) -> None:
         """Let those who wait ask."""
-        self._pump = pump
+        self._client = client
         self._opened.set()
 
     def close(self) -> None:
-        """Take back what is asked; see Pump.pause. Whoever asks from now on waits. Outside the event loop."""
+        """Take back what is asked; see StreamClient.pause. Whoever asks from now on waits. Outside the
+        event loop."""
         self._opened.clear()
-        if self._pump is not None:
-            self._pump.pause()
+        if self._client is not None:
+            self._client.pause()
 
     async def ask(
         self,
@@ -41,21 +42,21 @@ class Line:
         start: int,
         kv_version: int | None,
     ) -> Generated:
-        """See Pump.generate; waits until the line is open."""
+        """See StreamClient.generate; waits until the line is open."""
         await self._opened.wait()
-        assert self._pump is not None
+        assert self._client is not None
         self.num_asked += 1
         try:
-            return await self._pump.generate(prompt, params, seed, seen, start, key, kv_version)
+            return await self._client.generate(prompt, params, seed, seen, start, key, kv_version)
         finally:
             self.num_asked -= 1
 
 
 @dataclass(frozen=True)
-class HeldPolicy:
+class ResumablePolicy:
     """The Policy of one episode, whose turns outlive a rollout."""
 
-    line: Line
+    line: StreamGate
 
     key: str
     """The episode, unique among those of the line."""

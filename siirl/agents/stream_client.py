@@ -14,7 +14,7 @@ POLL_S = 0.002
 
 
 class Stream(Protocol):
-    """What the pump needs of an engine's RolloutStream."""
+    """What the client needs of an engine's RolloutStream."""
 
     @property
     def num_pending(self) -> int: ...
@@ -36,7 +36,7 @@ Waiter = asyncio.Future[Generated]
 """A coroutine waits for it, on its own event loop."""
 
 
-class Pump:
+class StreamClient:
     """Policy over a stream. Consumes what `generate` asks, from any event loop; produces what it awaits.
 
     Its thread waits for requests while none is pending, else for answers, POLL_S at a time. What coroutines
@@ -54,7 +54,7 @@ class Pump:
         deadline_s: float,
         patience_s: float = 0.0,
     ) -> None:
-        """open_stream: called, like the stream, in the pump's thread (`engine.stream`).
+        """open_stream: called, like the stream, in the client's thread (`engine.stream`).
 
         make_request: the stream's request of (key, prompt, params, seed, start=, kv_version=, seen=).
         name: of the policy.
@@ -72,7 +72,7 @@ class Pump:
         self._num_asked = 0
         self._end: BaseException | None = None  # why nobody is answered any more
         self._pausing = False
-        self._thread = threading.Thread(target=self._run, name=f"pump of {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"client of {name}", daemon=True)
         self._thread.start()
 
     async def generate(
@@ -128,7 +128,7 @@ class Pump:
                 "closing: its engine hangs. Raise trainer.deadline_s if its steps take that long."
             )
 
-    def __enter__(self) -> "Pump":
+    def __enter__(self) -> "StreamClient":
         return self
 
     def __exit__(self, *error: Any) -> None:

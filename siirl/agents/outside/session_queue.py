@@ -27,7 +27,7 @@ TOLD_S = 60.0
 
 
 @dataclass(frozen=True)
-class Door:
+class ListenAddress:
     """Where a rank listens, and who may come in."""
 
     host: str
@@ -43,7 +43,7 @@ class Door:
     """How long an episode may wait without any client."""
 
 
-class Guest:
+class ExternalClient:
     """A client that plays an episode from somewhere: a Program of which nothing but its requests is known."""
 
     output = ""
@@ -56,12 +56,12 @@ class Guest:
         """See Program: its key is no longer taken."""
 
 
-class Lobby:
+class SessionQueue:
     """Episodes that wait for clients, and clients that wait for episodes. Used on one event loop."""
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
-        self.token = door.token or _kept_token(door.file) or f"siirl-{secrets.token_urlsafe(32)}"
+    def __init__(self, address: ListenAddress) -> None:
+        self.address = address
+        self.token = address.token or _kept_token(address.file) or f"siirl-{secrets.token_urlsafe(32)}"
         self.url = ""
         self.over = False
         self._offered: deque[tuple[SessionInfo, asyncio.Future[None]]] = deque()
@@ -73,7 +73,7 @@ class Lobby:
     def open(self, url: str) -> None:
         """Write where clients find us, and say so. OSError."""
         self.url = url
-        file, aside = self.door.file, self.door.file.with_suffix(".new")
+        file, aside = self.address.file, self.address.file.with_suffix(".new")
         file.parent.mkdir(parents=True, exist_ok=True)
         aside.unlink(missing_ok=True)
         with open(aside, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
@@ -81,7 +81,7 @@ class Lobby:
         os.replace(aside, file)
         log.info("listening for clients at %s; its token is in %s", url, file)
 
-    async def start(self, info: SessionInfo) -> Guest:
+    async def start(self, info: SessionInfo) -> ExternalClient:
         """Offer a session until a client takes it (a Start). UserCodeError if none comes in time."""
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         offer = (info, taken)
@@ -96,7 +96,7 @@ class Lobby:
             if offer in self._offered:
                 self._offered.remove(offer)
         self._playing += 1
-        return Guest()
+        return ExternalClient()
 
     def left(self) -> None:
         """An episode that was taken is over."""
@@ -140,11 +140,11 @@ class Lobby:
     def _check_alone(self) -> None:
         """Say that nobody plays; UserCodeError if that has been so for too long."""
         alone_s = 0.0 if self._playing else time.monotonic() - self._alone_s
-        where = f"Start one: it asks {self.url}/session, with the token in {self.door.file}"
-        if alone_s > self.door.deadline_s:
+        where = f"Start one: it asks {self.url}/session, with the token in {self.address.file}"
+        if alone_s > self.address.deadline_s:
             raise UserCodeError(
                 f"no client has asked for an episode in {duration(alone_s)} (serve.listen): the run "
-                f"{self.missing}. {where}; or raise trainer.deadline_s={self.door.deadline_s:g}."
+                f"{self.missing}. {where}; or raise trainer.deadline_s={self.address.deadline_s:g}."
             )
         if alone_s > TOLD_S and not self._told:
             self._told = True

@@ -27,7 +27,7 @@ class _Stranger(NamedTuple):
     until_s: float
 
 
-class Strangers:
+class UnauthenticatedConnections:
     """Those at the door of one server. For any number of threads."""
 
     def __init__(self, most: int = MOST_STRANGERS) -> None:
@@ -107,7 +107,7 @@ class BoundedServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: type[PageHandler]) -> None:
         """OSError or OverflowError: the address cannot be listened on."""
-        self.strangers = Strangers()
+        self.strangers = UnauthenticatedConnections()
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
