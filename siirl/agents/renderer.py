@@ -69,6 +69,11 @@ def _behind(whole: str, opened: str, said: str) -> str | None:
     return None
 
 
+def _says_something(turn: Mapping[str, Any]) -> bool:
+    said = (value for key, value in turn.items() if key != "role")
+    return any(value.strip() if isinstance(value, str) else value for value in said)
+
+
 class Sight(Protocol):
     """What renders images: the ImageReader of a model."""
 
@@ -160,8 +165,11 @@ class ChatRenderer:
         return TokenizedText(list(tokens), seen)
 
     def opened(self, messages: Chat) -> str:
-        """The text of a conversation, up to where the agent's turn begins. DataError if it has none."""
-        return self._kept("text", messages, lambda: self._text(messages))
+        """The text of a conversation, up to where the agent's turn begins. DataError if it has none.
+
+        Where the template refuses turns in which nothing was said, it is that of the others.
+        """
+        return self._kept("text", messages, lambda: self._opening_text(messages))
 
     def own_turn(
         self,
@@ -427,6 +435,15 @@ class ChatRenderer:
                 "agent cannot go on after its turn. Give the tokenizer another template."
             )
         return text[text.index(STAND_IN) + len(STAND_IN) :]
+
+    def _opening_text(self, messages: Chat) -> str:
+        try:
+            return self._text(messages)
+        except DataError:
+            spoken = [one for one in messages if one["role"] != "assistant" or _says_something(one)]
+            if not 0 < len(spoken) < len(messages):
+                raise
+        return self._text(spoken)
 
     def _text(self, messages: Chat) -> str:
         """What the template makes of a conversation; where it refuses one, of its closest relative."""

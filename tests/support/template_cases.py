@@ -22,9 +22,10 @@ ENDS = ("<|END_OF_TURN_TOKEN|>", "<|end_of_msg|>", "<|im_end|>", "<|eot_id|>", "
 class TemplateTokenizer:
     """A vocabulary of characters and of the marks in a template, which are special tokens."""
 
-    def __init__(self, source: str, name: str = "a template"):
+    def __init__(self, source: str, name: str = "a template", more: tuple[str, ...] = ()):
+        """more: further marks."""
         self.chat_template, self.name_or_path, self.num_renderings = source, name, 0
-        self.marks = [EOS, *dict.fromkeys(MARKS.findall(source + self._example()))]
+        self.marks = list(dict.fromkeys([EOS, *MARKS.findall(source + self._example()), *more]))
         self._ids = {mark: 0x110000 + place for place, mark in enumerate(self.marks)}
         self._split = re.compile("|".join(map(re.escape, sorted(self.marks, key=len, reverse=True))))
         self.eos_token = next((end for end in ENDS if end in source), EOS)
@@ -162,6 +163,10 @@ OWN = {
     "content is a list of parts": _template(
         CHAT + "{% for x in m.content %}{% if x['type'] == 'text' %}{{ x.text }}"
         "{% elif x['type'] == 'image' %}<image>{% endif %}{% endfor %}" + END, OPEN
+    ),
+    "an answer that says nothing is refused": _template(
+        CHAT + "{{ m.content }}" + END, OPEN, refuses="{% if m.role == 'assistant' and not m.content %}"
+        "{{ raise_exception('nothing was said') }}{% endif %}",
     ),
     "tools stand with the last user": _template(
         "{% if m.role == 'user' and loop.index0 == ns.last and tools %}{{ tools | tojson }}{% endif %}" + CHAT
