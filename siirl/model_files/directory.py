@@ -5,6 +5,7 @@ import json
 import re
 import socket
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,28 @@ def check_tokenizer_files(path: Path) -> None:
             f"{_here()}: model directory {path} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is "
             "there. Copy the model's tokenizer files there, or set data.tokenizer."
         )
+    packages = [name for name in ("sentencepiece", "protobuf") if not _is_installed(name)]
+    if packages and not (path / "tokenizer.json").is_file() and _is_sentencepiece(path / "tokenizer.model"):
+        raise DataError(
+            f"{_here()}: model directory {path} has its tokenizer as tokenizer.model alone, which "
+            f"transformers reads with {' and '.join(packages)}, not installed here. Install it (pip install "
+            f"{' '.join(packages)}), or save a tokenizer.json where it is."
+        )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(metadata.distribution(package))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _is_sentencepiece(file: Path) -> bool:
+    """Whether it is there and begins as such a file does; others of the name are lines of text (tiktoken)."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return opened.read(1) == b"\n"
 
 
 def check_model_files(cfg: Config, role: str, trains: bool = False, of_known_type: bool = False) -> None:

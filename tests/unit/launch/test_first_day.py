@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from importlib import metadata
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -89,3 +90,42 @@ def test_a_tokenizer_without_a_chat_template_is_found_by_check(inputs, tmp_path,
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
     assert main(["check", *inputs, "data.max_prompt_length=240"]) == 2
     assert "has no chat template. Use a chat model's tokenizer" in capsys.readouterr().err
+
+
+def named(folder):
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": "rag", "template": "{{ messages[0].content }}"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def another_form(name):
+    def leave(folder):
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            (folder / file).unlink(missing_ok=True)
+        (folder / name).write_bytes(b"\n\x0e\n\x05<unk>")
+
+    return leave
+
+
+TOKENIZERS = {
+    "as tekken.json alone": another_form("tekken.json"),
+    "reads with protobuf, not installed here. Install it": another_form("tokenizer.model"),
+    "called rag, and none called default. Set data.chat_template to one": named,
+}
+
+
+@pytest.mark.parametrize("why", TOKENIZERS)
+def test_a_tokenizer_that_cannot_be_read_is_named_by_check(inputs, tmp_path, capsys, monkeypatch, why):
+    find = metadata.distribution
+
+    def without_protobuf(name):
+        if name == "protobuf":
+            raise metadata.PackageNotFoundError(name)
+        return find(name)
+
+    monkeypatch.setattr(metadata, "distribution", without_protobuf)
+    TOKENIZERS[why](tmp_path / "model")
+    assert main(["check", *inputs, "data.max_prompt_length=240"]) == 2
+    told = capsys.readouterr().err
+    assert why in told and "Traceback" not in told, told

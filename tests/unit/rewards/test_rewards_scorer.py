@@ -15,8 +15,11 @@ from transformers import AutoTokenizer
 
 from siirl.config import load_config
 from siirl.data.rows import make_rows, objects
+from siirl.dialect.dialect import derive
+from siirl.dialect.template import ChatTemplate
 from siirl.errors import ConfigError, RewardError
 from siirl.rewards.scorer import RewardScorer
+from tests.unit.dialect.test_dialect import tokenizer_of
 
 pytestmark = pytest.mark.heavy
 
@@ -59,6 +62,37 @@ def test_only_the_real_tokens_of_a_response_are_decoded(scorer_of, tokenizer):
     rows["response_ids"][0, 3:] = 9  # beyond its length
     rows["response_length"][1] = 2
     assert scorer_of().submit(rows).result()["score"].tolist() == [1, 1]
+
+
+THINKS = (  # [THINK], [/THINK] and the end of turn are special tokens
+    "{% for m in messages %}<|im_start|>{% if m.reasoning_content %}"
+    "[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+SCORED = [
+    ("a", "[THINK]5[/THINK]4<|im_end|>", "4", 1),
+    ("a", "[THINK]5[/THINK]4<|im_end|>", "54", 0),
+    ("a", "[THINK]4", "4", 0),
+    ("t", "[THINK]5[/THINK]4<|im_end|>", "", 1),
+    ("t", "54<|im_end|>", "", 0),
+    ("b", r"[THINK]5[/THINK]\boxed{4}<|im_end|>", "", 1),
+    ("b", r"[THINK]\boxed{4}[/THINK]4<|im_end|>", "", 0),
+    ("b", r"[THINK]\boxed{4}", "", 0),
+]
+
+
+def test_a_response_is_scored_by_its_answer_and_not_over_tokens_that_were_left_out():
+    marked = tokenizer_of(THINKS, added=("<|im_start|>", "<|im_end|>", "[THINK]", "[/THINK]"))
+    sources, texts, truths, scores = zip(*SCORED, strict=True)
+    ids = [marked.encode(text) for text in texts]
+    columns = {"response_ids": ids, "response_length": [len(row) for row in ids]}
+    columns |= {"data_source": list(sources), "ground_truth": list(truths)}
+    columns |= {"extra_info": [{}] * len(ids), "sample_index": [*range(len(ids))]}
+    functions = "{a:exact_match,t:think_format,b:boxed_format}"
+    cfg = load_config(["trainer.n_gpus_per_node=1", f"+reward_model.reward_kwargs.functions={functions}"])
+    scorer = RewardScorer(cfg, marked, derive(marked, ChatTemplate(marked, {}), {}))
+    assert tuple(scorer.submit(make_rows(columns)).result()["score"].tolist()) == scores
+    scorer.close()
 
 
 def test_zero_rows_are_scored(scorer_of, tokenizer):
