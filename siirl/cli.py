@@ -83,7 +83,9 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
     print(f"ok: DAG {plan.dag_id!r}, {len(plan.nodes)} nodes on {plan.world_size} ranks")
     for line in run.data:
         print(f"data: {line}")
-    for node, why in plan.pruned.items():
+    for node, why in (
+        plan.pruned.items() if run.cfg.dag.workflow_path or run.cfg.dag.custom_pipeline_fn else ()
+    ):
         print(f"left out: {node}: {why}")
     for note in plan_notes(plan):
         print(f"note: {note}.")

@@ -86,6 +86,9 @@ class DataError(UserError):
 class RewardError(SiirlError, RuntimeError):
     """A reward function failed on a sample; the message names the sample."""
 
+    frames: str = ""
+    """Where the user's code raised: its own lines alone, as Python prints them; empty: it did not."""
+
 
 class ScoreTimeoutError(RewardError):
     """A built-in reward function ran out of time: there is no score, neither a right nor a wrong one."""

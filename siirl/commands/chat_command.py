@@ -28,12 +28,27 @@ HELP = (
 )
 
 
+UNTRAINED_TOKENS = 512
+"""Of an answer of a model that no run here has trained."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the run that trained a model says of conversations with it."""
+
+    template: dict[str, Any] = field(default_factory=dict)
+    """What it hands to the chat template."""
+    answer_tokens: int = UNTRAINED_TOKENS
+    """Of a response, at most."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How an answer is drawn."""
 
     temperature: float
-    max_tokens: int
+    max_tokens: int | None
+    """Of an answer; None: as many as in the run that trained the model, else UNTRAINED_TOKENS."""
     seed: int
 
 
@@ -56,8 +71,7 @@ class Speaker:
     source: Source
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    template: dict[str, Any]
-    """What the run hands to the chat template."""
+    trained: Trained
     system: str
     said: list[dict[str, str]] = field(default_factory=list)
 
@@ -66,12 +80,11 @@ class Speaker:
         opening = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*opening, *self.said, {"role": "user", "content": text}]
         prompt = messages if self.tokenizer.chat_template else _continued(messages)
-        ids = self._tokens(prompt)
+        ids, most = self._tokens(prompt), sampling.max_tokens or self.trained.answer_tokens
         longest = (
-            getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-            or len(ids) + sampling.max_tokens
+            getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or len(ids) + most
         )
-        room = min(sampling.max_tokens, longest - len(ids))
+        room = min(most, longest - len(ids))
         if room < 1:
             raise ConfigError(
                 f"what was said takes {len(ids)} tokens, and the model reads {longest}: /new begins anew."
@@ -98,7 +111,7 @@ class Speaker:
     def _tokens(self, prompt: str | list[dict[str, str]]) -> list[int]:
         """The tokens of what was said. ConfigError: it has words that the tokenizer does not know."""
         try:
-            (ids,) = encode_prompts(self.tokenizer, [prompt], self.template)
+            (ids,) = encode_prompts(self.tokenizer, [prompt], self.trained.template)
         except Exception as error:  # tokenizers raises nothing narrower
             raise ConfigError(
                 f"the tokenizer cannot read this: {error}. A model that was trained from scratch knows the "
@@ -122,13 +135,13 @@ class _Streamed(TextStreamer):
 def chat(name: str, agent: str | None, system: str, sampling: Sampling) -> int:
     """Read lines of the user and answer them until the input ends. ConfigError: nobody is there."""
     with cleaning_up(), tempfile.TemporaryDirectory(prefix="siirl_chat_") as scratch:
-        sources, template = _sources(name, Path(scratch))
+        sources, trained = _sources(name, Path(scratch))
         speakers: dict[str, Speaker] = {}
 
         def speaker(wanted: str | None) -> Speaker:
             source = _called(sources, wanted)
             if source.model not in speakers:
-                speakers[source.model] = _load(source, template, system)
+                speakers[source.model] = _load(source, trained, system)
             return speakers[source.model]
 
         here = speaker(agent)
@@ -159,13 +172,13 @@ def chat(name: str, agent: str | None, system: str, sampling: Sampling) -> int:
                 print_text(str(error))
 
 
-def _sources(name: str, scratch: Path) -> tuple[list[Source], dict[str, Any]]:
-    """(who can be talked to, arguments of the chat template that the run had)."""
+def _sources(name: str, scratch: Path) -> tuple[list[Source], Trained]:
+    """(who can be talked to, what the run says that trained them)."""
     path = Path(name).expanduser().absolute()
     if not path.exists():
-        return [Source(("model",), name)], {}
+        return [Source(("model",), name)], Trained()
     run = run_of(path)
-    template, spoken = _of_job(run) if run else ({}, {})
+    trained, spoken = _of_job(run) if run else (Trained(), {})
     checkpoint = current(path)
     if run and path == run and not (path / "config.json").is_file():
         checkpoint = RecordedRun.read(run).newest_checkpoint() or path / "hf_model"
@@ -176,7 +189,7 @@ def _sources(name: str, scratch: Path) -> tuple[list[Source], dict[str, Any]]:
             raise ConfigError(str(error)) from error
         return [
             Source(_names(model, spoken), str(scratch / model), checkpoint) for model in sorted(models)
-        ], template
+        ], trained
     folders = [checkpoint] if (checkpoint / "config.json").is_file() else []
     folders = folders or sorted(found.parent for found in checkpoint.glob("*/config.json"))
     if not folders:
@@ -185,23 +198,24 @@ def _sources(name: str, scratch: Path) -> tuple[list[Source], dict[str, Any]]:
             "(trainer.save_freq) or exports (trainer.export_hf), a checkpoint global_step_N, a model's "
             "directory, or a name on a hub."
         )
-    return [Source(_names(folder.name, spoken), str(folder)) for folder in folders], template
+    return [Source(_names(folder.name, spoken), str(folder)) for folder in folders], trained
 
 
-def _of_job(run: Path) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """(arguments of the chat template, trained model -> the nodes at which it speaks) of a run."""
+def _of_job(run: Path) -> tuple[Trained, dict[str, tuple[str, ...]]]:
+    """(what a run says of conversations, trained model -> the nodes at which it speaks)."""
     job = read_job(run, LeftOut())
 
-    def read() -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    def read() -> tuple[Trained, dict[str, tuple[str, ...]]]:
         plan = Plan.from_json(job["plan"])
         spoken = {
             link.source: plan.models[link.target].nodes
             for link in plan.links.values()
             if plan.models[link.target].is_rollout
         }
-        return dict(from_dict(job["config"]).data.apply_chat_template_kwargs), spoken
+        data = from_dict(job["config"]).data
+        return Trained(dict(data.apply_chat_template_kwargs), data.max_response_length), spoken
 
-    return attempt(read, ({}, {}), "the plan of job.json", LeftOut())
+    return attempt(read, (Trained(), {}), "the plan of job.json", LeftOut())
 
 
 def _names(model: str, spoken: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -218,7 +232,7 @@ def _called(sources: list[Source], wanted: str | None) -> Source:
     raise ConfigError(f"nobody is called {wanted!r} here. There is: {names}.")
 
 
-def _load(source: Source, template: dict[str, Any], system: str) -> Speaker:
+def _load(source: Source, trained: Trained, system: str) -> Speaker:
     """Its model and tokenizer; of a checkpoint, exported first."""
     if source.checkpoint is not None:
         export_hf(source.checkpoint, Path(source.model), source.names[-1])
@@ -228,7 +242,7 @@ def _load(source: Source, template: dict[str, Any], system: str) -> Speaker:
         model = kind.from_pretrained(source.model, dtype="auto").eval()
     except (OSError, ValueError) as error:
         raise ConfigError(f"no model can be loaded from {source.model}: {error}") from error
-    return Speaker(source, model, tokenizer, template, system)
+    return Speaker(source, model, tokenizer, trained, system)
 
 
 def _continued(messages: list[dict[str, str]]) -> str:

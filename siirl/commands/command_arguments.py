@@ -45,7 +45,9 @@ def add_commands(commands: Any) -> None:
     chat.add_argument("--agent", metavar="NAME", help="whom to talk to first, e.g. agent_0 [the first]")
     chat.add_argument("--system", default="", metavar="TEXT", help="the first message")
     chat.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest words [0.7]")
-    chat.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of an answer [512]")
+    chat.add_argument(
+        "--max-tokens", type=int, metavar="N", help="of an answer [as in the run that trained it, else 512]"
+    )
     chat.add_argument("--seed", type=int, default=0, help="of what is sampled [0]")
     chat.set_defaults(command=_chat)
 

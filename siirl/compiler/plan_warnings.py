@@ -3,16 +3,21 @@
 from collections.abc import Iterator, Mapping
 
 from siirl.compiler.backends import backend_of
+from siirl.compiler.memory.estimate import longest_row
 from siirl.compiler.models import why_not_spread
-from siirl.compiler.plan import Plan
+from siirl.compiler.plan import ModelPlan, Plan
 from siirl.compiler.profiled_nodes import profile_warnings
 from siirl.compiler.resolved_node import AGENT_WIDE
 from siirl.config import Config
 from siirl.config.effects import effect_warnings, why_no_effect
 from siirl.config.resolve import get
+from siirl.config.roles import ROLES
 from siirl.config.root import all_keys
 from siirl.config.values import show
 from siirl.user_code.returned_reward import returns_given
+
+SHORT_TOKENS = 4096
+"""Of a sequence: matrix products with fewer tokens leave most of a device idle."""
 
 
 def plan_warnings(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config]) -> list[str]:
@@ -23,6 +28,7 @@ def plan_warnings(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config]) -> l
     lines = [*effect_warnings(cfg, node_cfgs.values()), *_node_warnings(plan, node_cfgs)]
     for model in plan.models.values():
         lines += backend_of(model).advice(model, node_cfgs[model.node])
+        lines += _single_sequences(model, node_cfgs[model.node])
     for link in plan.links.values():
         node = plan.models[link.target].node
         if node_cfgs[node].actor_rollout_ref.rollout.weight_link != "spread" or link.kind == "spread":
@@ -32,6 +38,22 @@ def plan_warnings(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config]) -> l
     lines += profile_warnings(cfg, plan)
     lines += _counted_twice(plan, node_cfgs)
     return list(dict.fromkeys(lines))
+
+
+def _single_sequences(model: ModelPlan, cfg: Config) -> Iterator[str]:
+    """Micro-batches of one sequence that somebody asked for, where several fit into the time of one."""
+    longest, role = longest_row(cfg, model.role), ROLES[model.role]
+    if model.generates or longest >= SHORT_TOKENS:
+        return
+    found = (role.forward, role.train if model.trains else None)
+    for keys in {keys.max_rows: keys for keys in found if keys}.values():
+        alone = keys.max_rows in cfg.explicit and get(cfg, keys.max_rows) == 1
+        if alone and not get(cfg, keys.dynamic):
+            yield (
+                f"{keys.max_rows}=1: each sequence, of at most {longest} tokens, is computed by itself, "
+                f"often several times slower than many at once. Leave it out, and {keys.max_tokens} is "
+                "chosen from the memory that there is."
+            )
 
 
 def _counted_twice(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]:

@@ -85,6 +85,7 @@ class Failure:
     time_s: float
     """When, by the clock of its machine."""
     traceback: str
+    """Where it was raised; of a reward function of the user's, its own lines alone."""
     machine_fault: bool = False
     """A device or disk broke, or a process that the worker needs was killed."""
 
@@ -94,6 +95,8 @@ def describe_exception(error: BaseException, rank: int, position: Position | Non
     chain = list(_causes(error))
     node = next((value for link in chain if (value := getattr(link, "node", None)) is not None), None)
     step = next((value for link in chain if (value := getattr(link, "step", None)) is not None), None)
+    frames = next((link.frames for link in chain if isinstance(link, RewardError) and link.frames), "")
+    own = f"The reward function's own lines (most recent call last):\n{frames}" if frames else ""
     users = [link for link in chain if isinstance(link, UserError)]
     scores = any(isinstance(link, RewardError) for link in chain)  # what reward code lost is no peer
     shown = users[-1] if users else error
@@ -120,14 +123,14 @@ def describe_exception(error: BaseException, rank: int, position: Position | Non
         user_error=bool(users),
         secondary=not scores and any(_is_peer_loss(link) for link in chain),
         time_s=time.time(),
-        traceback=printable("".join(traceback.format_exception(error))),
+        traceback=printable(own or "".join(traceback.format_exception(error))),
         machine_fault=not scores and any(_is_machine_fault(link) for link in chain),
     )
 
 
 def _limits_met(chain: Sequence[BaseException]) -> list[str]:
     """The limits of this process that an error may come from: memory, threads or processes that it did not
-    get. [] for another error, and where nobody has set one.
+    get, as the shell sets them: memory in KiB. [] for another error, and where nobody has set one.
     """
     texts = [str(link).lower() for link in chain if isinstance(link, RuntimeError)]
     threads = any(_NO_THREAD in text for text in texts)
@@ -137,10 +140,10 @@ def _limits_met(chain: Sequence[BaseException]) -> list[str]:
     )
     if not (threads or memory or any(phrase in text for text in texts for phrase in _NO_MEMORY)):
         return []
-    kinds = [("`ulimit -v`", resource.RLIMIT_AS), ("`ulimit -d`", resource.RLIMIT_DATA)]
-    kinds += [("`ulimit -u`", resource.RLIMIT_NPROC)] if threads and os.geteuid() else []
-    found = {name: resource.getrlimit(kind)[0] for name, kind in kinds}
-    told = [f"{name} {most}" for name, most in found.items() if most != resource.RLIM_INFINITY]
+    kinds = [("`ulimit -v", resource.RLIMIT_AS, 1024), ("`ulimit -d", resource.RLIMIT_DATA, 1024)]
+    kinds += [("`ulimit -u", resource.RLIMIT_NPROC, 1)] if threads and os.geteuid() else []
+    found = [(name, resource.getrlimit(kind)[0], unit) for name, kind, unit in kinds]
+    told = [f"{name} {most // unit}`" for name, most, unit in found if most != resource.RLIM_INFINITY]
     try:
         pids = Path("/sys/fs/cgroup/pids.max").read_text().strip() if threads else ""
     except OSError:

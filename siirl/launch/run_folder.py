@@ -15,7 +15,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ LOGS = (
 def held(cfg: Config, run_id: str) -> Iterator[None]:
     """Keep the folders of a run to itself until the block ends, or this process does, however it ends.
 
-    run_id: a run may hold a folder in several of its processes. ConfigError: another run holds one.
+    run_id: a run may hold a folder in several of its processes. Folders that were made here, and into which
+    nobody has written, go again. ConfigError: another run holds one.
     """
     with contextlib.ExitStack() as stack:
         for key, folder in written_folders(cfg).items():
@@ -217,6 +218,7 @@ def absolute(folder: str) -> Path:
 
 @contextlib.contextmanager
 def _locked(key: str, folder: Path, run_id: str) -> Iterator[None]:
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+")
@@ -234,7 +236,20 @@ def _locked(key: str, folder: Path, run_id: str) -> Iterator[None]:
                 file.flush()
         elif holder(folder).get("run_id") != run_id:
             raise _busy(key, folder)
-        yield
+        try:
+            yield
+        finally:
+            if made:
+                _remove_unused(folder, made)
+
+
+def _remove_unused(folder: Path, made: Sequence[Path]) -> None:
+    """Remove a folder that holds its lock alone, and those above it that were made with it."""
+    with contextlib.suppress(OSError):
+        if os.listdir(folder) == [LOCK]:
+            (folder / LOCK).unlink()
+            for each in made:
+                each.rmdir()
 
 
 def _try_lock(fd: int, kind: int) -> bool:

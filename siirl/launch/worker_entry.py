@@ -89,10 +89,9 @@ def run_rank(job: Job, place: ProcessPlace, watched: bool = False) -> int:
         failure = describe_exception(error, place.rank, read_position(job.position_path(place.rank)))
         is_told = write_failure(job.error_path(place.rank), failure)
         if not failure.user_error:
-            print(
-                f"[rank {place.rank}, node {failure.node}, step {failure.step}] {failure.traceback}",
-                file=sys.stderr,
-            )
+            where = f"[rank {place.rank}, node {failure.node}, step {failure.step}]"
+            told = "" if watched or failure.error in failure.traceback else failure.error
+            print(f"{where} {failure.traceback}{told}", file=sys.stderr)
         elif not (watched and is_told):
             print(f"siirl: {failure.error}", file=sys.stderr)
         _exit_now((EXIT_USER_ERROR if is_told else UNRECORDED) if failure.user_error else 1)

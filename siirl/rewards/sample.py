@@ -17,7 +17,7 @@ LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 """The largest number of float32, in which scores are kept."""
 MOST_VALUES_BYTES = 1 << 20
 """Of the further values of a sample, as JSON: they are kept with its row, logged and averaged."""
-MOST_ERROR_CHARS = 2000
+MOST_ERROR_CHARS, MOST_FRAMES_CHARS = 2000, 8000
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Outcome:
     info: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     """Why there is no score; None: there is one."""
+    frames: str = ""
+    """The lines of the user's that were running when its function raised, as Python prints them."""
     failure: Literal["data", "raised", "timeout", "died", "service"] | None = None
     """"data": the dataset row cannot be scored; "raised": the function raised or returned something unusable;
     "timeout": it took too long, so that there is neither a right nor a wrong; "died": its process ended by
@@ -116,7 +118,17 @@ def failed(error: BaseException) -> Outcome:
             return Outcome(error=str(error), failure="service")
         case ScoreTimeoutError():
             return Outcome(error=str(error), failure="timeout")
-    return Outcome(error=describe(error), failure="raised")
+    frames = "".join(traceback.format_list(user_frames(error)))
+    return Outcome(error=describe(error), failure="raised", frames=printable(frames[-MOST_FRAMES_CHARS:]))
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The lines of an exception that are neither siirl's nor of an installed package, the outermost first."""
+    if isinstance(error, ResultError):  # no line of the user's raised it
+        return []
+    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]))
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
 
 
 class ResultError(ValueError):
@@ -125,12 +137,10 @@ class ResultError(ValueError):
 
 def describe(error: BaseException) -> str:
     """The exception in one line: type, message, and the line that raised it: the user's, if one did."""
-    if isinstance(error, ResultError):  # no line of the user's raised it
+    if isinstance(error, ResultError):
         return printable(str(error))
-    frames = traceback.extract_tb(error.__traceback__)
-    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]))
-    users = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
-    where = "".join(f" (at {frame.filename}:{frame.lineno})" for frame in (users or frames)[-1:])
+    frames = user_frames(error) or traceback.extract_tb(error.__traceback__)
+    where = "".join(f" (at {frame.filename}:{frame.lineno})" for frame in frames[-1:])
     try:
         text = str(error)
     except Exception:  # noqa: BLE001 - the edge to user code: the text of its exception is made by it, too

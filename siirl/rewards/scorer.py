@@ -202,7 +202,9 @@ class RewardScorer:
         for index in failed:
             if self._is_fatal(samples[index], outcomes[index]):
                 message = self._message(rows, samples[index], outcomes[index], index)
-                raise RewardError(f"{message}. {_fix(samples[index], outcomes[index])}")
+                error = RewardError(f"{message}. {_fix(samples[index], outcomes[index])}")
+                error.frames = outcomes[index].frames
+                raise error
             outcomes[index].info["error"] = outcomes[index].error
         timeouts = sum(outcomes[index].failure == "timeout" for index in failed)
         self._metrics.sum("reward/failed", len(failed))

@@ -46,11 +46,13 @@ def test_words_that_say_nothing_are_refused_with_what_was_perhaps_meant(words, t
     assert told in capsys.readouterr().err
 
 
-def test_check_says_ok_and_what_is_left_out(capsys):
-    assert main([*CHECK, *GOOD]) == 0
+@pytest.mark.parametrize("own", [[], ["dag.workflow_path=dag_templates/grpo.yaml"]])
+def test_check_says_ok_and_what_is_left_out_of_a_file_that_the_user_has_named(own, capsys):
+    """Of the algorithm's own template nobody had asked for the reference."""
+    assert main([*CHECK, *GOOD, *own]) == 0
     out = capsys.readouterr().out
     assert "ok: DAG 'grpo'" in out
-    assert "left out: reference_log_prob" in out
+    assert ("left out: reference_log_prob" in out) == bool(own)
 
 
 @pytest.mark.parametrize(

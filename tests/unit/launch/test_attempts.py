@@ -245,7 +245,7 @@ def test_what_a_limit_refuses_is_told_with_the_limit(name, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits.get(kind, resource.RLIM_INFINITY),) * 2)
     failure = describe_exception(caused(ValueError("on top"), error), 0, None)
     assert failure.user_error == met and not failure.machine_fault
-    assert ("`ulimit -v` 3221225472" in failure.error and "Raise the limit" in failure.error) == met
+    assert ("`ulimit -v 3145728`" in failure.error and "Raise the limit" in failure.error) == met
     limits.clear()
     monkeypatch.setattr("siirl.launch.failure.Path.read_text", lambda _: "max")
     assert not describe_exception(error, 0, None).user_error  # without a limit it is no fault of the user's

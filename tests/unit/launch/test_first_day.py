@@ -12,9 +12,11 @@ from fixtures_tiny import make_tiny_model_dir, make_tiny_tokenizer
 
 from siirl.cli import main
 from siirl.config import load_config, to_dict
+from siirl.errors import RewardError
+from siirl.launch.failure import describe_exception
 from siirl.launch.outcome import Stop, conclude
 from siirl.observe.loggers import LOGGERS, check_installed
-from siirl.rewards.sample import describe
+from siirl.rewards.sample import describe, failed
 
 
 @pytest.mark.parametrize("name", [name for name, logger in LOGGERS.items() if logger.package])
@@ -51,6 +53,35 @@ def test_the_line_of_a_reward_that_raises_is_the_users(tmp_path):
     with pytest.raises(ValueError) as raised:
         module.score("no json")
     assert describe(raised.value).endswith(f"(at {tmp_path}/mine.py:5)"), "not the line of the json package"
+    error = RewardError("score failed")
+    error.frames = failed(raised.value).frames
+    told = describe_exception(error, 0, None).traceback
+    assert f'{tmp_path}/mine.py", line 5, in score' in told, "the user's own lines"
+    assert "json/decoder.py" not in told and "score failed" not in told, "nobody else's; the message once"
+
+
+@pytest.mark.parametrize(
+    "keys, told",
+    [
+        ([], []),
+        (["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"], ["actor.ppo_max_token_len_per_gpu"]),
+        (["critic.ppo_micro_batch_size_per_gpu=1"], ["critic.ppo_max_token_len_per_gpu"]),
+        (["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"], []),
+        (["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "data.max_response_length=8000"], []),
+        (
+            [
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+                "actor_rollout_ref.actor.use_dynamic_bsz=true",
+            ],
+            [],
+        ),
+    ],
+)
+def test_micro_batches_of_one_short_sequence_are_said_to_be_slow(keys, told, capsys):
+    run = ["algorithm.adv_estimator=gae", "data.train_batch_size=8", "trainer.n_gpus_per_node=1"]
+    assert main(["check", "--elsewhere", *run, *keys]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "computed by itself" in line]
+    assert len(lines) == len(told) and all(map(str.__contains__, lines, told)), lines
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The folder of a run: one run at a time, never the results of two, and it says what it is."""
 
+import contextlib
 import json
 import os
 import signal
@@ -251,3 +252,24 @@ def test_a_run_that_finds_no_machines_is_one_that_failed_and_says_of_what(tmp_pa
     assert "no Ray cluster was found" in capsys.readouterr().err
     assert main(["ls", str(tmp_path)]) == 0
     assert "failed: trainer.nnodes=2, but no Ray" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "before, written, left",
+    [
+        ("", "", None),
+        ("", "run_config.yaml", {".run.lock", "run_config.yaml"}),
+        ("own", "", {".run.lock"}),
+    ],
+)
+def test_a_folder_of_a_run_that_is_refused_goes_again_if_it_was_made_for_it(tmp_path, before, written, left):
+    """Each refused run left one with its lock, below a fresh name."""
+    folder = tmp_path / "project" / "run"
+    if before:
+        folder.mkdir(parents=True)
+    with contextlib.suppress(ConfigError), held(config(folder), "a"):
+        if written:
+            (folder / written).touch()
+        raise ConfigError("refused")
+    assert left == ({path.name for path in folder.iterdir()} if folder.exists() else None)
+    assert (tmp_path / "project").exists() == (left is not None)
