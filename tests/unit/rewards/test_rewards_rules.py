@@ -100,6 +100,12 @@ def test_think_format_wants_reasoning_and_then_an_answer(text, score):
     assert think_format("s", text, None, None, parts) == score
 
 
+@pytest.mark.parametrize(("text", "score"), [("a</think>b", 1), ("a</think>", 0), ("b", 0)])
+def test_think_format_knows_of_reasoning_that_the_prompt_has_opened(text, score):
+    parts = read_turn(Dialect("a model", reasoning=KNOWN[0]), text, True).as_dict()
+    assert think_format("s", text, None, None, parts) == score
+
+
 def test_boxed_format_wants_a_box_that_is_not_empty():
     assert [boxed_format("s", text, None, None) for text in (r"\boxed{1}", r"\boxed{ }", "1")] == [1, 0, 0]
 
