@@ -160,3 +160,17 @@ def test_a_tokenizer_that_cannot_be_read_is_named_by_check(inputs, tmp_path, cap
     assert main(["check", *inputs, "data.max_prompt_length=240"]) == 2
     told = capsys.readouterr().err
     assert why in told and "Traceback" not in told, told
+
+
+def test_check_tells_of_stops_in_the_files_of_a_model_and_of_tools_that_no_template_shows(
+    inputs, tmp_path, capsys
+):
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    tools = "tools:\n  - builtin: calculator\n"
+    (tmp_path / "tools.yaml").write_text(tools)
+    multi_turn = "actor_rollout_ref.rollout.multi_turn"
+    keys = [f"{multi_turn}.enable=true", f"{multi_turn}.tool_config_path={tmp_path / 'tools.yaml'}"]
+    assert main(["check", *inputs, *keys, "data.max_prompt_length=240"]) == 0
+    told = "".join(capsys.readouterr())
+    assert "shows no tools" in told and "Set rollout.multi_turn.show_tools=system" in told, told
+    assert "generation_config" in told, told
