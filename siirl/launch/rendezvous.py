@@ -9,6 +9,8 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from siirl.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
@@ -24,9 +26,20 @@ def open_socket(host: str) -> socket.socket:
 
 
 def store_of_ranks(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> "TCPStore":
-    """The store. Every rank calls it; rank 0 serves it, on the socket that it inherited if there is one."""
-    from torch.distributed import TCPStore
+    """The store. Every rank calls it; rank 0 serves it, on the socket that it inherited if there is one.
+
+    ConfigError: another program listens on the port.
+    """
+    from torch.distributed import DistNetworkError, TCPStore
 
     inherited = os.environ.pop(STORE_FD, None)
     descriptor = {} if inherited is None else {"master_listen_fd": int(inherited)}
-    return TCPStore(host, port, world_size, rank == 0, timeout=timeout, **descriptor)
+    try:
+        return TCPStore(host, port, world_size, rank == 0, timeout=timeout, **descriptor)
+    except DistNetworkError as error:
+        if rank or "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"MASTER_PORT={port} is in use by another program on {socket.gethostname()}: the ranks could not "
+            "meet there. Set another MASTER_PORT for all ranks, or end what listens there."
+        ) from error

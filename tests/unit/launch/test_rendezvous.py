@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 
+from siirl.errors import ConfigError
 from siirl.launch import doctor
 from siirl.launch.rendezvous import STORE_FD, open_socket, store_of_ranks
 
@@ -43,3 +44,11 @@ def test_without_an_inherited_socket_rank_0_opens_the_port_that_it_is_told(monke
     monkeypatch.delenv(STORE_FD, raising=False)
     store = store_of_ranks("127.0.0.1", 0, 0, 1, timedelta(seconds=10))
     assert store.port > 0
+
+
+def test_a_port_that_is_taken_is_named_with_its_variable():
+    """Who starts ranks without torchrun got a traceback of torch's."""
+    with open_socket("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is in use .* Set another MASTER_PORT"):
+            store_of_ranks("127.0.0.1", port, 0, 1, timedelta(seconds=5))
