@@ -70,6 +70,50 @@ TOOL_FORMATS: dict[str, ToolParser] = {
     "llama3_json": python_calls.llama3_json,
 }
 """In the order in which format_of tries them: what reads calls without marks of their own comes last."""
+BEGINS: dict[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "seed_oss": ("<seed:tool_call>",),
+    "qwen3_coder": ("<tool_call>", "<function=", "</tool_call>"),
+    "glm": ("<tool_call>",),
+    "hy3": ("<tool_calls",),
+    "mistral": ("[TOOL_CALLS]",),
+    "functionary_v31": ("<function=",),
+    "deepseek_v3": ("<｜tool▁call",),
+    "deepseek_dsml": ("<｜DSML｜",),
+    "minimax_m2": ("<minimax:tool_call>",),
+    "minimax_m3": ("]<]minimax[>[",),
+    "minicpm": ("<function name=",),
+    "kimi_k2": ("<|tool_call",),
+    "kimi_k3": ("<|",),
+    "gemma4": ("<|tool_",),
+    "lfm2": ("<|tool_call_start|>",),
+    "command_a": ("<|START_", "<|END_"),
+    "command_r": ("Action:",),
+    "tool_calls": ("<tool_calls>",),
+    "nemotron": ("<TOOLCALL>",),
+    "granite": ("<|tool_call|>", "<tool_call>"),
+    "functools": ("functools[",),
+    "gigachat": ("<|function_call|>", "function call<|role_sep|>", "<|message_sep|>"),
+    "longcat": ("<longcat_tool_call>",),
+    "internlm": ("<|action_start|>",),
+    "granite_fc": ("<function_call>",),
+    "olmo3": ("<function_calls>",),
+    "functiongemma": ("<start_function_",),
+    "step3": ("<｜tool_call",),
+    "apertus": ("<|tools_prefix|>", "<|inner_"),
+    "solar": ("<|tool_call", "<|content|>", "<|calls|>"),
+    "json": ("```json",),
+}
+"""Format -> texts before the first of which a turn is its content as it stands. Others have none."""
+
+
+def call_begins(parse: ToolParser) -> tuple[str, ...] | None:
+    """What stands of these for a parser; () for text_alone; None where it is not known."""
+    if parse is text_alone:
+        return ()
+    return next((BEGINS.get(name) for name, one in TOOL_FORMATS.items() if one is parse), None)
+
+
 AUTO = "auto"
 """The format of the model's dialect."""
 

@@ -5,28 +5,31 @@ Runs on the loop of the episode.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from functools import partial
 from typing import Any
 
-from siirl.agents.contexts import Chat, Context, ContextFull, TokenSequence, TurnPrompt
+from siirl.agents.contexts import PROMPT_END, Chat, Context, ContextFull, TokenSequence, TurnPrompt
 from siirl.agents.episode import Message
 from siirl.agents.message_form import OwnTurn, call_id
 from siirl.agents.outside.chat_wire import as_message
 from siirl.agents.outside.content import BadRequest, understood
-from siirl.agents.outside.exchange import Asked, Said, Token, calls_of
+from siirl.agents.outside.exchange import Asked, Said, Tell, Token, calls_of
 from siirl.agents.outside.own_turns import OwnTurns
 from siirl.agents.outside.stopped_policy import Decode, StoppedPolicy, num_tokens_with
+from siirl.agents.outside.told_text import ToldText
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Played, Speaker, take_turn
 from siirl.agents.shown import as_written, images_in
 from siirl.compiler.plan import StagePlan
 from siirl.data.chat import to_continue
+from siirl.dialect.dialect import Dialect
+from siirl.dialect.marks import split_reasoning
 from siirl.dialect.parts import Said as Parts
-from siirl.dialect.parts import raw_text, read_turn
-from siirl.dialect.tool_formats import AUTO, Parsed, ToolParser, text_alone, tool_parser
+from siirl.dialect.parts import opens_reasoning, raw_text, read_turn
+from siirl.dialect.tool_formats import AUTO, Parsed, ToolParser, call_begins, text_alone, tool_parser
 
 UNREADABLE = "the chat template and the tokenizer do not take it"
 
@@ -57,10 +60,12 @@ class AskedTurns:
         self.too_long = ""
         """What was too long to be read, to continue why the episode ended; empty if nothing was."""
 
-    async def speak(self, stage: StagePlan, asked: Asked) -> list[Said]:
+    async def speak(self, stage: StagePlan, asked: Asked, tell: Tell | None = None) -> list[Said]:
         """All choices, each in a row of its own: one of them at most goes on in a row that is there.
 
         Nothing is generated unless there is room for all. BadRequest, or errors of the policy.
+        tell: gets what is certain of each turn, while it is being generated; first of all turns that they
+        have begun.
         """
         speaker = self._game.speakers[stage.node]
         context = self._played.contexts.setdefault(stage.agent, speaker.context_of(self._played.episode))
@@ -71,7 +76,11 @@ class AskedTurns:
             self.too_long = f", after what {stage.node} should have read {error}"
             reason = f"the conversation {error}, the model's context length"
             raise BadRequest(reason, "context_length_exceeded") from error
-        return list(await asyncio.gather(*(self._turn(stage, context, asked, one) for one in begun)))
+        turns = [
+            self._turn(stage, context, asked, one, partial(tell, index) if tell is not None else None)
+            for index, one in enumerate(begun)
+        ]
+        return list(await asyncio.gather(*turns))
 
     def _begun(self, stage: StagePlan, context: Context, asked: Asked) -> list[Beginning]:
         """Where the turns begin: what comes from the request is read by templates and tokenizers here."""
@@ -129,25 +138,35 @@ class AskedTurns:
             raise BadRequest("prompt has no token")
         return tokens, prompt
 
-    async def _turn(self, stage: StagePlan, context: Context, asked: Asked, begun: Beginning) -> Said:
+    async def _turn(
+        self,
+        stage: StagePlan,
+        context: Context,
+        asked: Asked,
+        begun: Beginning,
+        tell: Callable[[Said], None] | None,
+    ) -> Said:
         episode, speaker = self._played.episode, self._game.speakers[stage.node]
         renderer, read = speaker.renderer, begun.opening.tokens
         decode = _decode(renderer)
-        policy = StoppedPolicy(speaker.policy_of(episode), asked.stop, decode)
-        asking = changed(speaker, policy=policy, more=(), shares=())
         parse = self._parser(speaker, asked)
+        so_far = self._so_far(renderer.dialect, asked, begun, parse, tell) if tell is not None else None
+        policy = StoppedPolicy(speaker.policy_of(episode), asked.stop, decode, so_far)
+        asking = changed(speaker, policy=policy, more=(), shares=())
         told: list[tuple[dict[str, Any], Parts, dict[str, Any]]] = []
 
         def as_named(text: str, own: OwnTurn) -> dict[str, Any]:
-            whole = _message(asked, own, own.said, text)
+            whole = _message(asked, renderer.dialect, own, own.said, text)
             if policy.ended_by is None:
                 told.append((whole, own.said, whole))
                 return whole
             raw = own.said.raw[: own.said.raw.index(policy.ended_by)]
             parts = read_turn(renderer.dialect, raw, own.said.opened, parse)
-            cut = _message(asked, own, parts, raw)
+            cut = _message(asked, renderer.dialect, own, parts, raw)
             # What stood before the stop is told to the letter: programs may write the stop behind it again.
-            told.append((cut if calls_of(cut) else cut | {"content": parts.answer.lstrip()}, parts, whole))
+            if not calls_of(cut) and not asked.prompts:
+                cut["content"] = _answer(renderer.dialect, parts).lstrip()
+            told.append((cut, parts, whole))
             return told[0][0] if speaker.limits.history == "grow" else whole
 
         turn = await take_turn(
@@ -181,6 +200,29 @@ class AskedTurns:
             asked.with_log_probs,
         )
 
+    def _so_far(
+        self,
+        dialect: Dialect,
+        asked: Asked,
+        begun: Beginning,
+        parse: ToolParser,
+        tell: Callable[[Said], None],
+    ) -> Callable[[str], None]:
+        """What tells a turn that begins now from as much of its text as there is."""
+        turn, marks, end = self._played.episode.turns, dialect.reasoning, begun.opening.text or ""
+        opened = opens_reasoning(dialect, end[-PROMPT_END:]) if end else marks is not None and marks.opened
+        certain = ToldText(marks, opened, asked.stop, call_begins(parse), bool(asked.prompts))
+        read = tuple(begun.opening.tokens)
+        key, ids = f"{self._played.episode.episode_id}-{turn}", read if asked.with_token_ids else ()
+
+        def so_far(text: str) -> None:
+            reasoning, answer = certain.parts(text)
+            message = {"role": "assistant", "content": answer}
+            tell(Said(key, asked.model, turn, message, "stop", len(read), 0, reasoning, read_ids=ids))
+
+        so_far("")
+        return so_far
+
     def _parser(self, speaker: Speaker, asked: Asked) -> ToolParser:
         """What reads the calls of a turn."""
         if not asked.tools:
@@ -199,11 +241,18 @@ def _decode(renderer: ChatRenderer) -> Decode:
     return partial(raw_text, renderer.dialect, renderer.tokenizer, stopped=False)
 
 
-def _message(asked: Asked, own: OwnTurn, parts: Parts, text: str) -> dict[str, Any]:
+def _answer(dialect: Dialect, parts: Parts) -> str:
+    """What was said beside reasoning and calls, also before reasoning that was not ended."""
+    if parts.closed or dialect.reasoning is None:
+        return parts.answer
+    return split_reasoning(parts.raw, dialect.reasoning, parts.opened).rest
+
+
+def _message(asked: Asked, dialect: Dialect, own: OwnTurn, parts: Parts, text: str) -> dict[str, Any]:
     """A turn, or its beginning, as a message: its answer and calls, these with ids. text: all of it."""
     if asked.prompts:
         return {"role": "assistant", "content": parts.raw}
-    answer = text if parts.calls and parts.reasoning is None else parts.answer
+    answer = text if parts.calls and parts.reasoning is None else _answer(dialect, parts)
     message = as_message(Parsed(parts.answer, parts.calls), answer, asked.tools)
     if not (calls := calls_of(message)):
         return message

@@ -5,12 +5,14 @@ assistant's text without the spaces around it, as programs strip it, and the arg
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from siirl.agents.episode import MOST_REWARD
 from siirl.agents.outside.content import BadRequest, check_bounds, is_reward, parsed
-from siirl.agents.outside.exchange import MOST_CHOICES, REASONING, Asked, Said, Token, calls_of, usage
+from siirl.agents.outside.exchange import MOST_CHOICES, REASONING, Asked, Said, Token, Told, calls_of, usage
 from siirl.agents.outside.parameters import flag, given, names, shown, stop_strings, whole_number
 from siirl.agents.shown import content_of, read_shown
 from siirl.dialect.tool_formats import Parsed, ToolCall, from_texts
@@ -127,27 +129,53 @@ def log_prob(token: Token) -> dict[str, Any]:
     return {"token": token.text, "logprob": token.log_prob, "bytes": bytes_, "top_logprobs": []}
 
 
-def chunks(answer: Sequence[Said], created: int, with_usage: bool) -> Iterator[bytes]:
-    """The answer as server-sent events: of each turn its reasoning, its answer, and each call, one by one."""
-    begun = head(answer, created, "chat.completion.chunk")
-    for index, said in enumerate(answer):
-        bare = said.without_tokens()
-        deltas = list(_deltas(_on_the_wire(said)))
-        for delta in deltas[:-1]:
-            yield event(begun | {"choices": [choice_of(bare, index, {"delta": delta}, False)]})
-        yield event(begun | {"choices": [choice_of(said, index, {"delta": deltas[-1]}, False)]})
-        yield event(begun | {"choices": [choice_of(bare, index, {"delta": {}})]})
-    if with_usage:
-        yield event(begun | {"choices": [], "usage": usage(answer)})
-    yield b"data: [DONE]\n\n"
+class Stream:
+    """The answer as server-sent events (an AnswerStream): texts as they come, each call in one piece."""
+
+    def __init__(self, created: int, with_usage: bool) -> None:
+        self._created, self._with_usage = created, with_usage
+        self._head: dict[str, Any] | None = None
+        self._told: defaultdict[int, Told] = defaultdict(Told)
+
+    def more(self, index: int, said: Said) -> Iterator[bytes]:
+        """See AnswerStream."""
+        self._begun(said)
+        reasoning, content = self._told[index].more(said)
+        if reasoning:
+            yield self._chunk(said, index, {"delta": {"role": "assistant", REASONING: reasoning}})
+        if content:
+            yield self._chunk(said, index, {"delta": {"role": "assistant", "content": content}})
+
+    def end(self, answer: Sequence[Said]) -> Iterator[bytes]:
+        """See AnswerStream. What is known of tokens comes with the last thing that is said."""
+        for index, said in enumerate(answer):
+            *deltas, last = list(_deltas(said, self._told[index])) or [{"role": "assistant", "content": ""}]
+            for delta in deltas:
+                yield self._chunk(said, index, {"delta": delta})
+            yield event(self._begun(said) | {"choices": [choice_of(said, index, {"delta": last}, False)]})
+            ended = choice_of(said.without_tokens(), index, {"delta": {}})
+            yield event(self._begun(said) | {"choices": [ended]})
+        if self._with_usage:
+            yield event(self._begun(answer[0]) | {"choices": [], "usage": usage(answer)})
+        yield b"data: [DONE]\n\n"
+
+    def _begun(self, said: Said) -> dict[str, Any]:
+        self._head = self._head or head([said], self._created, "chat.completion.chunk")
+        return self._head
+
+    def _chunk(self, said: Said, index: int, what: dict[str, Any]) -> bytes:
+        choice = choice_of(said.without_tokens(), index, what, False)
+        return event(self._begun(said) | {"choices": [choice]})
 
 
-def _deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a stream says of a message, one thing at a time."""
-    if REASONING in message:
-        yield {"role": "assistant", REASONING: message[REASONING]}
-    if message["content"] or "tool_calls" not in message:
-        yield {"role": "assistant", "content": message["content"]}
+def _deltas(said: Said, told: Told) -> Iterator[dict[str, Any]]:
+    """What a stream says of a complete message besides what it has told, one thing at a time."""
+    message, before = _on_the_wire(said), replace(told)
+    reasoning, content = told.more(said)
+    if REASONING in message and (reasoning or not before.reasoning):
+        yield {"role": "assistant", REASONING: reasoning}
+    if content or not (before.answer or "tool_calls" in message):
+        yield {"role": "assistant", "content": content}
     for index, call in enumerate(message.get("tool_calls", ())):
         yield {"role": "assistant", "tool_calls": [{"index": index, **call}]}
 

@@ -3,13 +3,14 @@
 Source of the format: the API reference of OpenAI, "Completions", and vLLM's, which takes and tells token ids.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 from siirl.agents.outside.chat_wire import choice_of, event, head, with_usage
 from siirl.agents.outside.content import BadRequest
-from siirl.agents.outside.exchange import MOST_CHOICES, Asked, Said, usage
+from siirl.agents.outside.exchange import MOST_CHOICES, Asked, Said, Told, usage
 from siirl.agents.outside.parameters import (
     SAMPLED_ALONE,
     TEMPLATE,
@@ -61,14 +62,33 @@ def completion(answer: Sequence[Said], created: int) -> dict[str, Any]:
     return head(answer, created, "text_completion", "cmpl") | {"choices": choices, "usage": usage(answer)}
 
 
-def chunks(answer: Sequence[Said], created: int, with_usage: bool) -> Iterator[bytes]:
-    """The answer as server-sent events: each text in one piece."""
-    begun = head(answer, created, "text_completion", "cmpl")
-    for index, said in enumerate(answer):
-        yield event(begun | {"choices": [_choice(said, index)]})
-    if with_usage:
-        yield event(begun | {"choices": [], "usage": usage(answer)})
-    yield b"data: [DONE]\n\n"
+class Stream:
+    """The answer as server-sent events (an AnswerStream): texts as they come."""
+
+    def __init__(self, created: int, with_usage: bool) -> None:
+        self._created, self._with_usage = created, with_usage
+        self._head: dict[str, Any] | None = None
+        self._told: defaultdict[int, Told] = defaultdict(Told)
+
+    def more(self, index: int, said: Said) -> Iterator[bytes]:
+        """See AnswerStream."""
+        begun = self._begun(said)
+        _, text = self._told[index].more(said)
+        if text:
+            yield event(begun | {"choices": [choice_of(said.without_tokens(), index, {"text": text}, False)]})
+
+    def end(self, answer: Sequence[Said]) -> Iterator[bytes]:
+        """See AnswerStream. What is known of tokens comes with the last text."""
+        for index, said in enumerate(answer):
+            _, text = self._told[index].more(said)
+            yield event(self._begun(said) | {"choices": [_choice(said, index) | {"text": text}]})
+        if self._with_usage:
+            yield event(self._begun(answer[0]) | {"choices": [], "usage": usage(answer)})
+        yield b"data: [DONE]\n\n"
+
+    def _begun(self, said: Said) -> dict[str, Any]:
+        self._head = self._head or head([said], self._created, "text_completion", "cmpl")
+        return self._head
 
 
 def _choice(said: Said, index: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from siirl.agents.outside import chat_wire, completions_wire, messages_wire, res
 from siirl.agents.outside.chat_wire import returned_reward, reward_of
 from siirl.agents.outside.content import BadRequest, parsed, understood
 from siirl.agents.outside.episode_session import FLOODED, HUNG, Session
-from siirl.agents.outside.exchange import Asked, Said
+from siirl.agents.outside.exchange import AnswerStream, Asked, Said
 from siirl.agents.outside.program import HOST, Program, SessionInfo, Start
 from siirl.agents.outside.session_queue import SessionQueue
 from siirl.errors import ConfigError, EpisodeFailed
@@ -58,18 +58,18 @@ class Wire:
     asked_of: Callable[[Any], Asked]
     whole: Callable[[Sequence[Said], int], dict[str, Any]]
     """An answer in one piece, of a time in seconds."""
-    parts: Callable[[Sequence[Said], int, bool], Iterator[bytes]]
-    """The same as server-sent events; the last: whether with the number of tokens."""
+    stream: Callable[[int, bool], AnswerStream]
+    """Of a time in seconds; whether it ends with the number of tokens."""
     error_body: Callable[[str, str], dict[str, Any]] = chat_wire.error_body
     """Of a text and a code."""
 
 
 WIRES = {
-    "/v1/chat/completions": Wire(chat_wire.asked_of, chat_wire.completion, chat_wire.chunks),
-    "/v1/completions": Wire(completions_wire.asked_of, completions_wire.completion, completions_wire.chunks),
-    "/v1/responses": Wire(responses_wire.asked_of, responses_wire.response, responses_wire.events),
+    "/v1/chat/completions": Wire(chat_wire.asked_of, chat_wire.completion, chat_wire.Stream),
+    "/v1/completions": Wire(completions_wire.asked_of, completions_wire.completion, completions_wire.Stream),
+    "/v1/responses": Wire(responses_wire.asked_of, responses_wire.response, responses_wire.Stream),
     "/v1/messages": Wire(
-        messages_wire.asked_of, messages_wire.message, messages_wire.events, messages_wire.error_body
+        messages_wire.asked_of, messages_wire.message, messages_wire.Stream, messages_wire.error_body
     ),
 }
 """Path -> what is spoken there."""
@@ -329,34 +329,51 @@ class Endpoint:
         if not asked.streams:
             said = await session.answer(asked)
             return web.json_response(wire.whole(said, int(time.time())))
-        answering = asyncio.ensure_future(session.answer(asked))
+        return await self._streamed(wire, session, request, asked)
+
+    async def _streamed(
+        self, wire: Wire, session: Session, request: web.Request, asked: Asked
+    ) -> web.StreamResponse:
+        """Answer while the turns are being generated."""
+        loop, growing = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Said]]()
+
+        def tell(index: int, said: Said) -> None:  # on the loop of the episode
+            loop.call_soon_threadsafe(growing.put_nowait, (index, said))
+
+        answering = asyncio.ensure_future(session.answer(asked, tell))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        stream = wire.stream(int(time.time()), asked.with_usage)
+        more = asyncio.ensure_future(growing.get())
         try:
-            while not (await asyncio.wait({answering}, timeout=ALIVE_S))[0]:
-                await self._keep_alive(request, response)
-            said = answering.result()
+            while not answering.done():
+                await asyncio.wait({answering, more}, timeout=ALIVE_S, return_when="FIRST_COMPLETED")
+                if more.done():
+                    await self._write(request, response, stream.more(*more.result()))
+                    more = asyncio.ensure_future(growing.get())
+                elif not answering.done():
+                    await self._write(request, response, [b": the turn is being generated\n\n"])
+            parts: Iterable[bytes] = stream.end(answering.result())
         except BadRequest as error:
             if not response.prepared:
                 raise
             body = json.dumps(wire.error_body(str(error), error.code))
-            parts: Iterator[bytes] = iter([f"event: error\ndata: {body}\n\n".encode()])
-        else:
-            parts = wire.parts(said, int(time.time()), asked.with_usage)
+            parts = [f"event: error\ndata: {body}\n\n".encode()]
         finally:
             answering.cancel()
-        if not response.prepared:
-            await response.prepare(request)
-        for part in parts:
-            await response.write(part)
+            more.cancel()
+        await self._write(request, response, parts)
         await response.write_eof()
         return response
 
-    async def _keep_alive(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Say nothing, in a stream, so that nobody on the way takes the connection for dead."""
-        if not response.prepared:
-            await response.prepare(request)
-        await response.write(b": the turn is being generated\n\n")
-        self._num_events += 1
+    async def _write(
+        self, request: web.Request, response: web.StreamResponse, parts: Iterable[bytes]
+    ) -> None:
+        """Send parts of a stream, which begins with the first."""
+        for part in parts:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(part)
+            self._num_events += 1
 
     def _tell_unused(self, asked: Asked) -> None:
         """Log parameters that change nothing, each once in a run."""

@@ -12,7 +12,7 @@ from typing import Any
 from siirl.agents.outside.asked_turns import AskedTurns
 from siirl.agents.outside.chat_wire import UNREWARDED
 from siirl.agents.outside.content import BadRequest
-from siirl.agents.outside.exchange import Asked, Said
+from siirl.agents.outside.exchange import Asked, Said, Tell
 from siirl.agents.runner import Game, Played
 from siirl.compiler.plan import StagePlan
 from siirl.dialect.tool_formats import ToolParser
@@ -107,8 +107,10 @@ class Session:
         self._ended = f"its client was silent for serve.idle_s={idle_s:g} seconds"
         self.left = True
 
-    async def answer(self, asked: Asked) -> list[Said]:
+    async def answer(self, asked: Asked, tell: Tell | None = None) -> list[Said]:
         """The turns that a request asks for. On the endpoint's loop; a cancelled one leaves no trace.
+
+        tell: see turns; it is called on the episode's loop.
 
         BadRequest; errors of policies end the episode, and are a BadRequest here.
         """
@@ -117,7 +119,7 @@ class Session:
         self._num_open += 1
         self.changed.set()
         try:
-            future = asyncio.run_coroutine_threadsafe(self.turns(asked), self.loop)
+            future = asyncio.run_coroutine_threadsafe(self.turns(asked, tell), self.loop)
             return await asyncio.wrap_future(future)
         except (BadRequest, asyncio.CancelledError):
             raise
@@ -129,15 +131,18 @@ class Session:
             self._since_s = time.monotonic()
             self.changed.set()
 
-    async def turns(self, asked: Asked) -> list[Said]:
-        """Generate turns, and add them to the episode. BadRequest, or errors of the policy."""
+    async def turns(self, asked: Asked, tell: Tell | None = None) -> list[Said]:
+        """Generate turns, and add them to the episode. BadRequest, or errors of the policy.
+
+        tell: gets what is certain of each turn, while it is being generated.
+        """
         task = asyncio.current_task()
         assert task is not None
         if self._over:
             raise BadRequest("the episode is over", "episode_over", 410)
         self._turning.add(task)
         try:
-            return await self._asked.speak(self._stage_of(asked.model), asked)
+            return await self._asked.speak(self._stage_of(asked.model), asked, tell)
         finally:
             self._turning.discard(task)
 

@@ -1,8 +1,8 @@
 """What a program asks for, and what it is answered, whichever wire it speaks. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from siirl.agents.contexts import Chat
 
@@ -87,6 +87,44 @@ class Said:
     def without_tokens(self) -> "Said":
         """The same for a request that does not want to know them."""
         return replace(self, tokens=(), read_ids=())
+
+
+Tell = Callable[[int, Said], None]
+"""Gets a choice by its number, and as much of it as is certain while it is being generated."""
+
+
+@dataclass
+class Told:
+    """What a stream has said of a choice."""
+
+    reasoning: str = ""
+    answer: str = ""
+
+    def more(self, said: Said) -> tuple[str, str]:
+        """What there is now besides, of its reasoning and its answer: it is told with this.
+
+        Nothing is taken back: of a text that goes on otherwise than it began nothing more is told.
+        """
+        reasoning, answer = (said.reasoning or "").strip(), said.message["content"] or ""
+        more = _behind(self.reasoning, reasoning), _behind(self.answer, answer)
+        self.reasoning, self.answer = self.reasoning + more[0], self.answer + more[1]
+        return more
+
+
+def _behind(told: str, text: str) -> str:
+    return text[len(told) :] if text.startswith(told) else ""
+
+
+class AnswerStream(Protocol):
+    """Writes an answer as server-sent events."""
+
+    def more(self, index: int, said: Said) -> Iterator[bytes]:
+        """What is said of a choice that is being generated. The first is that of the first choice."""
+        ...
+
+    def end(self, answer: Sequence[Said]) -> Iterator[bytes]:
+        """The rest, once all choices are complete."""
+        ...
 
 
 def usage(answer: Sequence[Said]) -> dict[str, int]:

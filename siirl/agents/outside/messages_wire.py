@@ -6,12 +6,13 @@ templates: the results of tools one each, before the text that stands beside the
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from siirl.agents.contexts import Chat
 from siirl.agents.outside.chat_wire import CHOOSES, IMAGES, assistant, content_on, text_of
 from siirl.agents.outside.content import BadRequest
-from siirl.agents.outside.exchange import Asked, Said, calls_of
+from siirl.agents.outside.exchange import Asked, Said, Told, calls_of
 from siirl.agents.outside.parameters import TEMPLATE, flag, given, names, shown, stop_strings, whole_number
 
 ACTS = names("model messages system tools tool_choice max_tokens stream stop_sequences")
@@ -53,31 +54,77 @@ def message(answer: Sequence[Said], created: int) -> dict[str, Any]:
     }
 
 
-def events(answer: Sequence[Said], created: int, with_usage: bool) -> Iterator[bytes]:
-    """The answer as server-sent events: each block in one piece, as it is complete when it is known."""
-    (said,) = answer
-    begun = {"content": [], "stop_reason": None, "usage": {"input_tokens": said.num_read, "output_tokens": 0}}
-    yield _event("message_start", {"message": _head(said) | begun})
-    for index, block in enumerate(_blocks(said)):
-        empty, deltas = _parts(block)
-        yield _event("content_block_start", {"index": index, "content_block": block | empty})
-        for delta in deltas:
-            yield _event("content_block_delta", {"index": index, "delta": delta})
-        yield _event("content_block_stop", {"index": index})
-    yield _event("message_delta", {"delta": _ended(said), "usage": {"output_tokens": said.num_said}})
-    yield _event("message_stop", {})
+class Stream:
+    """The answer as server-sent events (an AnswerStream): texts as they come, each call in one piece.
+
+    Reasoning after an answer has begun is told at the end.
+    """
+
+    def __init__(self, created: int, with_usage: bool) -> None:
+        self._told, self._begun = Told(), list[str]()
+
+    def more(self, index: int, said: Said) -> Iterator[bytes]:
+        """See AnswerStream."""
+        if self._told.answer:
+            said = replace(said, reasoning=self._told.reasoning)
+        thought, text = self._told.more(said)
+        for block in _blocks(said):
+            if new := {"thinking": thought, "text": text}[block["type"]]:
+                yield from self._say(said, block, block["type"], new)
+
+    def end(self, answer: Sequence[Said]) -> Iterator[bytes]:
+        """See AnswerStream."""
+        (said,) = answer
+        thought, text = self._told.more(said)
+        for index, block in enumerate(_blocks(said)):
+            if block["type"] == "tool_use":
+                written = json.dumps(block["input"], ensure_ascii=False)
+                yield from self._say(said, block, f"tool_use {index}", written)
+                continue
+            new = thought if block["type"] == "thinking" else text
+            if new or block["type"] not in self._begun:
+                yield from self._say(said, block, block["type"], new)
+        yield from self._close(said)
+        yield _event("message_delta", {"delta": _ended(said), "usage": {"output_tokens": said.num_said}})
+        yield _event("message_stop", {})
+
+    def _say(self, said: Said, block: Mapping[str, Any], name: str, new: str) -> Iterator[bytes]:
+        """Add to a block; a new one ends the one before it."""
+        kind = block["type"]
+        if not self._begun:
+            usage = {"input_tokens": said.num_read, "output_tokens": 0}
+            begun = {"content": [], "stop_reason": None, "usage": usage}
+            yield _event("message_start", {"message": _head(said) | begun})
+        if name not in self._begun:
+            yield from self._close(said)
+            self._begun.append(name)
+            place = {"index": self._begun.index(name)}
+            yield _event("content_block_start", place | {"content_block": {**block, **EMPTY[kind]}})
+        delta = {"type": DELTAS[kind][0], DELTAS[kind][1]: new}
+        yield _event("content_block_delta", {"index": self._begun.index(name), "delta": delta})
+
+    def _close(self, said: Said) -> Iterator[bytes]:
+        """End the last block."""
+        if self._begun:
+            place = {"index": len(self._begun) - 1}
+            if self._begun[-1] == "thinking":
+                signed = {"type": "signature_delta", "signature": said.key}
+                yield _event("content_block_delta", place | {"delta": signed})
+            yield _event("content_block_stop", place)
 
 
-def _parts(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a block is where it begins, and what a stream adds to it."""
-    if block["type"] == "text":
-        return {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
-    if block["type"] == "thinking":
-        thought = {"type": "thinking_delta", "thinking": block["thinking"]}
-        signed = {"type": "signature_delta", "signature": block["signature"]}
-        return {"thinking": "", "signature": ""}, [thought, signed]
-    written = json.dumps(block["input"], ensure_ascii=False)
-    return {"input": {}}, [{"type": "input_json_delta", "partial_json": written}]
+EMPTY: dict[str, dict[str, Any]] = {
+    "text": {"text": ""},
+    "thinking": {"thinking": "", "signature": ""},
+    "tool_use": {"input": {}},
+}
+"""Type of a block -> what it has where it begins."""
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+"""Type of a block -> type of what is added to it, and its key."""
 
 
 def _ended(said: Said) -> dict[str, Any]:

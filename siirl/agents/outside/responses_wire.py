@@ -6,6 +6,7 @@ belong to the message of the assistant before them. No answer is kept: a request
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from siirl.agents.contexts import Chat
@@ -20,7 +21,7 @@ from siirl.agents.outside.chat_wire import (
     text_of,
 )
 from siirl.agents.outside.content import BadRequest
-from siirl.agents.outside.exchange import Asked, Said, calls_of
+from siirl.agents.outside.exchange import Asked, Said, Told, calls_of
 from siirl.agents.outside.parameters import (
     CONSTRAINED,
     TEMPLATE,
@@ -105,44 +106,95 @@ def response(answer: Sequence[Said], created: int) -> dict[str, Any]:
     }
 
 
-def events(answer: Sequence[Said], created: int, with_usage: bool) -> Iterator[bytes]:
-    """The answer as server-sent events: each item in one piece, as it is complete when it is known."""
-    whole, begun = response(answer, created), _head(answer[0], created)
-    parts = [("response.created", {"response": begun}), ("response.in_progress", {"response": begun})]
-    for index, item in enumerate(whole["output"]):
-        parts += _parts(item, index)
-    parts.append((f"response.{whole['status']}", {"response": whole}))
-    for number, (name, value) in enumerate(parts):
-        data = json.dumps({"type": name, "sequence_number": number, **value})
-        yield f"event: {name}\ndata: {data}\n\n".encode()
+class Stream:
+    """The answer as server-sent events (an AnswerStream): texts as they come, each call in one piece.
+
+    Reasoning after an answer has begun is told at the end.
+    """
+
+    def __init__(self, created: int, with_usage: bool) -> None:
+        self._created, self._number, self._told = created, 0, Told()
+        self._begun: list[dict[str, Any]] = []
+        """Items of the output; all but the last are done."""
+
+    def more(self, index: int, said: Said) -> Iterator[bytes]:
+        """See AnswerStream."""
+        if self._told.answer:
+            said = replace(said, reasoning=self._told.reasoning)
+        thought, text = self._told.more(said)
+        for item in _items(said):
+            if new := {"reasoning": thought, "message": text}[item["type"]]:
+                yield from self._say(said, item, new)
+
+    def end(self, answer: Sequence[Said]) -> Iterator[bytes]:
+        """See AnswerStream. What is known of tokens comes with the last text."""
+        (said,), whole = answer, response(answer, self._created)
+        thought, text = self._told.more(said)
+        for item in whole["output"]:
+            kind = item["type"]
+            if kind == "function_call":
+                yield from self._say(said, item, item["arguments"])
+                continue
+            new, tokens = (thought, ()) if kind == "reasoning" else (text, said.tokens)
+            if new or tokens or item["id"] not in [one["id"] for one in self._begun]:
+                yield from self._say(said, item, new)
+        for item in whole["output"]:
+            if self._begun[-1]["id"] == item["id"]:
+                yield from self._close(item)
+        yield self._event(f"response.{whole['status']}", {"response": whole})
+
+    def _say(self, said: Said, item: dict[str, Any], new: str) -> Iterator[bytes]:
+        """Add to an item; a new one ends the one before it."""
+        if not self._begun:
+            for name in ("response.created", "response.in_progress"):
+                yield self._event(name, {"response": _head(said, self._created)})
+        ids = [one["id"] for one in self._begun]
+        if item["id"] not in ids:
+            if self._begun:
+                yield from self._close(self._begun[-1])
+            ids.append(item["id"])
+            empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+            begun = item | {"status": "in_progress"} | empty
+            place = {"output_index": len(ids) - 1}
+            yield self._event("response.output_item.added", place | {"item": begun})
+            self._begun.append(item)
+            if item["type"] == "message":
+                part = item["content"][0] | {"text": "", "logprobs": []}
+                where = {"item_id": item["id"], **place, "content_index": 0}
+                yield self._event("response.content_part.added", where | {"part": part})
+        at = ids.index(item["id"])
+        self._begun[at] = item
+        name, where = _named_delta(item, at)
+        more = {"logprobs": item["content"][0]["logprobs"]} if item["type"] == "message" else {}
+        yield self._event(f"{name}.delta", where | {"delta": new} | more)
+
+    def _close(self, item: dict[str, Any]) -> Iterator[bytes]:
+        """End the last item."""
+        at = len(self._begun) - 1
+        name, where = _named_delta(item, at)
+        if item["type"] == "function_call":
+            yield self._event(f"{name}.done", where | {"arguments": item["arguments"], "name": item["name"]})
+        else:
+            part = item["content"][0]
+            more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+            yield self._event(f"{name}.done", where | {"text": part["text"]} | more)
+            if item["type"] == "message":
+                yield self._event("response.content_part.done", where | {"part": part})
+        yield self._event("response.output_item.done", {"output_index": at, "item": item})
+
+    def _event(self, name: str, value: dict[str, Any]) -> bytes:
+        data = json.dumps({"type": name, "sequence_number": self._number, **value})
+        self._number += 1
+        return f"event: {name}\ndata: {data}\n\n".encode()
 
 
-def _parts(item: dict[str, Any], index: int) -> list[tuple[str, dict[str, Any]]]:
-    """What a stream says of an item of the output."""
+def _named_delta(item: Mapping[str, Any], index: int) -> tuple[str, dict[str, Any]]:
+    """What events about the text of an item are called, and where they say that it is."""
     where = {"item_id": item["id"], "output_index": index}
     if item["type"] == "function_call":
-        empty, name = {"arguments": ""}, "response.function_call_arguments"
-        said = [
-            (f"{name}.delta", where | {"delta": item["arguments"]}),
-            (f"{name}.done", where | {"arguments": item["arguments"], "name": item["name"]}),
-        ]
-    elif item["type"] == "reasoning":
-        empty, place, part = {"content": []}, where | {"content_index": 0}, item["content"][0]
-        said = [
-            ("response.reasoning_text.delta", place | {"delta": part["text"]}),
-            ("response.reasoning_text.done", place | {"text": part["text"]}),
-        ]
-    else:
-        empty, place, part = {"content": []}, where | {"content_index": 0}, item["content"][0]
-        said = [
-            ("response.content_part.added", place | {"part": part | {"text": ""}}),
-            ("response.output_text.delta", place | {"delta": part["text"], "logprobs": part["logprobs"]}),
-            ("response.output_text.done", place | {"text": part["text"], "logprobs": part["logprobs"]}),
-            ("response.content_part.done", place | {"part": part}),
-        ]
-    begun = item | {"status": "in_progress"} | empty
-    added = ("response.output_item.added", {"output_index": index, "item": begun})
-    return [added, *said, ("response.output_item.done", {"output_index": index, "item": item})]
+        return "response.function_call_arguments", where
+    kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+    return f"response.{kind}", where | {"content_index": 0}
 
 
 def _head(said: Said, created: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A policy whose turn ends at a text that a program names (`stop`), as if no more had been sampled."""
+"""A policy of which a turn is asked in parts: it ends at a text of the program's, or is told as it grows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +11,9 @@ from siirl.data.seen import NO_IMAGES, Seen
 
 FIRST_PART = 64
 """Tokens."""
+FIRST_TOLD, MOST_TOLD = 8, 64
+"""Tokens of the first part of a turn that is told as it grows, and of later ones, which may be an eighth of
+what was said before."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -21,12 +24,15 @@ class StoppedPolicy:
     distributed as if it had ended there: what follows the token that completes a text of `stop` is dropped.
     What is left is what was sampled, the text of the stop included, with its log-probs, and is trained on.
     So that not much is, the turn is asked of an engine in parts, each twice as long as the one before: the
-    numbers by which tokens are drawn are those of the whole turn.
+    numbers by which tokens are drawn are those of the whole turn. A turn that is told as it grows is asked in
+    smaller parts.
     """
 
-    def __init__(self, policy: Policy, stop: Sequence[str], decode: Decode) -> None:
-        """stop: texts. decode: tokens of a turn to its text."""
-        self._policy, self._stop, self._decode = policy, tuple(stop), decode
+    def __init__(
+        self, policy: Policy, stop: Sequence[str], decode: Decode, tell: Callable[[str], None] | None = None
+    ) -> None:
+        """stop: texts. decode: tokens of a turn to its text. tell: gets the text, each time there is more."""
+        self._policy, self._stop, self._decode, self._tell = policy, tuple(stop), decode, tell
         self.generated: Generated | None = None
         self.ended_by: str | None = None
         """Which text ended it."""
@@ -34,6 +40,7 @@ class StoppedPolicy:
     async def generate(self, prompt: list[int], params: Any, seed: int, seen: Seen = NO_IMAGES) -> Generated:
         """See Policy. finish_reason is "stop_string" where a text ended the turn."""
         policy, turn, size = self._policy, None, FIRST_PART if self._stop else params.max_tokens
+        size = size if self._tell is None else FIRST_TOLD
         while self.generated is None:
             if isinstance(policy, StreamClient):
                 done = turn.token_ids if turn is not None else []
@@ -46,7 +53,11 @@ class StoppedPolicy:
             goes_on = part.finish_reason == "length" and len(turn.token_ids) < params.max_tokens
             if self.ended_by is not None or not goes_on or wanted is params:
                 self.generated = cut
+            elif self._tell is not None:
+                self._tell(self._decode(turn.token_ids))
             size *= 2
+            if self._tell is not None:
+                size = max(min(size, MOST_TOLD), len(turn.token_ids) // 8)
         return self.generated
 
     def _cut(self, turn: Generated, num_read: int) -> Generated:

@@ -156,10 +156,10 @@ def test_streams_can_be_written_whatever_a_text_holds(field):
     message = {"role": "assistant", "content": odd if field == "content" else "x"}
     said = Said("0-0", odd if field == "model" else "a", 0, message, "stop", 1, 1)
     for parts in (
-        chat_wire.chunks([said], 0, True),
-        completions_wire.chunks([said], 0, True),
-        messages_wire.events([said], 0, True),
-        responses_wire.events([said], 0, True),
+        chat_wire.Stream(0, True).end([said]),
+        completions_wire.Stream(0, True).end([said]),
+        messages_wire.Stream(0, True).end([said]),
+        responses_wire.Stream(0, True).end([said]),
     ):
         data = b"".join(parts)
         assert json.dumps(odd).encode() in data and data.isascii()

@@ -264,7 +264,7 @@ def test_both_wires_say_the_same_of_a_conversation():
         ]
     )
     assert asked[0].most_tokens == asked[1].most_tokens == 5
-    parts = [json.loads(part.split(b"data: ")[1]) for part in messages_wire.events([said], 0, True)]
+    parts = [json.loads(part.split(b"data: ")[1]) for part in messages_wire.Stream(0, True).end([said])]
     assert [part["type"].rpartition("_")[2] for part in parts] == [
         *("start", *["start", "delta", "stop"] * 2, "delta", "stop")
     ]
