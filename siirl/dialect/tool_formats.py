@@ -4,6 +4,7 @@ A reader takes the raw text of a turn, special tokens kept, its reasoning alread
 for anything that a model writes: what cannot be understood is an error for the model.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -146,11 +147,35 @@ def tool_parser(name: str, key: str = FORMAT, dialect: str | None = None) -> Too
     if name in TOOL_FORMATS:
         return TOOL_FORMATS[name]
     if ":" in name:
-        return load_object(name, key)
+        return _of_right_type(load_object(name, key), f"{key}={name}")
     raise ConfigError(
         f"{key}={name}: unknown. Choose one of {AUTO}, {', '.join(TOOL_FORMATS)}, or name a function "
         "file.py:fn."
     )
+
+
+def _of_right_type(parse: ToolParser, what: str) -> ToolParser:
+    """The user's function, whose results are looked at: what it returns wrong is told with its name."""
+
+    @functools.wraps(parse)
+    def looked_at(text: str) -> Parsed:
+        found = parse(text)
+        if not isinstance(found, Parsed):
+            wrong = f"{type(found).__name__}, not a Parsed"
+        elif not isinstance(found.content, str):
+            wrong = f"a Parsed whose content is {type(found.content).__name__}, not a text"
+        elif not isinstance(found.calls, tuple | list):
+            wrong = f"a Parsed whose calls are {type(found.calls).__name__}, not a tuple"
+        elif not all(isinstance(call, ToolCall | MalformedCall) for call in found.calls):
+            wrong = "a Parsed whose calls are not all ToolCall or MalformedCall"
+        else:
+            return found
+        raise ConfigError(
+            f"{what} returned {wrong}: the run reads an answer and calls from it. Return "
+            "Parsed(content, calls) of siirl.dialect.tool_formats (docs/tools.md)."
+        )
+
+    return looked_at
 
 
 def format_of(

@@ -455,3 +455,22 @@ def test_tool_files_that_are_missing_empty_or_ambiguous_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="two tools are called 'calculator'"):
         toolbox(tmp_path, {"builtin": "calculator"}, {"builtin": "calculator"})
     assert load_tools(MultiTurnConfig(), "node 'n'").schemas == []
+
+
+@pytest.mark.parametrize(
+    "returned, told",
+    [
+        ("None", "returned NoneType, not a Parsed"),
+        ("('text', [])", "returned tuple, not a Parsed"),
+        ("Parsed('', None)", "calls are NoneType, not a tuple"),
+        ("Parsed(None)", "content is NoneType, not a text"),
+        ("Parsed('', ({'name': 'f'},))", "calls are not all ToolCall"),
+    ],
+)
+def test_a_parser_of_ones_own_that_returns_another_thing_is_named_at_its_first_turn(tmp_path, returned, told):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"from siirl.dialect.tool_formats import Parsed\n\n\ndef read(text):\n    return {returned}\n"
+    )
+    with pytest.raises(ConfigError, match=rf"format={file}:read .*{told}"):
+        tool_parser(f"{file}:read")("a turn")
