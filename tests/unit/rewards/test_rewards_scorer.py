@@ -245,7 +245,7 @@ def test_a_hung_sample_delays_only_itself(scorer_of, tokenizer):
     start = time.monotonic()
     scored = scorer.submit(rows_of(tokenizer, (["0"] * 60 + ["9"] + ["0"] * 60) * 2)).result()
     assert scored["score"].sum() == 240
-    assert time.monotonic() - start < 8  # two hung samples on two workers; a new worker takes a moment
+    assert time.monotonic() - start < 12  # two hung samples on two workers; a new worker takes a moment
 
 
 def test_the_time_limit_is_for_each_sample_even_when_many_are_handed_out_at_once(scorer_of, tokenizer):
