@@ -82,9 +82,8 @@ def test_an_answer_that_says_nothing_is_never_right(nothing, truth):
 @pytest.mark.parametrize("truth", ["", " "])
 @pytest.mark.parametrize("answer", ["", "0", "x", r"\emptyset", r"\{\}"])
 def test_an_empty_truth_is_refused_whatever_is_said(answer, truth):
-    with pytest.raises(DataError, match="no reward_model.ground_truth"):
+    with pytest.raises(DataError, match=r"no reward_model\.ground_truth"):
         score(answer, truth)
-    assert math("s", "the answer is nothing", "", None) == 0
 
 
 def number(rng):
@@ -149,8 +148,10 @@ def test_random_near_misses_have_the_verdict_of_math_verify():
     for _ in range(PAIRS):
         truth = answer_of(rng)
         answer = changed(truth, rng).removesuffix("\\ ")  # both are stripped of white space
-        if rng.random() < 0.5 and answer.strip():  # no row has an empty truth
+        if rng.random() < 0.5:
             truth, answer = answer, truth
+        if not truth.strip():
+            continue  # refused
         wanted = verdict_of_math_verify(answer, truth)
         if not re.sub(r"\\text|\\[,;! ]|[\s{}]", "", answer):
             wanted = False
