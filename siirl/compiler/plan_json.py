@@ -12,6 +12,9 @@ from siirl.types import FieldKey
 
 T = TypeVar("T")
 
+_OLDER = {"decodes_on": "runs_in_background"}
+"""Names of fields in the plans of older runs -> today's."""
+
 
 def encode(value: Any) -> str:
     """JSON text of a dataclass, in the order of its fields; one of a union names its class under "do".
@@ -66,7 +69,8 @@ def _unpack(value: Any, hint: Any) -> Any:
         return _unpack({name: item for name, item in value.items() if name != "do"}, kind)
     if dataclasses.is_dataclass(hint):
         kinds = _fields(typing.cast(type, hint))
-        return typing.cast(type, hint)(**{name: _unpack(item, kinds[name]) for name, item in value.items()})
+        today = {_OLDER.get(name, name): item for name, item in value.items()}
+        return typing.cast(type, hint)(**{name: _unpack(item, kinds[name]) for name, item in today.items()})
     if typing.get_origin(hint) is tuple:
         return tuple(_unpack(item, args[0] if args[-1] is ... else args[i]) for i, item in enumerate(value))
     if typing.get_origin(hint) is dict:
