@@ -69,7 +69,8 @@ def _unpack(value: Any, hint: Any) -> Any:
         return _unpack({name: item for name, item in value.items() if name != "do"}, kind)
     if dataclasses.is_dataclass(hint):
         kinds = _fields(typing.cast(type, hint))
-        today = {_OLDER.get(name, name): item for name, item in value.items()}
+        given: dict[str, Any] = value
+        today = {_OLDER.get(name, name): item for name, item in given.items()}
         return typing.cast(type, hint)(**{name: _unpack(item, kinds[name]) for name, item in today.items()})
     if typing.get_origin(hint) is tuple:
         return tuple(_unpack(item, args[0] if args[-1] is ... else args[i]) for i, item in enumerate(value))
