@@ -23,8 +23,11 @@ def public_path() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def users_code_is_forgotten() -> Iterator[None]:
-    """What files of users have registered while a test ran, and the files: no test knows those of another."""
+    """What files of users have registered while a test ran, the files, and their folders on the path: no test
+    knows those of another."""
+    path = list(sys.path)
     yield
+    sys.path[:] = path
     for name in [name for name in sys.modules if name.startswith("siirl_user_")]:
         del sys.modules[name]
     for module, table in (("advantages", "ADVANTAGES"), ("policy_losses", "POLICY_LOSSES")):
