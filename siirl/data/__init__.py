@@ -24,5 +24,5 @@ hears and computes does not grow with the world (tuning.md). Columns
 that follow rows, there or back, go by what the ranks remember of them. Row counts may change from step to
 step. Where costs are to be equal (`siirl/data/balance.py`), rows start on the rank that has them; what a
 rank has above 1.01 of the mean goes to others, groups whole as far as that balances. Only if nothing else
-balances are all rows dealt anew.
+balances are all rows sharded anew.
 """

@@ -15,7 +15,7 @@ Dynamic sampling samples until its batch is full. In the plan this is a region o
 All ranks with a part in the region (`Repeat.ranks`) add up how many groups are kept, before each round, so
 that they agree on whether there is another; there may be none, when the groups left over from the last step
 are enough. What a round makes is freed within it. Rows leave it only through `Collect`, into a buffer of
-the node on each rank (`siirl/data/buffer.py`), which is part of a checkpoint and is dealt out anew when a
+the node on each rank (`siirl/data/buffer.py`), which is part of a checkpoint and is sharded anew when a
 run resumes on other ranks. The nodes above the repeating one are the region
 (`siirl/compiler/checks/round_regions.py`): none of them may train or be above a second repeating node, and
 none of their rows may be read past it, which the compiler checks. A node may still wait for one of them: it
@@ -26,7 +26,7 @@ With `rollout.max_lag` the op of a rollout is `partial_rollout` (`siirl/nodes/pa
 line. A step loads one batch of prompts and gives one batch of groups, those that were begun first among the
 complete ones; the first step loads more, by `rollout.surplus`, the last ones load nothing
 (`LoaderPlan.ahead`). In the rounds of dynamic sampling it gives as many groups as the batch lacks
-(`siirl/dag_worker/rounds.py`), dealt to the shards in turn, so none stays in the filter and ages there. So
+(`siirl/dag_worker/rounds.py`), given to the shards in turn, so none stays in the filter and ages there. So
 everything below it sees the batch of a step as ever. Before they load, its ranks agree on how many batches:
 what the one that lacks most needs. What is in work lies in `RolloutsInFlight` (`siirl/nodes/in_flight.py`),
 a buffer of the node and so part of a checkpoint: prompts on all ranks of a shard, tokens on the first. The

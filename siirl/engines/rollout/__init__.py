@@ -47,7 +47,7 @@ is undone drops out) and says it again to a new process when one is lost, whatev
 a special case, and nobody above is told. The weights for it lie in host memory (`weight_transfer.py`): no
 link is asked, which would need the trainers, who are elsewhere in the step. On a CPU that memory is the
 transfer's own; on a GPU each bucket is copied while the engine loads it. A process is lost when it ends,
-when it gives no sign of life for 20 s of waiting (it beats once a second from a thread of its own,
+when no heartbeat comes for 20 s of waiting (it beats once a second from a thread of its own,
 `beating_channel.py`), or when its engine makes no progress for `trainer.deadline_s`. The first start is not
 tried again.
 
@@ -64,7 +64,7 @@ not know the difference: messages, beats, recovery, temporary folders.
 
 - **When the worker goes**, its connection ends. The engine's process (`server.py`, `renewal.py`) then makes
   its engine what it was when it had started: no requests (one that works on an answer gives it up between
-  two steps), empty caches, no adapter that could be asked for, asleep if the worker ever put it to sleep.
+  two steps), empty caches, no adapter that could be asked for, in sleep mode if the worker ever put it there.
   It refuses to sample until a sync of the next worker is complete. It says so to its keeper and waits
   there; the launcher starts the next attempt when all engines wait (10 s at most: then it ends those that
   do not). Nothing of the worker's memory stays mapped in any process of the engine, all of which must
@@ -75,7 +75,7 @@ not know the difference: messages, beats, recovery, temporary folders.
 - **Several ranks** may share it: its first rank alone has the engine and speaks for all, and its next
   workers may lie in other processes and buffers. One that is lost within a sync leaves the first rank in a
   collective that fails: it tells the engine `Doubt` before it tells it to finish.
-- **In every doubt a new one**: weights half replaced, a part asleep, an error of the engine's own, a
+- **In every doubt a new one**: weights half replaced, a part in sleep mode, an error of the engine's own, a
   process of it (vLLM's core and workers too) stopped or gone, no answer within 10 s, other arguments. What
   a worker gives up as lost, it ends: all its processes together, by the folder for temporary files that
   they share. A keeper that does not answer is done without: the engine is the worker's child, as it is
