@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 import threading
 import time
 
@@ -9,7 +11,6 @@ import pytest
 
 from siirl.cli import main
 from siirl.errors import DataError
-from siirl.observe.memory_probe import HostMemory
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, add_phase, note, observing, phase
 from siirl.observe.trace import TraceFile, merge_trace
@@ -181,16 +182,32 @@ def test_a_span_that_fails_still_ends(tmp_path):
     assert [span.name for span in observer.spans] == ["node/part", "node"]
 
 
+TWO_STEPS = """
+from pathlib import Path
+from siirl.observe.memory_probe import HostMemory
+try:
+    Path("/proc/self/clear_refs").write_text("5")
+except OSError:
+    raise SystemExit("the kernel keeps its peak")
+memory = HostMemory()
+memory.begin_step()
+block = bytearray(b"x") * (64 << 20)
+first = memory.metrics().values()["memory/host_peak_gib"]
+del block
+memory.begin_step()
+second = memory.metrics().values()
+print(first, second["memory/host_peak_gib"], second["memory/host_gib"])
+"""
+
+
 def test_the_peak_of_host_memory_is_that_of_the_step():
-    memory = HostMemory()
-    memory.begin_step()
-    block = bytearray(b"x") * (64 << 20)
-    with_block = memory.metrics().values()
-    del block
-    memory.begin_step()
-    without = memory.metrics().values()
-    assert with_block["memory/host_peak_gib"] - without["memory/host_peak_gib"] > 0.05
-    assert without["memory/host_gib"] <= without["memory/host_peak_gib"]
+    """In a process of its own: what other tests have left in this one allocates as it likes."""
+    done = subprocess.run([sys.executable, "-c", TWO_STEPS], capture_output=True, text=True, timeout=60)
+    if "keeps its peak" in done.stderr:
+        pytest.skip("this kernel does not let a process reset its peak of memory")
+    first, second, now = map(float, done.stdout.split())
+    assert first - second > 0.05
+    assert now <= second
 
 
 class Meter:
