@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -63,6 +64,7 @@ FREE: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Why a key may be another one when a run goes on -> patterns of such keys. Any other key counts."""
+WHOLE_PATH = re.compile(r"^/(?:[^:]*/)?([^:/]*)")
 LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 """Count only where the learning rate depends on how long the run is."""
 
@@ -105,9 +107,27 @@ def differing(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         old, new = saved.get(name, absent), now.get(name, absent)
         if old == new or (absent in (old, new) and (not name.startswith("node ") or ", " in name)):
             continue
+        if _is_moved(name, saved, now):
+            continue
         texts = ["not there" if value is absent else json.dumps(value) for value in (old, new)]
         lines.append(f"{name}: {texts[0]} in the checkpoint, {texts[1]} now")
     return lines
+
+
+def _is_moved(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether what a setting names lies elsewhere and is what it was, by the digests of its files."""
+    before, here = (
+        {key: digest for key, digest in settings.items() if key.startswith(f"{name}, ")}
+        for settings in (saved, now)
+    )
+    return bool(here) and before == here and _unplaced(saved[name]) == _unplaced(now[name])
+
+
+def _unplaced(value: Any) -> Any:
+    """Without the folders of whole paths; in a list names stay, as their order counts."""
+    if isinstance(value, list):
+        return [WHOLE_PATH.sub(r"\1", item) if isinstance(item, str) else item for item in value]
+    return WHOLE_PATH.sub("", value) if isinstance(value, str) else value
 
 
 def is_free(name: str, cfg: Config) -> bool:

@@ -88,7 +88,7 @@ def apart(inputs, other_model, folder, solver, verifier, *more, ending=""):
 def beside(inputs, other_model, tmp_path_factory):
     """Both agents on one rank, each with an engine at hand."""
     folder = tmp_path_factory.mktemp("runs") / "beside"
-    return run_job(1, apart(inputs, other_model, folder, "0", "0"))
+    return run_job(1, apart(inputs, other_model, folder, "0", "0", "trainer.save_freq=1"))
 
 
 @pytest.mark.slow
@@ -101,6 +101,26 @@ def test_agents_on_ranks_of_their_own_learn_what_they_learn_side_by_side(
     world_size, solver, verifier, beside, inputs, other_model, tmp_path
 ):
     finished = run_job(world_size, apart(inputs, other_model, tmp_path / "apart", solver, verifier))
+    check_same(finished, beside)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "solver", "verifier"),
+    [(2, "0-1", "0-1"), (2, "1", "0"), (3, "0-1", "1-2")],
+    ids=["both on both", "apart", "overlapping"],
+)
+def test_two_agents_go_on_from_one_checkpoint_in_another_layout(
+    world_size, solver, verifier, beside, inputs, other_model, tmp_path
+):
+    checkpoint = beside.output / "checkpoints" / "global_step_1"
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    arguments = apart(inputs, other_model, tmp_path / "again", solver, verifier, *resume)
+    finished = run_job(world_size, arguments)
+    assert [line["step"] for line in finished.lines] == [2]
+    for agent in (0, 1):
+        name = f"agent_{agent}/reward/score"
+        assert finished.values(name) == pytest.approx(beside.values(name)[1:])
     check_same(finished, beside)
 
 

@@ -1,6 +1,7 @@
 """A run keeps to the code that it began with, says what changed, and does not go on with other inputs."""
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -63,6 +64,12 @@ def test_one_run_is_scored_by_one_version_and_a_changed_one_is_refused(inputs, t
     assert main(["check", *longer, "trainer.resume_changed=true"]) == 0
     restore(inputs)
     assert main(["check", *longer]) == 0
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(inputs.reward.parent, elsewhere)
+    moved = [word.replace(str(inputs.reward.parent), str(elsewhere)) for word in longer]
+    assert moved != longer and main(["check", *moved]) == 0, "what lies elsewhere is the same by its content"
+    (elsewhere / "parts" / "value.py").write_text("VALUE = 0.5")
+    assert main(["check", *moved]) == 2
     capfd.readouterr()
     weights = inputs.model / "model.safetensors"
     content = weights.read_bytes()

@@ -143,3 +143,26 @@ def test_a_run_that_would_go_on_with_other_settings_is_refused_until_it_is_told_
     assert caplog.text == ""
     check_settings(told, plan_of(told), checkpoint)
     assert line in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "digests", "told"),
+    [
+        ("/a/reward.py", "/b/reward.py", ("1", "1"), False),
+        ("/a/model", "/b/c/other", ("1", "1"), False),
+        ("/a/model", "/b/model", ("1", "2"), True),
+        ("/a/model", "/b/model", (), True),
+        ("name/on-a-hub", "name/other", (), True),
+        (["/a/x.parquet", "/a/y.parquet"], ["/b/x.parquet", "/b/y.parquet"], ("1", "1"), False),
+        (["/a/x.parquet", "/a/y.parquet"], ["/b/y.parquet", "/b/x.parquet"], ("1", "1"), True),
+        (["custom", "/a/my.py:one", "reward"], ["custom", "/b/my.py:one", "reward"], ("1", "1"), False),
+        (["custom", "/a/my.py:one", "reward"], ["custom", "/b/my.py:other", "reward"], ("1", "1"), True),
+        (["custom", "/a/my.py:one", "reward"], ["custom", "/b/my.py:one", "rollout"], ("1", "1"), True),
+    ],
+)
+def test_what_lies_elsewhere_is_the_same_if_its_content_is(before, now, digests, told):
+    settings = [
+        {"key": value} | ({"key, FILE": digest} if digest else {})
+        for value, digest in zip((before, now), digests or ("", ""), strict=True)
+    ]
+    assert any(line.startswith("key: ") for line in differing(*settings)) == told
