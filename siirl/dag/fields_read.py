@@ -113,7 +113,7 @@ def old_log_prob_writes(cfg: Config) -> Names:
 
 def dynamic_sampling_reads(cfg: Config) -> Names:
     info = () if cfg.algorithm.filter_groups.metric == "score" else ("reward_info",)
-    return ("row_id", "group_id", "score", *info)
+    return ("row_id", "group_id", "score", "data_source", *info)
 
 
 def why_unread(name: str, cfg: Config) -> str | None:

@@ -36,7 +36,7 @@ def with_filters(dag: DagSpec) -> DagSpec:
             "dependencies": list(node.dependencies),
             "agent_group": node.agent_group,
             "executable_ref": plugin["fn"],
-            "reads": plugin.get("reads"),
+            "reads": _and_source(plugin.get("reads")),
         }
         nodes.append(node_spec(entry))
         nodes.append(replace(node, filter_plugin=None, dependencies=(entry["node_id"],)))
@@ -54,3 +54,10 @@ def _plugin(node: NodeSpec) -> dict[str, Any]:
         if key not in _KEYS:
             raise DagError(f"{node}: filter_plugin has the unknown key {key!r}. {suggest(key, _KEYS)}")
     return plugin
+
+
+def _and_source(reads: Any) -> Any:
+    """With the column by which dropped rows are counted; None, and what is no list, as it is."""
+    if not isinstance(reads, list | tuple) or "data_source" in reads:
+        return reads
+    return [*reads, "data_source"]

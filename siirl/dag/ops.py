@@ -397,7 +397,7 @@ RESAMPLE = OpSpec(
 )
 FILTER = OpSpec(
     "filter",
-    fixed("row_id", "group_id", "score", "response_length"),
+    fixed("row_id", "group_id", "score", "response_length", "data_source"),
     fixed(),
     "filter:filter_op",
     split="group",

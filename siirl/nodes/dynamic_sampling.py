@@ -13,6 +13,7 @@ from siirl.data.buffer import RowBuffer
 from siirl.data.rows import objects, take_rows
 from siirl.errors import RewardError
 from siirl.nodes.context import OpContext
+from siirl.nodes.filter import count_dropped
 from siirl.observe.spans import waiting
 
 
@@ -23,6 +24,7 @@ def collect_varied(ctx: OpContext, rows: TensorDict, buffer: RowBuffer) -> None:
     num_groups = len(rows["group_id"].unique())
     ctx.metrics.mean("sampling/groups_varied", len(rows["group_id"][varied_B].unique()), num_groups)
     ctx.metrics.max("sampling/rounds", ctx.round)
+    count_dropped(ctx, rows, ~varied_B, "not_varied")
     buffer.add(take_rows(rows, varied_B))
 
 

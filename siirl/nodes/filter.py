@@ -1,5 +1,6 @@
 """Ops that keep some rows: the user's filter_plugin, and the resampling of PF-PPO."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -8,8 +9,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.resampling import resampling_weights
+from siirl.data.dataset import NO_SOURCE
 from siirl.data.numbering import number_anew
-from siirl.data.rows import take_rows
+from siirl.data.rows import objects, take_rows
 from siirl.errors import DagError
 from siirl.nodes.context import Op, OpContext
 from siirl.observe.spans import waiting
@@ -29,9 +31,20 @@ def filter_op(plugin: Callable[[OpContext, TensorDict], Tensor]) -> Op:
                 f"{tuple(keep_B.shape)} for {len(rows)} rows. Return True or False for each row."
             )
         ctx.metrics.mean("filter/kept", float(keep_B.sum()), len(keep_B))
+        count_dropped(ctx, rows, ~keep_B, "filtered")
         return take_rows(rows, keep_B)
 
     return filter_rows
+
+
+def count_dropped(ctx: OpContext, rows: TensorDict, dropped_B: Tensor, why: str) -> None:
+    """data/SOURCE/WHY: how many rows of a training step are dropped, by data source. No communication."""
+    if not ctx.validate and ctx.is_shard_leader and dropped_B.any():
+        sources = Counter(
+            source or NO_SOURCE for source in objects(take_rows(rows, dropped_B), "data_source")
+        )
+        for source, number in sources.items():
+            ctx.metrics.sum(f"data/{source}/{why}", number)
 
 
 def pf_ppo(ctx: OpContext, rows: TensorDict) -> TensorDict:

@@ -12,8 +12,10 @@ COUNTS = {
     "truncated": " truncated",
     "dropped": " of the files dropped as too long",
     "without_truth": " without ground truth",
+    "not_varied": " responses dropped by dynamic sampling",
+    "filtered": " responses dropped by a filter",
 }
-COUNTED = re.compile(rf"data/(?P<source>.+)/(?P<what>{'|'.join(COUNTS)})")
+COUNTED = re.compile(rf"(agent_\d+/)?data/(?P<source>.+)/(?P<what>{'|'.join(COUNTS)})")
 
 
 def closing_summary(metrics_jsonl: Path, total_s: float, places: Mapping[str, Path | None]) -> str:
@@ -43,7 +45,8 @@ def _prompts(series: Mapping[str, Mapping[int, float]]) -> list[tuple[str, str]]
     for name, points in series.items():
         if found := COUNTED.fullmatch(name):
             number = max(points.values()) if found["what"] == "dropped" else sum(points.values())
-            told.setdefault(found["what"], {})[found["source"]] = int(number)
+            counts = told.setdefault(found["what"], {})
+            counts[found["source"]] = counts.get(found["source"], 0) + int(number)
     parts = [
         f"{sum(counts.values()):,}{words} ({', '.join(f'{source} {n:,}' for source, n in counts.items())})"
         for what, words in COUNTS.items()

@@ -86,6 +86,10 @@ def test_the_workflow_is_the_same_on_one_rank_and_on_two(inputs, tmp_path, name)
     )
     shown = {"pf_ppo": "resampling/distinct", "filter": "filter/kept", "full_kl": "actor/ref_kl"}
     shown = (shown | {"gdpo": "actor/high_entropy"}).get(name)
+    if name == "filter":
+        kept, dropped = one.values(shown), one.values("data/arithmetic/filtered")
+        assert [32 * (1 - share) for share in kept] == pytest.approx(dropped)
+        assert two.values("data/arithmetic/filtered") == dropped
     if shown:
         assert all(0 < share < 1 for share in one.values(shown)), one.values(shown)
     for metric in (*COMPARED, *([shown] if shown else [])):

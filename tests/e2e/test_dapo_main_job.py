@@ -27,7 +27,14 @@ LAG = (
     *("actor_rollout_ref.rollout.max_lag=2", "actor_rollout_ref.rollout.surplus=1.5"),
     *("data.max_response_length=64", "actor_rollout_ref.rollout.stop_token_ids=[5,6,7,8]"),
 )
-COMPARED = ("reward/score", "actor/loss", "actor/grad_norm", "sampling/groups_left", "sampling/rounds")
+COMPARED = (
+    "data/arithmetic/not_varied",
+    "reward/score",
+    "actor/loss",
+    "actor/grad_norm",
+    "sampling/groups_left",
+    "sampling/rounds",
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +56,8 @@ def test_the_batch_is_full_of_groups_that_vary(one_rank):
     assert max(one_rank.values("sampling/rounds")) > 2
     assert max(one_rank.values("sampling/groups_left")) > 0, "no step of this test leaves groups over"
     assert one_rank.values("reward/score") == [0.5] * 3
+    read, left = sum(one_rank.values("data/arithmetic/prompts")), one_rank.values("sampling/groups_left")[-1]
+    assert sum(one_rank.values("data/arithmetic/not_varied")) == 2 * (read - left - 3 * 8) > 0
 
 
 CHECK = '''
@@ -105,6 +114,8 @@ def test_dynamic_sampling_is_the_same_on_two_ranks(inputs, one_rank, tmp_path, p
     for name in COMPARED:
         assert len(two.values(name)) == 3, name
         assert two.values(name) == pytest.approx(one_rank.values(name), rel=1e-3, abs=1e-4), name
+    dropped = "data/arithmetic/not_varied"
+    assert two.values(dropped) == one_rank.values(dropped)
 
 
 def resume_with_leftovers(run) -> tuple[int, tuple[str, str]]:
