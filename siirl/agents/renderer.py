@@ -183,7 +183,7 @@ class ChatRenderer:
         ids = token_ids[:-1] if stopped else token_ids
         raw = raw_text(self.dialect, self.tokenizer, np.array(ids, np.int64), False)
         marks = self.dialect.reasoning
-        opens = opens_reasoning(self.dialect, prompt_end) if prompt_end else None
+        opens = opens_reasoning(self.dialect, prompt_end) if prompt_end else self.dialect.opens
         said = read_turn(self.dialect, raw, opens, parse)
         understood = all(isinstance(call, ToolCall) for call in said.calls)
         plain = None
@@ -351,7 +351,7 @@ class ChatRenderer:
         mine, marks = own.said, self.dialect.reasoning
         if written.split() == mine.raw.split():
             return True
-        opened = mine.opened and marks is not None and marks.end in written
+        opened = bool(mine.opened) and marks is not None and marks.end in written
         its = read_turn(self.dialect, written, opened, own.parse)
         if reasoning and (mine.reasoning or "").strip() != (its.reasoning or "").strip():
             return False

@@ -242,6 +242,8 @@ async def take_turn(
         generated = await speaker.policy_of(episode).generate(opening.tokens, params, seed, opening.seen)
     except BaseException:
         context.give_up(opening)
+        if episode.turns == turn + 1:  # the next is as if this had never been asked for
+            episode.turns = turn
         raise
     parse = parse or (speaker.tools.parse if speaker.tools is not None else None)
     text = context.speak(opening, generated, turn, as_message, parse)

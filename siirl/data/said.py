@@ -21,14 +21,14 @@ def said_in(rows: TensorDict, tokenizer: PreTrainedTokenizerBase, dialect: Diale
     lengths = rows["response_length"].tolist()
     ids = [row[:length] for row, length in zip(rows["response_ids"].tolist(), lengths, strict=True)]
     prompts = objects(rows, "raw_prompt") if "raw_prompt" in rows.keys() else [None] * len(ids)
-    opened = [_opened(dialect, prompt) for prompt in prompts]
+    dialects = _of_rows(dialect, rows)
     if "turn_id" in rows.keys():
         turn_ids = rows["turn_id"].tolist()
-        opened = [None if _turns(turns) > 1 else x for x, turns in zip(opened, turn_ids, strict=True)]
+        prompts = [None if _turns(turns) > 1 else x for x, turns in zip(prompts, turn_ids, strict=True)]
         ids = [_last_turn(row, turns) for row, turns in zip(ids, turn_ids, strict=True)]
     texts = raw_texts(dialect, tokenizer, ids)
-    columns = zip(_of_rows(dialect, rows), texts, opened, strict=True)
-    return [read_turn(of_row, text, began) for of_row, text, began in columns]
+    columns = zip(dialects, texts, prompts, strict=True)
+    return [read_turn(of_row, text, _opened(of_row, prompt)) for of_row, text, prompt in columns]
 
 
 def _of_rows(dialect: Dialect, rows: TensorDict) -> list[Dialect]:
@@ -53,12 +53,13 @@ def raw_texts(
 
 
 def _opened(dialect: Dialect, prompt: Any) -> bool | None:
-    """Whether a prompt that ends in the answer opens its reasoning; None: one that ends otherwise."""
+    """Whether a prompt opens the reasoning: by its own text, if it ends in the answer, else by the template.
+    None: perhaps."""
     if isinstance(prompt, str):
         return opens_reasoning(dialect, prompt)
     if not prompt or prompt[-1].get("role") != "assistant":
-        return None
-    return opens_reasoning(dialect, str(prompt[-1].get("content") or ""))
+        return dialect.opens
+    return opens_reasoning(dialect, str(prompt[-1].get("content") or "")) is not False
 
 
 def _turns(turn_ids: list[int]) -> int:

@@ -81,6 +81,11 @@ class Dialect:
         return replace(self, reasoning=marks, template=template)
 
     @property
+    def opens(self) -> bool:
+        """Whether its prompts end inside of the reasoning."""
+        return self.reasoning is not None and self.reasoning.opened
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         return tuple(stop.id for stop in self.stops)
 

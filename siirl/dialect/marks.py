@@ -62,28 +62,26 @@ class Split(NamedTuple):
     """The turn began by reasoning."""
 
 
-def split_reasoning(text: str, marks: ReasoningMarks, opened: bool) -> Split:
-    """A turn split at its marks. opened: the prompt has written the first.
-
-    An end without a beginning ends reasoning that began with the turn, as some templates or prompts open it
-    out of sight.
+def split_reasoning(text: str, marks: ReasoningMarks, opened: bool | None) -> Split:
+    """A turn split at its marks. opened: the prompt has written the first; None: perhaps, so that an end
+    without a beginning ends reasoning that began with the turn.
     """
     stretches = list(_stretches(text, marks, opened))
     reasoning = tuple(part.strip("\n") for inside, part, _ in stretches if inside)
     rest = [part for inside, part, _ in stretches if not inside and part.strip()]
     inside, _, ended = stretches[-1]
-    leads = opened or text.lstrip().startswith(marks.begin)
+    leads = bool(opened) or text.lstrip().startswith(marks.begin)
     return Split(reasoning, _without_marks("\n\n".join(rest), marks), ended or not inside, leads)
 
 
-def _stretches(text: str, marks: ReasoningMarks, opened: bool) -> Iterator[tuple[bool, str, bool]]:
+def _stretches(text: str, marks: ReasoningMarks, opened: bool | None) -> Iterator[tuple[bool, str, bool]]:
     """(inside of reasoning, the text, whether it was ended) from the first on."""
-    at, inside = 0, opened
+    at, inside = 0, bool(opened)
     if inside and text.lstrip().startswith(marks.begin):  # repeats what the prompt has written
         at = text.index(marks.begin) + len(marks.begin)
-    elif not inside:
+    elif opened is None:
         first, last = text.find(marks.begin), text.find(marks.end)
-        inside = last >= 0 and not 0 <= first < last and not marks.closed and marks.end[:2] in ("</", "[/")
+        inside = last >= 0 and not 0 <= first < last
     while at <= len(text):
         mark = marks.end if inside else marks.begin
         found = text.find(mark, at)

@@ -22,8 +22,8 @@ class Said:
     """What was said beside reasoning and calls; "" where the reasoning was not ended."""
     calls: tuple[ToolCall | MalformedCall, ...] = ()
     """Calls of tools, in order; none of those that the reasoning mentions."""
-    opened: bool = False
-    """The prompt had opened the reasoning, so that the text begins inside of it."""
+    opened: bool | None = False
+    """The prompt had opened the reasoning, so that the text begins inside of it; None: perhaps."""
     closed: bool = True
     """The reasoning was ended, if there was any."""
     stretches: int = 0
@@ -48,27 +48,33 @@ def raw_text(dialect: Dialect, tokenizer: Vocabulary, token_ids: Sequence[int], 
     return str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def read_turn(
-    dialect: Dialect, raw: str, opened: bool | None = None, parse: ToolParser | None = None
-) -> Said:
-    """The parts of a turn. opened: whether its prompt had opened the reasoning; None: as the dialect's does.
+def read_turn(dialect: Dialect, raw: str, opened: bool | None, parse: ToolParser | None = None) -> Said:
+    """The parts of a turn. opened: whether its prompt had opened the reasoning; None: perhaps.
 
     parse: reads calls from what is not reasoning.
     """
     marks = dialect.reasoning
-    if marks is None:
-        split, began = Split((), raw, True, False), False
-    else:
-        began = marks.opened if opened is None else opened
-        split = split_reasoning(raw, marks, began)
+    split = Split((), raw, True, False) if marks is None else split_reasoning(raw, marks, opened)
     reasoning = "\n\n".join(split.reasoning) if split.reasoning else None
     parsed = parse(split.rest) if parse is not None and split.closed else Parsed(split.rest)
     answer = parsed.content if split.closed else ""
-    parts = (answer, parsed.calls, began, split.closed, len(split.reasoning), split.leads)
+    parts = (
+        answer,
+        parsed.calls,
+        opened if marks is not None else False,
+        split.closed,
+        len(split.reasoning),
+        split.leads,
+    )
     return Said(raw, reasoning, *parts)
 
 
-def opens_reasoning(dialect: Dialect, prompt_end: str) -> bool:
-    """Whether a prompt, of which this is the end, opens the reasoning of the turn after it."""
+def opens_reasoning(dialect: Dialect, prompt_end: str) -> bool | None:
+    """Whether a prompt, of which this is the end, opens the reasoning of the turn after it.
+
+    None: perhaps, as it has a mark that nothing has closed.
+    """
     marks = dialect.reasoning
-    return marks is not None and prompt_end.rstrip().endswith(marks.begin)
+    if marks is None or prompt_end.rfind(marks.begin) <= prompt_end.rfind(marks.end):
+        return False
+    return prompt_end.rstrip().endswith(marks.begin) or None

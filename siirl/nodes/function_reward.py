@@ -255,7 +255,10 @@ def _parts(ctx: OpContext, rows: TensorDict) -> list[Any]:
     found: list[Any] = []
     for extra in episodes:
         turns = [one for one in (extra or {}).get("conversation", ()) if one.get("agent") == ctx.agent]
-        said = {one["turn"]: _told(read_turn(ctx.dialect, str(one["content"]), None, parse)) for one in turns}
+        said = {
+            one["turn"]: _told(read_turn(ctx.dialect, str(one["content"]), ctx.dialect.opens, parse))
+            for one in turns
+        }
         found.append({turn: parts for turn, parts in said.items() if parts} or None)
     return found
 

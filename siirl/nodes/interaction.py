@@ -470,8 +470,9 @@ def report_episodes(
         if one.num_left:
             metrics.sum("interaction/left", one.num_left)
     for one in finished:
-        metrics.mean("interaction/turns", one.episode.turns)
-        metrics.max("interaction/turns_max", one.episode.turns)
+        num_turns = sum(message.turn is not None for message in one.episode.messages)
+        metrics.mean("interaction/turns", num_turns)
+        metrics.max("interaction/turns_max", num_turns)
         metrics.mean("interaction/context_full", one.full)
         metrics.mean("interaction/env_done", one.episode.done)
         metrics.mean("interaction/env_reward", sum(message.reward for message in one.episode.messages))

@@ -87,5 +87,5 @@ def _ask_engine(
     texts = raw_texts(dialect, tokenizer, [samples[0].token_ids for samples in completions])
     answers: list[str | None] = [None] * len(questions)
     for index, text in zip(asked, texts, strict=True):
-        answers[index] = read_turn(dialect, text).answer
+        answers[index] = read_turn(dialect, text, dialect.opens).answer
     return answers

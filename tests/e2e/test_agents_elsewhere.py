@@ -1,6 +1,7 @@
 """Agents that are outside programs, through the main job, asked for by the client of OpenAI."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,29 @@ client.post("/reward", body={"rewards": rewards}, cast_to=object)
 """
 
 
+LEAVES_AND_LISTENS = """
+import json, sys, openai
+
+client = openai.OpenAI()
+task = client.get("/task", cast_to=object)
+asked = {"model": "talker", "messages": task["raw_prompt"], "stream": True}
+
+
+def deltas(stream):
+    for chunk in stream:
+        if chunk.choices and chunk.choices[0].delta.content:
+            yield chunk.choices[0].delta.content
+
+
+with client.chat.completions.create(max_tokens=400, **asked) as stream:
+    left = next(deltas(stream), "")
+said = list(deltas(client.chat.completions.create(max_tokens=40, **asked)))
+with open(sys.argv[1], "a") as file:
+    print(json.dumps([left, said]), file=file)
+client.post("/reward", body={"reward": sum(x.isdigit() for x in "".join(said)) / 40}, cast_to=object)
+"""
+
+
 def example(folder: Path, *keys: str, **options: Any) -> str:
     """Run examples/agents_elsewhere/run.sh; what it prints."""
     return run_example(folder, *keys, example="agents_elsewhere", **options)
@@ -42,6 +66,34 @@ def test_an_official_client_with_a_tool_trains(tmp_path, monkeypatch):
     assert all(1 <= turns <= 2 for turns in finished.values("interaction/turns"))
     assert max(finished.values("actor/grad_norm")) > 0
     assert max(finished.values("actor/rollout_log_prob_diff_max")) < 1e-3
+
+
+def test_a_stream_comes_as_it_is_said_and_one_that_is_left_leaves_no_trace(tmp_path):
+    """The model's template knows of no reasoning, as those of most do."""
+    (tmp_path / "agent.py").write_text(LEAVES_AND_LISTENS)
+    dag = (ROOT / "examples" / "agents_elsewhere" / "shopper.yaml").read_text().replace("shopper", "talker")
+    (tmp_path / "dag.yaml").write_text(dag)
+    command = f"{sys.executable} {tmp_path / 'agent.py'} {tmp_path / 'said'}"
+    keys = [
+        f"dag.workflow_path={tmp_path / 'dag.yaml'}",
+        f"dag.node_config.talker.serve.command={command}",
+        "data.max_response_length=400",
+        "actor_rollout_ref.rollout.ignore_eos=true",
+        "trainer.val_before_train=False",
+        "trainer.total_training_steps=1",
+        *KEYS,
+    ]
+    finished = run_job(
+        1, overrides(Inputs.make(tmp_path / "inputs"), tmp_path / "out", *keys), deadline_s=180
+    )
+    assert finished.values("interaction/episodes") == [8] and finished.values("interaction/failed") == [0]
+    assert finished.values("interaction/turns") == [1]  # that of the stream that was left is none
+    assert finished.values("actor/grad_norm")[0] > 0
+    assert finished.values("actor/rollout_log_prob_diff_max")[0] < 1e-3
+    heard = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
+    assert len(heard) == 8
+    assert all(len(said) >= 3 for _, said in heard), heard  # of 8 tokens, of 16, and the rest
+    assert all(left and "".join(said).startswith(left) for left, said in heard), heard
 
 
 @pytest.mark.slow

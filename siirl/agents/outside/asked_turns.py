@@ -210,7 +210,7 @@ class AskedTurns:
     ) -> Callable[[str], None]:
         """What tells a turn that begins now from as much of its text as there is."""
         turn, marks, end = self._played.episode.turns, dialect.reasoning, begun.opening.text or ""
-        opened = opens_reasoning(dialect, end[-PROMPT_END:]) if end else marks is not None and marks.opened
+        opened = opens_reasoning(dialect, end[-PROMPT_END:]) if end else dialect.opens
         certain = ToldText(marks, opened, asked.stop, call_begins(parse), bool(asked.prompts))
         read = tuple(begun.opening.tokens)
         key, ids = f"{self._played.episode.episode_id}-{turn}", read if asked.with_token_ids else ()

@@ -18,8 +18,8 @@ class ToldText:
     """What decides where the parts of a turn begin and end."""
 
     marks: ReasoningMarks | None
-    opened: bool
-    """The prompt has opened the reasoning."""
+    opened: bool | None
+    """The prompt has opened the reasoning; None: perhaps."""
     stop: tuple[str, ...] = ()
     begins: tuple[str, ...] | None = ()
     """With what calls begin, if there may be any; None: nobody knows, so that no answer is told."""
@@ -47,8 +47,7 @@ class ToldText:
         if self.opened:  # it may repeat what the prompt has written
             head = text.lstrip()
             return head.startswith(marks.begin) or not marks.begin.startswith(head)
-        hidden = marks.end[:2] in ("</", "[/") and not marks.closed  # see split_reasoning
-        return not hidden or marks.begin in text or marks.end in text
+        return self.opened is False or marks.begin in text or marks.end in text
 
     def _beside(self, rest: str, marks: ReasoningMarks) -> str:
         """What is certain of an answer that may have marks of its own."""

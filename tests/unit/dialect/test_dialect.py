@@ -194,7 +194,10 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
         (THINK, "<think>5</think>4", False, "5", "4", True),
         (THINK, "5</think>4", True, "5", "4", True),
         (THINK, "<think>5</think>4", True, "5", "4", True),  # writes the mark once more
-        (THINK, "5</think>4", False, "5", "4", True),  # opened out of sight
+        (THINK, "5</think>4", None, "5", "4", True),  # perhaps the prompt has opened it
+        (THINK, "<think>5</think>4", None, "5", "4", True),
+        (THINK, "4", None, None, "4", True),
+        (THINK, "5</think>4", False, None, "5</think>4", True),
         (THINK, r"<think>\boxed{4}", False, r"\boxed{4}", "", False),
         (THINK, r"\boxed{4}", True, r"\boxed{4}", "", False),
         (THINK, "", True, "", "", False),
@@ -212,7 +215,6 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
             "4",
             True,
         ),
-        (dataclasses.replace(THINK, closed=True), "a</think>b", False, None, "a</think>b", True),
         (None, "<think>5</think>4", False, None, "<think>5</think>4", True),
     ],
 )
@@ -224,9 +226,9 @@ def test_a_turn_is_split_into_reasoning_and_answer(marks, text, opened, reasonin
 def test_calls_that_reasoning_mentions_are_none():
     dialect, call = derived(THINKS), '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
     hermes = tool_parser("hermes")
-    assert read_turn(dialect, f"{call}</think>4", None, hermes).calls == ()
-    assert [x.name for x in read_turn(dialect, f"no</think>{call}", None, hermes).calls] == ["look"]
-    assert read_turn(dialect, f"cut off {call}", None, hermes).calls == ()
+    assert read_turn(dialect, f"{call}</think>4", dialect.opens, hermes).calls == ()
+    assert [x.name for x in read_turn(dialect, f"no</think>{call}", dialect.opens, hermes).calls] == ["look"]
+    assert read_turn(dialect, f"cut off {call}", dialect.opens, hermes).calls == ()
 
 
 def test_only_the_stop_token_that_ended_a_turn_is_left_out_of_its_text():

@@ -96,7 +96,7 @@ def test_last_boxed_takes_one_pass_over_a_degenerate_response():
     ],
 )
 def test_think_format_wants_reasoning_and_then_an_answer(text, score):
-    parts = read_turn(Dialect("a model", reasoning=KNOWN[0]), text).as_dict()
+    parts = read_turn(Dialect("a model", reasoning=KNOWN[0]), text, False).as_dict()
     assert think_format("s", text, None, None, parts) == score
 
 
