@@ -27,8 +27,8 @@ from report_file import Report, end_by_signals, on_change, run_ranks, write
 from torch import Tensor
 
 from siirl.compiler.plan import LinkPlan, sender_groups
-from siirl.engines.link_rows import RowLayout, Whole
-from siirl.engines.links import WeightLink, make_link
+from siirl.engines.weights.link import WeightLink, make_link
+from siirl.engines.weights.row_layout import RowLayout, Whole
 from siirl.model_files.file_parts import FilePart
 from siirl.parallel.process_groups import ProcessGroupManager, connect_when_used
 

@@ -36,10 +36,10 @@ from siirl.data.rows import take_rows
 from siirl.data.store import FieldStore
 from siirl.data.transport import Transport
 from siirl.engines.engine_registry import make_rollout_engine, make_train_engine
-from siirl.engines.followed_weights import FollowedWeights
-from siirl.engines.links import WeightLink, make_link
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
+from siirl.engines.weights.link import WeightLink, make_link
+from siirl.engines.weights.target import FollowedWeights
 from siirl.errors import DataError
 from siirl.model_files.local_models import on_hub
 from siirl.nodes.context import DataGroup, LocalNode, Op, OpContext, Samples, StepInfo

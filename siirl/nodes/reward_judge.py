@@ -9,7 +9,7 @@ from siirl.data.said import raw_texts, said_in
 from siirl.dialect.dialect import dialect_of_model
 from siirl.dialect.parts import read_turn
 from siirl.engines.rollout.base import RolloutEngine, SamplingParams
-from siirl.engines.rollout.weight_loading import load_stored
+from siirl.engines.weights.target import load_stored
 from siirl.nodes.context import OpContext
 from siirl.nodes.function_reward import finished
 from siirl.nodes.generate import prompt_seed

@@ -5,7 +5,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.engines.rollout.base import RolloutEngine
-from siirl.engines.rollout.weight_loading import load_stored
+from siirl.engines.weights.target import load_stored
 from siirl.nodes.context import OpContext
 from siirl.nodes.teacher_rows import said_of_taken
 

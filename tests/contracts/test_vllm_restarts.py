@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from updated_engines import IN_PLACE, loaders_of
 
 from siirl.engines.rollout.base import Request, SamplingParams
-from siirl.engines.rollout.served import engine_process, weight_writing
+from siirl.engines.rollout.served import engine_process
 from siirl.engines.rollout.served.engine_process import EngineProcess
+from siirl.engines.weights import in_place
 
 SAMPLED, GREEDY = SamplingParams(max_tokens=200), SamplingParams(max_tokens=200, temperature=0)
 NAMES = ("model.embed_tokens.weight", "model.layers.1.self_attn.qkv_proj.weight", "model.norm.weight")
@@ -61,7 +62,7 @@ def lasting(model_dir, weights):
     """An engine that may be lost often, and what it answers under each of the weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_process, "SILENCE_S", 8.0)
-        patch.setattr(weight_writing, "BUCKET_BYTES", 9000)  # several pieces
+        patch.setattr(in_place, "BUCKET_BYTES", 9000)  # several pieces
         engine = build(
             model_dir,
             "actor_rollout_ref.rollout.max_engine_restarts=100",

@@ -6,9 +6,9 @@ import pytest
 import torch
 from updated_engines import IN_PLACE, build, by_loaders, note_calls, samples, versions, write_model
 
-from siirl.engines.rollout.served import weight_writing
-from siirl.engines.rollout.served.weight_writing import WeightWriter
-from siirl.engines.train.live_weights import LiveWeights
+from siirl.engines.weights import in_place
+from siirl.engines.weights.in_place import WeightWriter
+from siirl.engines.weights.live import LiveWeights
 from siirl.errors import WeightSyncError
 
 KINDS = {
@@ -39,7 +39,7 @@ def test_each_update_in_place_is_that_of_the_loaders(kind, tmp_path, caplog, mon
         assert "write" not in methods and len({str(one) for one in expected}) == len(sets)
         engine.load_weights(sets[0].items(), 10)
         methods.clear()
-        monkeypatch.setattr(weight_writing, "BUCKET_BYTES", 9000)  # large tensors are cut, small ones joined
+        monkeypatch.setattr(in_place, "BUCKET_BYTES", 9000)  # large tensors are cut, small ones joined
         for version, weights in enumerate(sets[1:], 1):
             monkeypatch.setattr(engine._weights._writer, "_whole", version == 2)
             if version == 3:

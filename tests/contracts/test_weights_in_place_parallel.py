@@ -17,8 +17,8 @@ from updated_engines import (
 from worker_shares import check_parameters
 
 from siirl.engines.rollout.base import SamplingParams
-from siirl.engines.rollout.served import weight_writing
-from siirl.engines.train.live_weights import LiveWeights
+from siirl.engines.weights import in_place
+from siirl.engines.weights.live import LiveWeights
 from siirl.parallel.process_groups import ProcessGroupManager
 
 pytest.importorskip("vllm")
@@ -90,7 +90,7 @@ def updated(rank, world_size, folder):
         assert len({str(one) for one in expected}) == len(sets) and "write" not in methods
         engine.load_weights(sets[0].items(), 10)
         methods.clear()
-        patch.setattr(weight_writing, "BUCKET_BYTES", 9000)  # large tensors are cut, small ones joined
+        patch.setattr(in_place, "BUCKET_BYTES", 9000)  # large tensors are cut, small ones joined
         for version, weights in enumerate(sets[1:], 1):
             patch.setattr(engine._weights._writer, "_whole", version == 2)
             engine.load_weights(LiveWeights(weights) if version == 3 else weights.items(), 10 + version)

@@ -11,8 +11,8 @@ from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
 from siirl.compiler.plan import LinkPlan, sender_groups
-from siirl.engines import links
-from siirl.engines.links import make_link
+from siirl.engines.weights import link as links
+from siirl.engines.weights.link import make_link
 from siirl.parallel.process_groups import ProcessGroupManager
 
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8")

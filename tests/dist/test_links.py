@@ -12,15 +12,17 @@ from transformers import AutoModelForCausalLM
 
 from siirl.compiler.plan import LinkPlan, ModelPlan, sender_groups
 from siirl.config import load_config
-from siirl.engines import link_folder, links
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.link_rows import RowLayout, Whole
-from siirl.engines.links import make_link
 from siirl.engines.rollout.base import SamplingParams
-from siirl.engines.rollout.served import served_rollout, weight_writing
+from siirl.engines.rollout.served import served_rollout
 from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.engines.rollout.served.messages import Call
-from siirl.engines.train.live_weights import LiveWeights
+from siirl.engines.weights import folder as weight_folder
+from siirl.engines.weights import in_place
+from siirl.engines.weights import link as links
+from siirl.engines.weights.link import make_link
+from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.row_layout import RowLayout, Whole
 from siirl.errors import RolloutError, WeightSyncError
 from siirl.model_files.file_parts import FilePart
 from siirl.parallel.dims import ParallelDims
@@ -166,7 +168,7 @@ PLACES = [
 
 def two_syncs(rank, model_dir, groups, sources, targets, folder):
     links.BUCKET_BYTES = 3000  # several tensors in a bucket, several buckets, and tensors larger than one
-    link_folder.FILE_BYTES = 3000
+    weight_folder.FILE_BYTES = 3000
     trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets, folder=folder)
     first = link.push().values()
     results = [log_probs(rollout) if rollout else None]
@@ -461,10 +463,10 @@ class LostProcess:
     """In the place of a vLLM process: answers, until it is lost in one of the calls of a sync."""
 
     def __init__(self, *args):
-        LostProcess.called = []
+        LostProcess.called, self.writes_in_place = [], False
 
-    def act(self, kind, action, again=None):
-        return action(self)
+    def tell(self, event):
+        return event.tell(self)
 
     def post(self, message):
         self.call(message.method)
@@ -477,7 +479,7 @@ class LostProcess:
         if method == LostProcess.lost_in:
             raise EngineLost("rollout engine 'agent_0.rollout' (pid 5) died: killed by SIGKILL.", "")
 
-    def ask(self, message, again=None):
+    def ask(self, message):
         if isinstance(message, Call):
             self.call(message.method)
 
@@ -485,7 +487,7 @@ class LostProcess:
 def shared_engine_is_lost(rank, world_size, model_dir, way, calls):
     """What each rank of one engine raises, for each call in which the engine is lost; its metrics if None."""
     served_rollout.RecoveringEngine = LostProcess
-    weight_writing.BUCKET_BYTES = 9000
+    in_place.BUCKET_BYTES = 9000
     groups = ProcessGroupManager([(0, 1)], "gloo", 20)
     dims = ParallelDims(2, tp=2)
     plan = ModelPlan("agent_0.rollout", 0, "rollout", "vllm", "lm", False, (0, 1), dims, "rollout", ())

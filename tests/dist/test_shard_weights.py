@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 from dist_harness import run_workers
 
-from siirl.engines.rollout.served import engine_weights, weight_writing, weights_in_place
 from siirl.engines.rollout.served.engine_shard import EngineShard
-from siirl.engines.rollout.served.engine_weights import EngineWeights
-from siirl.engines.rollout.served.shared_buffer import open_buffer
-from siirl.engines.rollout.served.weights_in_place import WeightsInPlace
+from siirl.engines.weights import in_place as writing
+from siirl.engines.weights import loader
+from siirl.engines.weights.in_place import WeightsInPlace
+from siirl.engines.weights.loader import EngineWeights
+from siirl.engines.weights.shared_buffer import open_buffer
 
 CPU = torch.device("cpu")
 SPECS = {"a": ((64, 16), torch.float32), "b": ((3, 5), torch.float32)}
@@ -20,13 +21,15 @@ class Workers:
     """An engine whose workers read the buffers of both ranks, as those of GPUs do."""
 
     def __init__(self):
-        self.seen, self.owed = [], []
+        self.seen, self.owed, self.writes_in_place = [], [], False
 
-    def act(self, kind, action, again=None, key=None):
-        return action(self)
+    def tell(self, event):
+        return event.tell(self)
 
     def call(self, method, **arguments):
         self.settle()
+        if method == "update":
+            self.read(arguments["bucket"])
         return "" if method == "finish_update" else None
 
     def post(self, message):
@@ -39,10 +42,6 @@ class Workers:
         for message in owed:
             if message.method != "begin_writing":
                 self.read(message.arguments["filling"])
-
-    def ask(self, message, again=None):
-        self.settle()
-        self.read(message.arguments.get("bucket") or message.arguments["filling"])
 
     def read(self, told):
         places = told["place"]["all"]
@@ -62,9 +61,9 @@ def late_weights(rank, value):
 
 def updates(rank, world_size):
     """What the workers saw in each update, on the first rank; the other one always fills its buffer late."""
-    for module in (engine_weights, weights_in_place):
+    for module in (loader, writing):
         module.joined_places = lambda places: {"all": places}
-    weight_writing.BUCKET_BYTES = 2048  # the first tensor fills its halves twice
+    writing.BUCKET_BYTES = 2048  # the first tensor fills its halves twice
     shard, process = EngineShard((0, 1), dist.group.WORLD), Workers() if rank == 0 else None
     parts = ("engine", SPECS, CPU, False, shard)
     by_loaders, in_place = EngineWeights(*parts), WeightsInPlace(*parts, whole=False)

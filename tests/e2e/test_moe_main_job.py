@@ -9,7 +9,7 @@ from fixtures_tiny import make_tiny_model_dir
 from job_harness import Finished, Inputs, overrides, run_job
 
 from siirl.compiler.model_types import GROUP_ROUTED
-from siirl.engines.rollout.weight_loading import stored_tensors_of
+from siirl.engines.weights.target import stored_tensors_of
 
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"

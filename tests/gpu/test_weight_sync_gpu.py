@@ -15,8 +15,8 @@ from dist_harness import run_workers
 from updated_engines import IN_PLACE, build, by_loaders, note_calls, samples, versions, write_model
 from worker_shares import check_parameters
 
-from siirl.engines.rollout.served import weight_writing
-from siirl.engines.train.live_weights import LiveWeights
+from siirl.engines.weights import in_place
+from siirl.engines.weights.live import LiveWeights
 from siirl.parallel.process_groups import ProcessGroupManager
 
 pytestmark = [
@@ -68,7 +68,7 @@ def test_updates_in_place_are_those_of_the_loaders_also_after_a_restart(
         engine.load_weights(sets[0].items(), 10)
         assert samples(engine) == expected[0]
         methods.clear()
-        monkeypatch.setattr(weight_writing, "BUCKET_BYTES", 50_000)  # large tensors are cut
+        monkeypatch.setattr(in_place, "BUCKET_BYTES", 50_000)  # large tensors are cut
         live = LiveWeights({name: tensor.clone() for name, tensor in sets[0].items()})
         for version in (1, 2, 3, 1, 2):
             monkeypatch.setattr(engine._weights._writer, "_whole", version == 2)
@@ -113,7 +113,7 @@ def updates_of_two(rank, world_size, folder):
         assert len({str(one) for one in expected}) == len(sets)
         engine.load_weights(sets[0].items(), 10)
         methods.clear()
-        patch.setattr(weight_writing, "BUCKET_BYTES", 50_000)  # large tensors are cut
+        patch.setattr(in_place, "BUCKET_BYTES", 50_000)  # large tensors are cut
         for number, version in enumerate((1, 2, 1), 20):
             patch.setattr(engine._weights._writer, "_whole", version == 2)
             engine.sleep()

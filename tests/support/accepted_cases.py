@@ -76,7 +76,7 @@ def wrong(kind: str, scenario: Scenario, bounds: Bounds, gaps: dict[str, float],
     from transformers import AutoModelForCausalLM
 
     from siirl.engines.rollout.hf.hf_rollout import build_model
-    from siirl.engines.rollout.weight_loading import tensor_names
+    from siirl.engines.weights.target import tensor_names
 
     made = [tempfile.mkdtemp(prefix="siirl-model-type-")]
     dist.broadcast_object_list(made)

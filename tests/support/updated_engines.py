@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from siirl.engines.rollout.base import SamplingParams
-from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.messages import Call
 from siirl.engines.rollout.served.recovery import RecoveringEngine
-from siirl.engines.rollout.weight_loading import stored_tensors_of, tensor_names
+from siirl.engines.weights.loader import EngineWeights
+from siirl.engines.weights.target import stored_tensors_of, tensor_names
 from siirl.parallel.process_groups import ProcessGroupManager
 
 SIZES = {"head_dim": 32, "hidden_size": 128, "max_position_embeddings": 128}
@@ -53,9 +53,9 @@ def versions(folder: Path, count: int, device: str = "cpu") -> list[dict[str, Te
 
 def note_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the calls to engines from here on, in their order."""
-    called, act = [], RecoveringEngine.act
+    called, held = [], RecoveringEngine._held
 
-    def noting(engine, kind, action, again=None, key=None):
+    def noting(engine, act):
         def noted(process):
             ask, post = process.ask, process.post
 
@@ -66,13 +66,13 @@ def note_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
             process.ask, process.post = partial(noted_as, ask), partial(noted_as, post)
             try:
-                return action(process)
+                return act(process)
             finally:
                 del process.ask, process.post
 
-        return act(engine, kind, noted, again or action, key)
+        return held(engine, noted)
 
-    monkeypatch.setattr(RecoveringEngine, "act", noting)
+    monkeypatch.setattr(RecoveringEngine, "_held", noting)
     return called
 
 

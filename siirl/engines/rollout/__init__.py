@@ -15,12 +15,12 @@ for what a step sampled as a whole: tokens and log-probs wait in lists until the
 (`vllm/native_tokens.py`), past vLLM's cutting and streaming of each token. A request that runs asks it for
 slots of the KV cache once a block; what it decides is the same (`vllm/native_slots.py`).
 
-**Weights in place** (`rollout.replace_weights`, `served/weights_in_place.py`). In a process's first update
+**Weights in place** (`rollout.replace_weights`, `engines/weights/in_place.py`). In a process's first update
 vLLM's loaders take each tensor. Meanwhile they are run once more on tensors without values, and which
 elements each copies whereto is noted (`vllm/native_places.py`); then the parameters are held against what
 came, element by element, and every element must belong to one piece (rows of padding are remembered). From
 there on the worker fills a buffer of 512 MiB that stays mapped, by one fused copy with the cast
-(`weight_writing.py`), and the process writes it into its parameters by another: into the memory that
+(`weights/bucket.py`), and the process writes it into its parameters by another: into the memory that
 kernels and CUDA graphs read, as after a load. That this is still the memory, in the same layout, is checked
 before each sync. Of each buffer a sample of the bytes is added up on both sides and a piece is read again;
 all of them with `in_place_checked`; each row must have come once. The worker tells the process to begin and
@@ -33,7 +33,7 @@ computed from those that come, experts in another order than in the files) the l
 update goes through the loaders. On a CPU, whose kernels read packed copies, layers are packed again after
 the last write. An FSDP2 trainer that has a model whole on its rank gives its weights where they are trained
 (`LiveWeights`), without a gather, a cast or a copy per tensor. What is kept for an engine that comes back
-(`kept_weights.py`) is copied then while the engine generates: the trainer waits for that before its weights
+(`weights/kept.py`) is copied then while the engine generates: the trainer waits for that before its weights
 change. Weights take turns with the halves of the buffer: the process writes one while the other is filled,
 and is done with it before its turn comes again; each half is copied to host memory meanwhile, on a stream
 of its own. A buffer that has room for the whole model (`rollout.weight_buffer_gib`) is filled once and
@@ -42,11 +42,11 @@ lost: the buffer is the worker's.
 
 **Engines come back** (`siirl/engines/rollout/served/recovery.py`). The state of an engine follows from what
 it was told: weights, adapters, sleep, and the requests without an answer. `RecoveringEngine`, which stands
-between the worker and the process, notes that in the words in which it was said (a journal, from which what
-is undone drops out) and says it again to a new process when one is lost, whatever it was doing: no phase is
-a special case, and nobody above is told. The weights for it lie in host memory (`weight_transfer.py`): no
+between the worker and the process, notes that (`journal.py`: events of a type each, from which what is
+undone drops out) and says it again to a new process when one is lost, whatever it was doing: no phase is
+a special case, and nobody above is told. The weights for it lie in host memory (`weights/kept.py`): no
 link is asked, which would need the trainers, who are elsewhere in the step. On a CPU that memory is the
-transfer's own; on a GPU each bucket is copied while the engine loads it. A process is lost when it ends,
+worker's own; on a GPU each bucket is copied while the engine loads it. A process is lost when it ends,
 when no heartbeat comes for 20 s of waiting (it beats once a second from a thread of its own,
 `beating_channel.py`), or when its engine makes no progress for `trainer.deadline_s`. The first start is not
 tried again.

@@ -26,8 +26,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
-from siirl.engines.link_rows import RowLayout
-from siirl.engines.train.live_weights import LiveWeights
+from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.row_layout import RowLayout
 from siirl.observe.metrics import Metrics
 
 EXPERTS = "experts"

@@ -11,7 +11,7 @@ from siirl.config import load_config
 from siirl.dag.spec import DagBuilder
 from siirl.data.chat import load_tokenizer
 from siirl.data.rows import make_rows, objects
-from siirl.engines.rollout.weight_loading import stored_weights
+from siirl.engines.weights.target import stored_weights
 from siirl.errors import ConfigError, DataError, EndpointError, RewardError
 from siirl.nodes.reward_judge import judge_reward
 from siirl.rewards.judge import Judge, check_judge

@@ -9,16 +9,17 @@ import time
 import pytest
 import torch
 
-from siirl.engines.rollout.served import kept_weights, recovery, weight_writing
+from siirl.engines.rollout.served import recovery
 from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.engines.rollout.served.engine_shard import EngineShard
-from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.messages import Call, Done, Doubt, Start
 from siirl.engines.rollout.served.recovery import RecoveringEngine
-from siirl.engines.rollout.served.samples import fingerprint, sampled_sum
-from siirl.engines.rollout.served.shared_buffer import open_buffer
-from siirl.engines.rollout.served.weights_in_place import WeightsInPlace
-from siirl.engines.train.live_weights import LiveWeights
+from siirl.engines.weights import in_place as writing
+from siirl.engines.weights import kept as keeping
+from siirl.engines.weights.in_place import WeightsInPlace
+from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.loader import EngineWeights
+from siirl.engines.weights.shared_buffer import fingerprint, open_buffer, sampled_sum
 from siirl.errors import RolloutError
 
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ SPECS = {
 
 
 class ModelProcess:
-    stayed = False
+    stayed = writes_in_place = False
 
     def __init__(self, rng, mean):
         self.rng, self.left = rng, rng.expovariate(1 / mean) if mean else float("inf")
@@ -189,21 +190,23 @@ def test_a_process_has_the_weights_that_were_sent_last_whenever_it_is_lost(
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_kept_elsewhere_is_copied_while_more_comes(seed, tmp_path, monkeypatch):
     """As on a GPU: nothing is put where bytes are that are still being copied."""
-    sent, rng, copy = in_place(keeps=True), random.Random(seed), kept_weights._copy_aside
+    sent, rng, copy = in_place(keeps=True), random.Random(seed), keeping._copy_aside
 
     def late(target, source):
         time.sleep(rng.choice([0.0, 0.003]))
         copy(target, source)
 
-    monkeypatch.setattr(kept_weights, "_copy_aside", late)
-    monkeypatch.setattr(sent._writer, "_keeps_apart", True)
+    monkeypatch.setattr(keeping, "_copy_aside", late)
+    for part in (sent, sent._writer):
+        monkeypatch.setattr(part, "_keeps_apart", True)
     lose_a_process(random.Random(seed), True, sent, tmp_path, monkeypatch, live_share=0.0)
 
 
 def holding_all(monkeypatch):
     """As on a GPU whose buffer has room for all weights."""
     sent = WeightsInPlace("engine", SPECS, CPU, True, EngineShard((0,)), False, buffer_bytes=1 << 20)
-    monkeypatch.setattr(sent._writer, "_keeps_apart", True)
+    for part in (sent, sent._writer):
+        monkeypatch.setattr(part, "_keeps_apart", True)
     return sent
 
 
@@ -219,8 +222,8 @@ def test_what_a_buffer_holds_at_once_is_there_for_the_next_process_whenever_one_
 def test_what_a_buffer_holds_at_once_is_written_at_once_and_copied_after_the_update(
     is_lost, tmp_path, monkeypatch
 ):
-    sent, log, copy = holding_all(monkeypatch), [], kept_weights._copy_aside
-    monkeypatch.setattr(kept_weights, "_copy_aside", lambda *args: (log.append("copy"), copy(*args)))
+    sent, log, copy = holding_all(monkeypatch), [], keeping._copy_aside
+    monkeypatch.setattr(keeping, "_copy_aside", lambda *args: (log.append("copy"), copy(*args)))
     rng, processes = random.Random(0), []
 
     def make():
@@ -237,7 +240,7 @@ def test_what_a_buffer_holds_at_once_is_written_at_once_and_copied_after_the_upd
     assert log == ["begin_writing", "finish_writing"]
     if is_lost == "afterwards":
         sent.go_on_keeping()
-        sent._transfer.kept.wait()
+        sent._kept.wait()
         assert log.pop() == "copy"
         sent._writer.buffer().data.zero_()  # the next update is on its way there
     processes[-1].left = -1
@@ -249,9 +252,9 @@ def test_what_a_buffer_holds_at_once_is_written_at_once_and_copied_after_the_upd
 
 def test_the_next_update_begins_when_all_of_the_one_before_is_copied(monkeypatch):
     """Else old bytes land where the loaders of the next one read."""
-    copy = kept_weights._copy_aside
-    monkeypatch.setattr(kept_weights, "_copy_aside", lambda *args: (time.sleep(0.1), copy(*args)))
-    kept = kept_weights.KeptWeights(64, CPU)
+    copy = keeping._copy_aside
+    monkeypatch.setattr(keeping, "_copy_aside", lambda *args: (time.sleep(0.1), copy(*args)))
+    kept = keeping.KeptWeights(64, CPU)
     for begin in (0, 32):
         kept.copying(begin, torch.full((32,), 1, dtype=torch.uint8))
     kept.restart()
@@ -268,7 +271,7 @@ def test_by_default_the_loaders_take_each_tensor_and_nobody_asks_where_they_land
 
 def lose_a_process(rng, keeps, sent, tmp_path, monkeypatch, live_share=0.4):
     """Updates of all kinds into processes that are lost now and then; the calls that they got."""
-    monkeypatch.setattr(weight_writing, "BUCKET_BYTES", 200)  # the large tensor is cut
+    monkeypatch.setattr(writing, "BUCKET_BYTES", 200)  # the large tensor is cut
     processes, log = [], []
 
     def make():

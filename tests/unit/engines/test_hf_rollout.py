@@ -13,7 +13,7 @@ from siirl.engines.rollout import sampling
 from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.hf import decode, hf_rollout, kv_cache
 from siirl.engines.rollout.hf.hf_rollout import HFRollout
-from siirl.engines.rollout.weight_loading import stored_tensors_of
+from siirl.engines.weights.target import stored_tensors_of
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.nodes.streams import Streams
 from siirl.parallel.dims import ParallelDims

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from siirl.compiler.plan import LinkPlan
-from siirl.engines import link_buckets, links
-from siirl.engines.link_rows import RowLayout, Whole
-from siirl.engines.links import make_link
-from siirl.engines.train.live_weights import LiveWeights
+from siirl.engines.weights import link as links
+from siirl.engines.weights import planned_sync
+from siirl.engines.weights.link import make_link
+from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.row_layout import RowLayout, Whole
 from siirl.errors import WeightSyncError
 from siirl.model_files.file_parts import FilePart
 
@@ -163,7 +164,7 @@ def test_a_link_brings_all_weights_or_fails_on_all_ranks_and_goes_on(seed, kind,
     """Exports and targets that fail on one rank, and exports that change, with notice or without."""
     rng, network = random.Random(seed), Network()
     monkeypatch.setattr(links, "dist", network)
-    monkeypatch.setattr(link_buckets, "dist", network)
+    monkeypatch.setattr(planned_sync, "dist", network)
     monkeypatch.setattr(links, "BUCKET_BYTES", 300)
     ranks = tuple(range(rng.randint(2, 5)))
     sources = tuple(sorted(rng.sample(ranks, rng.randint(1, len(ranks) - 1))))

@@ -11,11 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("vllm")
 from vllm.model_executor.model_loader.reload import layerwise
 
-from siirl.engines.rollout.served.samples import sampled_sum
-from siirl.engines.rollout.served.shared_buffer import SharedBuffer
 from siirl.engines.rollout.vllm.native import NativeEngine, WorkerExtension
 from siirl.engines.rollout.vllm.native_places import ParameterMap
 from siirl.engines.rollout.vllm.placed_pieces import Piece
+from siirl.engines.weights.shared_buffer import SharedBuffer, sampled_sum
 
 CPU = torch.device("cpu")
 FILES = {"q": (6, 4), "k": (2, 4), "table": (5, 4), "norm": (4,)}

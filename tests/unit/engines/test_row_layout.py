@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from siirl.engines.link_rows import RowLayout, Whole, whole_at_first
+from siirl.engines.weights.row_layout import RowLayout, Whole, whole_at_first
 from siirl.model_files.file_parts import FilePart
 
 TENSORS = {

@@ -36,8 +36,8 @@ from siirl.engines.rollout.served.messages import (
     Response,
     Submit,
 )
-from siirl.engines.rollout.served.shared_buffer import SharedBuffer, open_buffer
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment, tokens_of_a_step
+from siirl.engines.weights.shared_buffer import SharedBuffer, open_buffer
 from siirl.errors import RolloutError
 from siirl.model_files.hf_config import load_hf_config
 
@@ -281,7 +281,7 @@ def test_a_host_buffer_is_seen_by_who_opens_its_place_and_leaves_nothing_behind(
 
 OWNER = """
 import json, time, torch
-from siirl.engines.rollout.served.shared_buffer import SharedBuffer
+from siirl.engines.weights.shared_buffer import SharedBuffer
 buffer = SharedBuffer(1 << 20, torch.device("cpu"))
 buffer.data[:] = 7
 print(json.dumps(buffer.place), flush=True)

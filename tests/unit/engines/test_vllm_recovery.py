@@ -14,6 +14,8 @@ import pytest
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.engines.rollout.served import recovery
 from siirl.engines.rollout.served.engine_process import EngineLost
+from siirl.engines.rollout.served.journal import BeginUpdate, FinishUpdate, LoadChunk, Sleep, Wake
+from siirl.engines.rollout.served.lora_adapters import LoadAdapter
 from siirl.engines.rollout.served.messages import (
     UNKNOWN,
     Abort,
@@ -32,6 +34,15 @@ from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.errors import ConfigError, RolloutError
 
 LENGTH = 4
+
+
+class Adapter(LoadAdapter):
+    """Of values that need no folder."""
+
+    def tell(self, process):
+        process.call(self.kind, number=self.number, values=self.adapter)
+
+
 PARAMS = SamplingParams(max_tokens=LENGTH)
 
 
@@ -141,7 +152,7 @@ class ModelProcess:
         assert self.updating
         self.weights |= bucket
 
-    def _finish_update(self):
+    def _finish_update(self, keeps_kv):
         assert self.updating
         self.updating = False
 
@@ -195,29 +206,26 @@ def play(seed, mean, keeps_weights):
         except EngineLost:
             continue
     answers, version, adapter = [], 0, None
-    engine.call("sleep", keeps_weights=keeps_weights)
+    engine.tell(Sleep(keeps_weights))
     loaded, asleep = False, True
     for turn in range(30):
         if asleep:
-            engine.call("wake", part="weights")
+            engine.tell(Wake("weights"))
             asleep = False
         if not keeps_weights or not loaded or rng.random() < 0.2:
             version += 1
-            engine.call("begin_update")
+            engine.tell(BeginUpdate())
             for name in "abc":
                 bucket = {name: rng.random()}
-                copy = Call("update", {"bucket": dict(bucket)})
-                engine.ask(Call("update", {"bucket": bucket}), copy)
+                engine.tell(LoadChunk(bucket, dict(bucket)))
                 bucket[name] = None  # the buffer is filled anew; what is kept is not
-            engine.call("finish_update")
+            engine.tell(FinishUpdate(keeps_kv=False))
             loaded, adapter = True, None
         if keeps_weights and (adapter is None or rng.random() < 0.5):
             for number in (1, 2):
-                values = rng.random()
-                load = lambda process, n=number, v=values: process.call("load_adapter", number=n, values=v)  # noqa: E731
-                engine.act("load_adapter", load, key=number)
+                engine.tell(Adapter("", number, rng.random(), None, keeps_kv=False))
             adapter = 1
-        engine.call("wake", part="kv_cache")
+        engine.tell(Wake("kv_cache"))
         for _ in range(rng.randrange(3)):
             if rng.random() < 0.4:
                 asked = [[rng.randrange(9)] for _ in range(3)]
@@ -225,7 +233,7 @@ def play(seed, mean, keeps_weights):
             else:
                 answers.append(sorted(stream(engine, rng, turn, adapter, answers)))
         if rng.random() < 0.6:
-            engine.call("sleep", keeps_weights=keeps_weights)
+            engine.tell(Sleep(keeps_weights))
             asleep, loaded = True, keeps_weights
     assert [process for process in processes if not process.killed] == [processes[-1]]
     assert len(engine._journal.told) < 20
@@ -297,7 +305,7 @@ def recovering(monkeypatch, max_restarts, why_none="", losses=None):
 def test_beyond_the_bound_the_error_names_cause_log_and_key(monkeypatch, caplog):
     engine = recovering(monkeypatch, 2)
     with pytest.raises(RolloutError) as caught:
-        engine.call("wake", part="weights")
+        engine.tell(Wake("weights"))
     words = (
         "it died. It was started again 2 times within an hour",
         "out/vllm.log",
@@ -316,19 +324,19 @@ def test_beyond_the_bound_the_error_names_cause_log_and_key(monkeypatch, caplog)
 )
 def test_without_restarts_a_loss_ends_the_run(monkeypatch, why_none, word):
     with pytest.raises(RolloutError, match=rf"^it died\. .*{word}\n  \| a line$"):
-        recovering(monkeypatch, 0, why_none).call("wake", part="weights")
+        recovering(monkeypatch, 0, why_none).tell(Wake("weights"))
 
 
 def test_restarts_of_an_hour_ago_count_no_more(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(recovery.time, "monotonic", lambda: clock[0])
     engine = recovering(monkeypatch, 1, losses=[True, False, True, False, False, True])
-    engine.call("wake", part="weights")
+    engine.tell(Wake("weights"))
     clock[0] = 3601.0
-    engine.call("wake", part="weights")
+    engine.tell(Wake("weights"))
     clock[0] = 7000.0
     with pytest.raises(RolloutError, match="1 times within an hour"):
-        engine.call("wake", part="weights")
+        engine.tell(Wake("weights"))
 
 
 def test_an_engine_that_cannot_start_again_says_of_what_it_died_and_why_not(monkeypatch):
@@ -339,7 +347,7 @@ def test_an_engine_that_cannot_start_again_says_of_what_it_died_and_why_not(monk
 
     monkeypatch.setattr(engine, "_make", refuses)
     with pytest.raises(RolloutError, match=r"it died\. It could not be started again: no memory is left\."):
-        engine.call("wake", part="weights")
+        engine.tell(Wake("weights"))
 
 
 def test_processes_are_started_by_a_thread_that_outlives_streams(monkeypatch):
@@ -348,7 +356,7 @@ def test_processes_are_started_by_a_thread_that_outlives_streams(monkeypatch):
     engine = recovering(monkeypatch, 5, losses=[True, False])
     make = engine._make
     monkeypatch.setattr(engine, "_make", lambda: starters.append(threading.current_thread()) or make())
-    stream = threading.Thread(target=engine.call, args=("wake",), kwargs={"part": "weights"})
+    stream = threading.Thread(target=engine.tell, args=(Wake("weights"),))
     stream.start()
     stream.join()
     assert len(starters) == 1 and starters[0] is not stream and starters[0].is_alive()

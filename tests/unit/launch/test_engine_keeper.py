@@ -19,6 +19,7 @@ from siirl.engines.rollout.channel import Channel
 from siirl.engines.rollout.served import engine_process, kept_engine
 from siirl.engines.rollout.served.engine_parts import find_parts
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
+from siirl.engines.rollout.served.journal import BeginUpdate, FinishUpdate, LoadChunk, Sleep, Wake
 from siirl.engines.rollout.served.kept_engine import KEEPER_FD, FromKeeper
 from siirl.engines.rollout.served.messages import Call, Doubt, Generate, Start, Submit
 from siirl.engines.rollout.served.recovery import RecoveringEngine
@@ -93,9 +94,8 @@ def lives(pid):
 
 
 def sync(engine):
-    engine.call("begin_update")
-    engine.call("update", bucket={})
-    engine.call("finish_update", keeps_kv=True)
+    for event in (BeginUpdate(), LoadChunk({}, {}), FinishUpdate(keeps_kv=True)):
+        engine.tell(event)
 
 
 def generate(engine):
@@ -134,31 +134,31 @@ def test_a_long_answer_ends_when_nobody_is_there_to_have_it(site):
 @pytest.mark.parametrize("awake", [True, pytest.param(False, marks=slow)])
 def test_an_engine_that_sleeps_at_times_sleeps_while_it_waits_and_once_only(awake, site):
     engine = site.engine()
-    engine.call("sleep", keeps_weights=False)
-    engine.call("wake", part="weights")
-    engine.call("wake", part="kv_cache")
+    engine.tell(Sleep(False))
+    engine.tell(Wake("weights"))
+    engine.tell(Wake("kv_cache"))
     if not awake:
-        engine.call("sleep", keeps_weights=False)
+        engine.tell(Sleep(False))
     site.go(engine)
     assert len(site.told("sleep")) == 2
     following = site.engine()
     assert following.pid == engine.pid
-    following.call("sleep", keeps_weights=False)
+    following.tell(Sleep(False))
     assert len(site.told("sleep")) == 2, "it sleeps already"
-    following.call("wake", part="weights")
-    following.call("wake", part="kv_cache")
-    following.call("sleep", keeps_weights=False)
+    following.tell(Wake("weights"))
+    following.tell(Wake("kv_cache"))
+    following.tell(Sleep(False))
     assert len(site.told("sleep")) == 3 and len(site.told("wake")) == 4
 
 
 @slow
 def test_an_engine_that_is_lost_after_its_worker_has_found_it_asleep_is_told_what_it_would_have_been(site):
     engine = site.engine(restarts=1)
-    engine.call("sleep", keeps_weights=False)
+    engine.tell(Sleep(False))
     site.go(engine)
     following = site.engine(restarts=1)
-    following.call("sleep", keeps_weights=False)
-    following.call("wake", part="weights")
+    following.tell(Sleep(False))
+    following.tell(Wake("weights"))
     os.kill(following.pid, signal.SIGKILL)
     sync(following)
     assert following.pid != engine.pid
@@ -182,19 +182,19 @@ def test_an_engine_that_was_started_otherwise_is_ended_before_another_is_started
 
 
 def part_of_an_update(engine):
-    engine.call("begin_update")
-    engine.call("update", bucket={})
+    engine.tell(BeginUpdate())
+    engine.tell(LoadChunk({}, {}))
 
 
 def half_asleep(engine):
-    engine.call("sleep", keeps_weights=False)
-    engine.call("wake", part="weights")
+    engine.tell(Sleep(False))
+    engine.tell(Wake("weights"))
 
 
 def fails_midway(engine):
-    engine.call("begin_update")
+    engine.tell(BeginUpdate())
     engine.ask(Doubt())
-    engine.call("finish_update", keeps_kv=True)
+    engine.tell(FinishUpdate(keeps_kv=True))
 
 
 def fails(engine):

@@ -12,7 +12,7 @@ from siirl.observe.spans import Observer, observing, waiting
 ROOT = Path(__file__).parents[3] / "siirl"
 ROOMS = (
     *("nodes", "data", "dag_worker", "checkpoint"),
-    *("engines/links.py", "engines/link_buckets.py", "engines/train/stepping.py"),
+    *("engines/weights/link.py", "engines/weights/planned_sync.py", "engines/train/stepping.py"),
 )
 FILES = sorted(
     file for room in ROOMS for file in [ROOT / room, *(ROOT / room).rglob("*.py")] if file.is_file()

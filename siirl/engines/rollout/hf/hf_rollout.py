@@ -31,17 +31,17 @@ from siirl.engines.rollout.hf.decode import Samples, decode
 from siirl.engines.rollout.hf.decode_attention import use_decode_attention
 from siirl.engines.rollout.hf.prefill import Prompt, PromptReader
 from siirl.engines.rollout.sampling import derive_seed, later_seed
-from siirl.engines.rollout.weight_loading import (
+from siirl.engines.train.adapters.frozen_base import use_base
+from siirl.engines.train.adapters.lora import adapter_name, add_lora
+from siirl.engines.train.experts.router_replay import RouterReplay
+from siirl.engines.train.hf_model import attentions, model_class
+from siirl.engines.weights.target import (
     SharedBase,
     WeightSpecs,
     checked_weights,
     stored_tensors_of,
     tensor_names,
 )
-from siirl.engines.train.adapters.frozen_base import use_base
-from siirl.engines.train.adapters.lora import adapter_name, add_lora
-from siirl.engines.train.experts.router_replay import RouterReplay
-from siirl.engines.train.hf_model import attentions, model_class
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError
 from siirl.model_files.hf_config import load_hf_config
 from siirl.parallel.process_groups import ProcessGroupManager

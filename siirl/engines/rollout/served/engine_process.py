@@ -84,6 +84,8 @@ class EngineProcess:
         self._what = f"rollout engine {name!r}"
         self.deadline_s = deadline_s
         self.silence_s = SILENCE_S
+        self.writes_in_place = False
+        """Whether its engine knows where loaders put weights, see WeightsInPlace."""
         self._log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()

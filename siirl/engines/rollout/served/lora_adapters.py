@@ -10,8 +10,9 @@ from torch import Tensor
 
 from siirl.config import Config
 from siirl.engines.rollout.served.engine_process import EngineProcess
-from siirl.engines.rollout.weight_loading import WeightSpecs
+from siirl.engines.rollout.served.journal import Told
 from siirl.engines.train.adapters.lora import adapter_name
+from siirl.engines.weights.target import WeightSpecs
 from siirl.model_files.adapter_files import write_adapter
 
 MEMORY_FOLDER = Path("/dev/shm")
@@ -60,20 +61,28 @@ def base_alone(
             adapter[name] = tensor.detach().to("cpu", specs[name][1], copy=True).contiguous()
 
 
-def load_adapter(
-    process: EngineProcess,
-    name: str,
-    number: int,
-    adapter: Mapping[str, Tensor],
-    cfg: Config,
-    keeps_kv: bool,
-) -> None:
-    """Have the engine take an adapter, by way of a folder in memory that is gone afterwards.
+@dataclass(frozen=True)
+class LoadAdapter(Told):
+    """An adapter, by way of a folder in memory that is gone afterwards."""
 
-    keeps_kv: see NativeEngine.finish_update.
-    """
-    model = cfg.actor_rollout_ref.model
-    place = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="siirl-adapter-", dir=place) as folder:
-        write_adapter(Path(folder), adapter, model.lora_rank, model.lora_alpha)
-        process.call("load_adapter", name=name, number=number, folder=folder, keeps_kv=keeps_kv)
+    name: str
+    number: int
+    adapter: Mapping[str, Tensor]
+    cfg: Config
+    keeps_kv: bool
+    """See NativeEngine.finish_update."""
+    subject = "adapter"
+    kind = "load_adapter"
+
+    def tell(self, process: EngineProcess) -> None:
+        """See Told."""
+        model = self.cfg.actor_rollout_ref.model
+        place = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
+        with tempfile.TemporaryDirectory(prefix="siirl-adapter-", dir=place) as folder:
+            write_adapter(Path(folder), self.adapter, model.lora_rank, model.lora_alpha)
+            told = {"name": self.name, "number": self.number, "keeps_kv": self.keeps_kv}
+            process.call(self.kind, folder=folder, **told)
+
+    def replaces(self, other: Told) -> bool:
+        """See Told."""
+        return isinstance(other, LoadAdapter) and other.number == self.number

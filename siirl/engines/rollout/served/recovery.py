@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ import torch
 from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Message
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
-from siirl.engines.rollout.served.kept_weights import MAX_RESTARTS
+from siirl.engines.rollout.served.journal import METHODS, Journal, Told
 from siirl.engines.rollout.served.messages import Abort, Call, Finished, Pause, Response, Start, Submit
+from siirl.engines.weights.kept import MAX_RESTARTS
 from siirl.errors import ConfigError, RolloutError
 from siirl.observe.spans import phase
 
@@ -32,44 +32,6 @@ WINDOW_S = 3600.0
 _STARTER = ThreadPoolExecutor(1, "engine-starter")
 """Starts processes. An engine ends with the thread that started it (PR_SET_PDEATHSIG), and one that a thread
 of a stream has started again shall outlive the stream."""
-
-Action = Callable[[EngineProcess], Any]
-
-
-@dataclass(frozen=True)
-class _Told:
-    """Something that an engine was told and that its state follows from."""
-
-    kind: str
-    key: Any
-    act: Action
-
-
-class _Journal:
-    """What makes the state of an engine, in the order in which it was told; without what was undone later."""
-
-    def __init__(self) -> None:
-        self.told: list[_Told] = []
-
-    def note(self, kind: str, act: Action, key: Any = None) -> None:
-        """Add what was done, if the state follows from it. key: in what it replaces one of its kind."""
-        match kind:
-            case "begin_update":
-                self._drop("begin_update", "update", "finish_update", "load_adapter")
-            case "load_adapter":
-                self.told = [one for one in self.told if (one.kind, one.key) != (kind, key)]
-            case "sleep":
-                self._drop("sleep", "wake")
-                if not key:  # the weights do not stay
-                    self._drop("begin_update", "update", "finish_update", "load_adapter")
-            case "update" | "finish_update" | "wake":
-                pass
-            case _:
-                return
-        self.told.append(_Told(kind, key, act))
-
-    def _drop(self, *kinds: str) -> None:
-        self.told = [one for one in self.told if one.kind not in kinds]
 
 
 class RecoveringEngine:
@@ -97,7 +59,7 @@ class RecoveringEngine:
         self._max_restarts, self._why_none = max_restarts, why_none
         self._restarted_s: list[float] = []
         self._num_uncounted = 0
-        self._journal = _Journal()
+        self._journal = Journal()
         self._unanswered: dict[str, tuple[Request, str | None]] = {}
         self._salvaged: list[Finished] = []
         self._process = self._started()
@@ -111,38 +73,33 @@ class RecoveringEngine:
         count, self._num_uncounted = self._num_uncounted, 0
         return count
 
-    def ask(self, message: Message, again: Message | None = None) -> Any:
-        """See EngineProcess. again: what a new process is told in its place."""
+    def ask(self, message: Message) -> Any:
+        """See EngineProcess. For what the engine's state follows from, there is `tell`."""
+        assert message.kind not in METHODS, f"{message.kind} has to be told"
         if isinstance(message, Abort):
             self._unanswered.clear()
-        told = message if again is None else again
-        answer = self.act(
-            message.kind,
-            lambda process: process.ask(message),
-            again=lambda process: process.ask(told),
-            key=_key(message),
-        )
+        answer = self._held(lambda process: process.ask(message))
         if isinstance(message, Pause):
             self._answered(answer.responses)  # the others have completed before: see listen
         return answer
 
-    def act(self, kind: str, action: Action, again: Action | None = None, key: Any = None) -> Any:
-        """Do something with the process, with a new one if it is lost meanwhile; note it for those to come.
-
-        kind: the message's. again: what is done with those. key: as of _Journal.note.
-        """
-        while True:
-            try:
-                answer = action(self._process)
-            except EngineLost as lost:
-                self._restart(lost)
-                continue
-            self._journal.note(kind, again or action, key)
-            return answer
+    def tell(self, event: Told) -> Any:
+        """Tell the process something, a new one if it is lost meanwhile; and those to come. Its result."""
+        result = self._held(event.tell)
+        self._journal.note(event)
+        return result
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """See EngineProcess."""
+        """See EngineProcess and `ask`."""
         return self.ask(Call(method, arguments)).result
+
+    def _held(self, act: Callable[[EngineProcess], Any]) -> Any:
+        """What comes of it with the process, or with a new one if it is lost meanwhile."""
+        while True:
+            try:
+                return act(self._process)
+            except EngineLost as lost:
+                self._restart(lost)
 
     def send(self, message: Submit) -> None:
         """See EngineProcess; its requests are submitted again until they are answered, paused or given up."""
@@ -222,7 +179,7 @@ class RecoveringEngine:
                 with phase("restart_engine"):
                     self._process = self._started()
                     for told in self._journal.told:
-                        told.act(self._process)
+                        told.tell_again(self._process)
                     self._submit_again()
             except EngineLost as error:
                 lost = error
@@ -259,10 +216,3 @@ class RecoveringEngine:
         else:
             why = self._why_none or f"With {MAX_RESTARTS}=0 it is not started again."
         raise RolloutError(f"{lost.cause} {why}{lost.tail}") from lost
-
-
-def _key(message: Message) -> Any:
-    """In what a message differs from those of its kind that it does not replace."""
-    if isinstance(message, Call):
-        return message.arguments.get("keeps_weights")
-    return None

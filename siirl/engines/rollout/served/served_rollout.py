@@ -1,7 +1,6 @@
 """A rollout engine in a process of its own: what is the same whose engine it is."""
 
 import dataclasses
-import functools
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,20 +33,16 @@ from siirl.engines.rollout.call_limits import (
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.served.engine_process import EngineProcess
 from siirl.engines.rollout.served.engine_shard import EngineShard, engine_shard, physical_gpu
-from siirl.engines.rollout.served.engine_weights import EngineWeights
-from siirl.engines.rollout.served.lora_adapters import (
-    SharedEngine,
-    base_alone,
-    load_adapter,
-)
+from siirl.engines.rollout.served.journal import Sleep, Told, Wake
+from siirl.engines.rollout.served.lora_adapters import LoadAdapter, SharedEngine, base_alone
 from siirl.engines.rollout.served.messages import Generate, Response, Score, Start
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.rollout.served.row_scores import ONE_TOKEN, checked_scores
 from siirl.engines.rollout.served.stream import EngineStream, StreamRouter
-from siirl.engines.rollout.served.weight_transfer import weights_of_directory
-from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights
 from siirl.engines.train.adapters.lora import adapter_name
-from siirl.engines.train.live_weights import LiveWeights
+from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.loader import EngineWeights
+from siirl.engines.weights.target import WeightSpecs, checked_weights, weights_of_directory
 from siirl.errors import EpisodeFailed, RolloutError, WeightSyncError
 from siirl.model_files.hf_config import engine_overrides, load_hf_config
 from siirl.observe.metrics import Metrics
@@ -313,18 +308,9 @@ class ServedRollout(RolloutEngine):
                 self._load_base(base, live, keeps_kv and self._adapter is None)
             if self._adapter is not None:
                 number = self._engine.users.index(self) + 1
-                load = functools.partial(
-                    load_adapter,
-                    name=self._adapter,
-                    number=number,
-                    adapter=adapter,
-                    cfg=self._cfg,
-                    keeps_kv=keeps_kv,
-                )
+                event = LoadAdapter(self._adapter, number, adapter, self._cfg, keeps_kv)
                 with phase("load_adapter", tensors=len(adapter)):
-                    self._weights.together(
-                        self._process, lambda process: process.act("load_adapter", load, key=number)
-                    )
+                    self._weights.together(self._process, lambda process: process.tell(event))
         except RolloutError as error:
             raise WeightSyncError(str(error)) from error
         self._state, self.weight_version = "ready", version
@@ -366,7 +352,7 @@ class ServedRollout(RolloutEngine):
         if not self._gives_memory_back or engine.weights_sleep:
             return
         with phase("sleep"):
-            self._tell("sleep", keeps_weights=engine.keeps_weights)
+            self._tell(Sleep(engine.keeps_weights))
         engine.weights_sleep = engine.cache_sleeps = True
         if not engine.keeps_weights:
             self._state, self.weight_version = "asleep", -1
@@ -376,7 +362,7 @@ class ServedRollout(RolloutEngine):
         if self._engine.weights_sleep:
             with phase("wake"):
                 torch.cuda.empty_cache()  # what this worker has cached is not the engine's to take
-                self._tell("wake", part="weights")
+                self._tell(Wake("weights"))
             self._engine.weights_sleep = False
             self._state = "empty" if self._state == "asleep" else self._state
 
@@ -431,7 +417,7 @@ class ServedRollout(RolloutEngine):
         if self._engine.cache_sleeps:
             with phase("wake"):
                 torch.cuda.empty_cache()
-                self._tell("wake", part="kv_cache")
+                self._tell(Wake("kv_cache"))
             self._engine.cache_sleeps = False
         self._weights.go_on_keeping()
 
@@ -452,10 +438,10 @@ class ServedRollout(RolloutEngine):
         for user in self._engine.users:
             user.stream_goes_on()
 
-    def _tell(self, method: str, **arguments: Any) -> None:
+    def _tell(self, event: Told) -> None:
         """Have the engine do something that has no result; the first rank of the shard does."""
         if self._process is not None:
-            self._process.call(method, **arguments)
+            self._process.tell(event)
 
 
 def _with_whole_overrides(cfg: Config, hf_config: Any) -> Config:

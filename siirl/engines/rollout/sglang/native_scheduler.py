@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from siirl.engines.rollout.served.draws import draw
-from siirl.engines.rollout.served.shared_buffer import open_buffer
+from siirl.engines.weights.shared_buffer import open_buffer
 
 # SGLang 0.5.17 is made for transformers 5.12: later ones have some of the configurations that it registers.
 AutoConfig.register = functools.partial(AutoConfig.register, exist_ok=True)

@@ -22,9 +22,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.reload import layerwise
 
-from siirl.engines.held_memory import HeldMemory
-from siirl.engines.rollout.served.samples import INT_OF_BYTES, fingerprint, sampled_sum
-from siirl.engines.rollout.served.shared_buffer import open_buffer
 from siirl.engines.rollout.vllm.placed_pieces import (
     Memory,
     Piece,
@@ -36,6 +33,9 @@ from siirl.engines.rollout.vllm.placed_pieces import (
     storage_of,
     uncovered,
 )
+from siirl.engines.weights.bucket import Copies
+from siirl.engines.weights.live import HeldMemory
+from siirl.engines.weights.shared_buffer import INT_OF_BYTES, fingerprint, open_buffer, sampled_sum
 
 COMPARED = 1 << 16
 """Elements of a piece that are read again after they were written, unless all are."""
@@ -85,9 +85,7 @@ class _Copies(TorchDispatchMode):
 class _Copy:
     """The copies of one buffer, once for all syncs: pairs of equal layout together, the others one by one."""
 
-    together: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = field(
-        default_factory=dict
-    )
+    together: Copies = field(default_factory=Copies)
     alone: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """All of them."""
@@ -95,15 +93,12 @@ class _Copy:
     def add(self, target: Tensor, source: Tensor) -> None:
         self.pairs.append((target, source))
         if target.stride() == source.stride() and target.is_contiguous():
-            targets, sources = self.together.setdefault((target.dtype, source.dtype), ([], []))
-            targets.append(target)
-            sources.append(source)
+            self.together.add(target, source)
         else:
             self.alone.append((target, source))
 
     def run(self) -> None:
-        for targets, sources in self.together.values():
-            torch._foreach_copy_(targets, sources)
+        self.together.run()
         for target, source in self.alone:
             target.copy_(source)
 

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from siirl.engines.rollout.served.shared_buffer import open_buffer
+from siirl.engines.weights.shared_buffer import open_buffer
 
 TRANSFER_BACKEND = "siirl"
 """Name under which vLLM finds BucketTransfer."""

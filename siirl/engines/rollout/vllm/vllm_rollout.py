@@ -10,9 +10,7 @@ from siirl.compiler.plan import ModelPlan
 from siirl.compiler.replacing_weights import writes_in_place
 from siirl.compiler.vllm_models import why_not_on_cpu
 from siirl.config import Config
-from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.served_rollout import ServedRollout
-from siirl.engines.rollout.served.weights_in_place import WeightsInPlace
 from siirl.engines.rollout.vllm.arguments import (
     ATTENTION_BACKEND,
     adapter_arguments,
@@ -20,6 +18,8 @@ from siirl.engines.rollout.vllm.arguments import (
     engine_environment,
 )
 from siirl.engines.rollout.vllm.routed_experts import ARGUMENT as ROUTED_EXPERTS
+from siirl.engines.weights.in_place import WeightsInPlace
+from siirl.engines.weights.loader import EngineWeights
 from siirl.errors import NotSupportedError
 from siirl.model_files.directory import model_dir
 

@@ -14,7 +14,6 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.data.chosen_experts import no_experts
 from siirl.data.rows import take_rows
-from siirl.engines.link_rows import RowLayout
 from siirl.engines.train.adapters.frozen_base import FrozenBase
 from siirl.engines.train.attention.ulysses import of_all_tokens, own_tokens
 from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
@@ -47,7 +46,6 @@ from siirl.engines.train.fsdp.fsdp_state import (
 from siirl.engines.train.fsdp.lone_gradients import LoneGradients
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed, seen_back
-from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.optimizer import make_adamw, scaled_to_norm
 from siirl.engines.train.packed.micro_batches import (
     MicroBatchLimit,
@@ -64,6 +62,8 @@ from siirl.engines.train.pieces import Piece
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.engines.train.transfers import Arrivals
+from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.row_layout import RowLayout
 from siirl.model_files.hf_config import written_changes
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase

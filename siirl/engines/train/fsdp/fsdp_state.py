@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from siirl.engines.link_rows import RowLayout, Whole, whole_at_first
 from siirl.engines.train.adapters.lora import adapter_name, adapters_of, hf_name, merged_rows, plain_name
 from siirl.engines.train.experts.expert_lora import adapter_parts, adapters_of_experts, merged_experts
-from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.optimizer import MOMENTS
 from siirl.engines.train.pieces import Piece, PiecewiseTensor
+from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.row_layout import RowLayout, Whole, whole_at_first
 from siirl.errors import CheckpointError
 from siirl.model_files.file_parts import FilePart, file_parts, stored_parts
 

@@ -2,7 +2,7 @@
 
 An FSDP2 trainer has each tensor cut along its rows. Gathered first and sent by some of its ranks afterwards,
 a byte crosses twice. By a layout of the rows, which the first sync tells all ranks, each sends its pieces, in
-the buckets of a plan (link_buckets.py), and who receives them puts them together.
+the buckets of a plan (planned_sync.py), and who receives them puts them together.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from siirl.engines.link_buckets import DTYPES, Entry, Named
+from siirl.engines.weights.bucket import DTYPES, Entry, Named
 from siirl.model_files.file_parts import FilePart
 
 

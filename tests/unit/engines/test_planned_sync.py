@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from siirl.compiler.plan import sender_groups
-from siirl.engines import link_buckets
-from siirl.engines.link_buckets import BucketPlan, Entry, GaveUp, PlannedSync, Sender
+from siirl.engines.weights import planned_sync
+from siirl.engines.weights.bucket import Entry, empty_bucket
+from siirl.engines.weights.planned_sync import BucketPlan, GaveUp, PlannedSync, Sender
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 
@@ -94,7 +95,7 @@ def exported(weights, fails_at):
 @pytest.mark.parametrize("seed", range(40))
 def test_all_ranks_come_to_the_end_and_none_takes_what_a_sender_gave_up(seed, spread, monkeypatch):
     rng, network = random.Random(seed), Network()
-    monkeypatch.setattr(link_buckets.dist, "broadcast", network.broadcast)
+    monkeypatch.setattr(planned_sync.dist, "broadcast", network.broadcast)
     ranks = list(range(rng.randint(2, 6)))
     sources = tuple(sorted(rng.sample(ranks, rng.randint(1, len(ranks) - 1))))
     receivers = tuple(rank for rank in ranks if rank not in sources)
@@ -148,19 +149,17 @@ def test_all_ranks_come_to_the_end_and_none_takes_what_a_sender_gave_up(seed, sp
 def test_joined_buckets_have_the_same_tensors_in_order_and_no_two_neighbours_fit_together(seed):
     rng = random.Random(seed)
     plan, limit = plan_of(rng, some_weights(rng)), rng.choice([64, 200, 100_000])
-    buckets = link_buckets.joined(plan.buckets, limit)
+    buckets = planned_sync.joined(plan.buckets, limit)
     assert [entry for bucket in buckets for entry in bucket] == [e for bucket in plan.buckets for e in bucket]
-    sizes = [len(link_buckets.empty_bucket(bucket, "cpu")) for bucket in buckets]
+    sizes = [len(empty_bucket(bucket, "cpu")) for bucket in buckets]
     assert all(size <= limit or bucket in plan.buckets for size, bucket in zip(sizes, buckets, strict=True))
-    firsts = [
-        len(link_buckets.empty_bucket(next(b for b in plan.buckets if b[0] == x[0]), "cpu")) for x in buckets
-    ]
+    firsts = [len(empty_bucket(next(b for b in plan.buckets if b[0] == x[0]), "cpu")) for x in buckets]
     assert all(before + first > limit for before, first in zip(sizes, firsts[1:], strict=False))
 
 
 def test_what_another_plan_has_sent_is_not_taken(monkeypatch):
     network = Network()
-    monkeypatch.setattr(link_buckets.dist, "broadcast", network.broadcast)
+    monkeypatch.setattr(planned_sync.dist, "broadcast", network.broadcast)
     weights = [("a", torch.ones(2)), ("b", torch.ones(3))]
     one, other = (
         BucketPlan(tuple((Entry.of(*w),) for w in weights), "cpu", (made,)) for made in ("one", "other")

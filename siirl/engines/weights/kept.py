@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from siirl.engines.rollout.served.shared_buffer import SharedBuffer
+from siirl.engines.weights.shared_buffer import SharedBuffer
 from siirl.errors import RolloutError
 
 log = logging.getLogger(__name__)

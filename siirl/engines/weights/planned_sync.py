@@ -1,4 +1,4 @@
-"""Tensors that travel together between ranks, and a plan of all of them: made once, then followed.
+"""A plan of buckets of tensors: made once, then followed by all ranks of a link.
 
 The first sync of a link announces each bucket by a header. What it announced is the plan of the next ones:
 every rank knows which tensors come in which bucket and who sends it, so only their bytes travel, with a
@@ -18,71 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from siirl.engines.weights.bucket import DTYPES, Entry, Named, empty_bucket, pack, room, unpack
 from siirl.errors import WeightSyncError
 from siirl.observe.spans import phase, waiting
 
-ALIGN_BYTES = 16
 TRAILER_BYTES = 512
 """At the end of a bucket of a plan: the plan's digest, then why the sender gave up, or nothing."""
-DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)} | {
-    str(dtype): dtype
-    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-}
-
-Named = tuple[str, Tensor]
 
 
 class GaveUp(WeightSyncError):
     """A sync by a plan has failed, and this rank has taken part in all of its broadcasts."""
-
-
-class Entry(NamedTuple):
-    """A tensor of a bucket."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> "Entry":
-        return cls(name, tuple(tensor.shape), str(tensor.dtype))
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
-
-
-def room(num_bytes: int) -> int:
-    """Bytes of a tensor in a bucket: rounded up, so that each starts where any dtype may."""
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def empty_bucket(entries: Iterable[Entry], device: str | torch.device, beside: int = 0) -> Tensor:
-    """Memory for tensors, and for `beside` further bytes behind them."""
-    size = sum(room(entry.num_bytes) for entry in entries)
-    return torch.empty(size + beside, dtype=torch.uint8, device=device)
-
-
-@torch.no_grad()
-def pack(bucket: Sequence[Named], entries: Iterable[Entry], flat: Tensor) -> None:
-    """Copy tensors into a bucket, cast to what its entries say, those of equal types at once."""
-    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for (_, tensor), (_, place) in zip(bucket, unpack(entries, flat), strict=True):
-        targets, sources = groups.setdefault((place.dtype, tensor.dtype), ([], []))
-        targets.append(place)
-        sources.append(tensor.detach())
-    for targets, sources in groups.values():
-        torch._foreach_copy_(targets, sources)
-
-
-def unpack(entries: Iterable[Entry], flat: Tensor) -> list[Named]:
-    """The tensors of a bucket, views of it."""
-    bucket, start = [], 0
-    for entry in entries:
-        data = flat[start : start + entry.num_bytes]
-        bucket.append((entry.name, data.view(DTYPES[entry.dtype]).view(entry.shape)))
-        start += room(entry.num_bytes)
-    return bucket
 
 
 def joined(buckets: Iterable[tuple[Entry, ...]], limit: int) -> tuple[tuple[Entry, ...], ...]:

@@ -3,8 +3,8 @@
 All ranks of a link call `push` together. Ranks that hold a trainer export its weights (a collective of
 theirs); a target on such a rank loads them as they pass by. If some target ranks hold no trainer, the
 lowest trainer rank broadcasts the tensors to them in buckets. In the first sync each is announced by a
-header; the next ones go by the plan that this has made (link_buckets.py). Over a link of kind "spread" each
-trainer rank sends the rows that it has (link_rows.py). A link of kind "checkpoint" has the lowest rank write
+header; the next ones go by the plan that this has made (planned_sync.py). Over a link of kind "spread" each
+trainer rank sends the rows that it has (row_layout.py). A link of kind "checkpoint" has the lowest rank write
 a folder that the targets read. No rank goes on before all agree that the sync succeeded.
 """
 
@@ -19,26 +19,14 @@ import torch
 import torch.distributed as dist
 
 from siirl.compiler.plan import LinkPlan, sender_groups
-from siirl.engines.followed_weights import WeightTarget
-from siirl.engines.link_buckets import (
-    DTYPES,
-    BucketPlan,
-    Entry,
-    GaveUp,
-    Named,
-    PlannedSync,
-    Sender,
-    empty_bucket,
-    joined,
-    pack,
-    room,
-    unpack,
-)
-from siirl.engines.link_folder import read_weights, write_weights
-from siirl.engines.link_rows import RowLayout
 from siirl.engines.rollout.base import WeightPart
 from siirl.engines.train.base import TrainEngine
-from siirl.engines.train.live_weights import LiveWeights
+from siirl.engines.weights.bucket import DTYPES, Entry, Named, empty_bucket, pack, room, unpack
+from siirl.engines.weights.folder import read_weights, write_weights
+from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.planned_sync import BucketPlan, GaveUp, PlannedSync, Sender, joined
+from siirl.engines.weights.row_layout import RowLayout
+from siirl.engines.weights.target import WeightTarget
 from siirl.errors import WeightSyncError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import note, phase, waiting

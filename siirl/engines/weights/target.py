@@ -1,16 +1,20 @@
-"""Strict weight loading, shared by the rollout engines: every tensor exactly once, of the right shape."""
+"""What weights are brought to, and what it needs: every tensor exactly once, of the right shape."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from siirl.engines.train.adapters.lora import plain_name
+from siirl.config import Config
+from siirl.engines.rollout.base import WeightPart
+from siirl.engines.train.adapters.lora import add_lora, plain_name
+from siirl.engines.train.base import TrainEngine
+from siirl.engines.train.hf_model import model_class
 from siirl.errors import DataError, WeightSyncError
 from siirl.model_files.directory import check_weight_files, weight_files
 from siirl.model_files.file_parts import stored_parts
@@ -71,6 +75,46 @@ def stored_weights(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Te
             f"{folder} lacks {len(wanted)} tensors of its model, {', '.join(sorted(wanted)[:5])}: judges and "
             "teachers are language models, with their output head. Give another directory."
         )
+
+
+class WeightTarget(Protocol):
+    """What a weight link asks of the engine that it brings weights to; see RolloutEngine."""
+
+    takes: WeightPart
+    weight_version: int
+    reads_live: bool
+    """Whether it takes weights where they are trained (LiveWeights), if its rank has them whole."""
+
+    def weight_specs(self) -> WeightSpecs: ...
+
+    def expect_weights(self) -> None: ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+
+
+class FollowedWeights:
+    """A model on a training engine as a target: a teacher that is a policy, older.
+
+    Takes a share of the weights that arrive; the rest stays what the model has."""
+
+    takes: WeightPart = "merged"
+    weight_version = -1
+    """None: a moving average moves also where the policy did not."""
+    reads_live = False
+
+    def __init__(self, engine: TrainEngine, share: float):
+        self._engine, self._share = engine, share
+
+    def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return self._engine.weight_specs()
+
+    def expect_weights(self) -> None:
+        """Its weights are on the device already."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """WeightSyncError unless every weight of the model arrives once; no communication."""
+        checked = checked_weights(weights, self.weight_specs(), {}, self._engine.name)
+        self._engine.take_weights(checked, self._share)
 
 
 class StoredTarget(Protocol):
@@ -138,6 +182,20 @@ def tensor_names(model: PreTrainedModel) -> tuple[WeightSpecs, dict[str, str]]:
     specs = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
     aliases = {name: name_at[_place(part)] for name, part in stored_parts(model, further).items()}
     return specs, aliases
+
+
+def weights_of_directory(hf_config: Any, cfg: Config, adapted: bool) -> tuple[WeightSpecs, dict[str, str]]:
+    """Names, shapes and types of the tensors of a Hugging Face directory, and of its adapter."""
+    dtype, source = cfg.actor_rollout_ref.rollout.dtype, cfg.actor_rollout_ref.model
+    torch_dtype = (hf_config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    with torch.device("meta"):
+        model = model_class(hf_config, "lm").from_config(
+            hf_config, dtype=torch_dtype, trust_remote_code=source.trust_remote_code
+        )
+    model.tie_weights()
+    if adapted:
+        add_lora(model, source, cfg.trainer.seed)
+    return tensor_names(model)
 
 
 def stored_tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
