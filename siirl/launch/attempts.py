@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from siirl.checkpoint.files import POINTER, current_step, saved_steps
 from siirl.config import Config, from_dict
 from siirl.launch.failure import Death, first_cause, node_and_step, one_line_cause, report
 from siirl.launch.job import Job
+from siirl.launch.outcome import Stop, conclude
 from siirl.launch.run_folder import OWN, absolute, resumes
 
 ATTEMPTS_FILE, ATTEMPTS_DIR = "attempts.jsonl", "attempts"
@@ -52,6 +54,18 @@ class Attempt:
     """What the run went on from: "global_step_40", "global_step_42 in memory", "the start"."""
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt ended, when nothing of it runs any more."""
+
+    job: Job
+    """That it was: of fewer machines perhaps than it was to be."""
+    deaths: list[Death] = dataclasses.field(default_factory=list)
+    """None: all workers ended well, or were stopped."""
+    log_offsets: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Where it begins in the log of each rank."""
+
+
 class Attempts:
     """Decides whether a run whose workers died starts again, and keeps what each attempt left.
 
@@ -79,6 +93,23 @@ class Attempts:
         self._first = self._last = self._pointers()
         self._began_s = time.time()
         self._restarts: list[float] = []  # when those that count were, by time.monotonic
+        self._ended = Ended(job)
+
+    def run(self, attempt: Callable[[Job], Ended], stop: Stop) -> None:
+        """Run attempts until one ends well, is stopped, or fails and is not to be followed by another.
+
+        attempt: starts the workers of a job and sees to their end, on whichever machines.
+        """
+        while True:
+            self._ended = ended = attempt(self.job)
+            self.job = ended.job
+            if stop.numbers or not ended.deaths or not (told := self.after(ended.deaths, ended.log_offsets)):
+                return
+            print(told, file=sys.stderr, flush=True)
+
+    def conclude(self, stop: Stop) -> int:
+        """Tell how the last attempt ended, and so the run; its exit code, see outcome.py."""
+        return conclude(self.job, self._ended.deaths, stop, self._ended.log_offsets, self.fruitless)
 
     def after(self, deaths: list[Death], log_offsets: Mapping[int, int]) -> str:
         """Look at how the attempt failed, record it, and make `job` that of the next one.

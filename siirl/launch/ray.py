@@ -16,11 +16,10 @@ from typing import Any, NoReturn
 from siirl.command_line import EXIT_USER_ERROR
 from siirl.config import Config
 from siirl.errors import ConfigError, PlacementError, UserError, joined
-from siirl.launch.attempts import Attempts
-from siirl.launch.failure import Death
+from siirl.launch.attempts import Attempts, Ended
 from siirl.launch.job import Job
 from siirl.launch.memory_checkpoints import KEY
-from siirl.launch.outcome import Stop, catch_signals, conclude
+from siirl.launch.outcome import Stop, catch_signals
 from siirl.launch.output_relay import ConsoleWriter
 from siirl.launch.process import KILL_GRACE_S, TERM_GRACE_S
 from siirl.launch.ray_actor import Launch, RankActor, forwarded_environment
@@ -65,37 +64,28 @@ class RayTrainer:
         PlacementError: the cluster is smaller than asked, or taken; ConfigError: there is none, or a machine
         lacks what the run needs. Nothing is left behind: actors, workers and reservation are gone.
         """
-        self.job.prepare()
         attempts = Attempts(self.job, self._memory.newest)
-        deaths: list[Death] = []
         try:
             with (
                 connected(self.cfg),
                 catch_signals(self._stop),
                 contextlib.closing(self._memory),
             ):
-                while deaths := self._run_reserved():
-                    attempts.job = self.job
-                    if not (told := attempts.after(deaths, self._log_offsets())):
-                        break
-                    print(told, file=sys.stderr, flush=True)
-                    self.job = attempts.job
-                    self.job.prepare()
+                attempts.run(self._attempt, self._stop)
         except Stopped:
             pass
         except KeyboardInterrupt:  # while it connected
             self._stop.numbers.append(2)
-        return conclude(self.job, deaths, self._stop, self._log_offsets(), attempts.fruitless)
+        return attempts.conclude(self._stop)
 
-    def _log_offsets(self) -> dict[int, int]:
-        return {rank.rank: rank.log_offset for rank in self._ranks}
-
-    def _run_reserved(self) -> list[Death]:
+    def _attempt(self, job: Job) -> Ended:
         """Reserve, place, check, start, watch; release everything whatever happens."""
         from ray.util import remove_placement_group
 
         console = None
+        self.job = job
         self._actors, self._ranks = [], []
+        job.prepare()
         group = self._reserve()
         try:
             self._place(group)
@@ -105,7 +95,7 @@ class RayTrainer:
             self._start(port, console)
             watch = RankWatch(self.job, self._ranks, console, self._stop)
             try:
-                return watch.until_ended()
+                deaths = watch.until_ended()
             except HeadLost as error:
                 self._leave(error)
             finally:
@@ -117,6 +107,7 @@ class RayTrainer:
             if console is not None:
                 console.close()
                 console.show_cursor()
+        return Ended(self.job, deaths, {rank.rank: rank.log_offset for rank in self._ranks})
 
     def _reserve(self) -> Any:
         """Reserve the machines, or as many as there are of them, and make the job that of so many.

@@ -17,7 +17,7 @@ from launch_jobs import environment, make_job, wait_until_dead
 from siirl.launch import local, standbys
 from siirl.launch.job import Job
 from siirl.launch.output_relay import ConsoleTee
-from siirl.launch.process import Worker, end_all, lifeline, worker_environment
+from siirl.launch.process import end_all, lifeline, worker_environment
 
 LAUNCH = (
     "import sys; from pathlib import Path; from siirl.launch.job import Job;"
@@ -154,13 +154,14 @@ def test_a_process_that_stands_by_becomes_the_next_worker_of_its_rank(tmp_path, 
         monkeypatch.setattr(module, "worker_environment", partial(worker_environment, base=environment()))
     job = Job.read(write_job(tmp_path, "finish"))
     job_path, tee = str(job.prepare()), ConsoleTee(job.log_path(0))
-    workers: list[Worker] = []
-    with contextlib.closing(standbys.Standbys(job)) as ready, lifeline() as fd:
+    run = local.LocalRun(job)
+    workers = run.workers
+    with contextlib.closing(run.standbys) as ready, contextlib.closing(run.keeper), lifeline() as fd:
         ready.begin_attempt()
         there = wait_for_standbys(ready)
         os.kill(there[1], signal.SIGSTOP)
         try:
-            local._start(job, job_path, tee, {local.LIFELINE: fd}, workers, ready)
+            run.start(job_path, tee, {local.LIFELINE: fd})
             assert [worker.process.pid == there[worker.rank] for worker in workers] == [True, False]
             assert [worker.process.wait(60) for worker in workers] == [0, 0]
         finally:
