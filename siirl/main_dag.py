@@ -16,11 +16,11 @@ from siirl.config.load import read_config
 from siirl.config.tree import print_config
 from siirl.errors import Place, UserError
 from siirl.findings import Findings
-from siirl.launch.agent_memory import agent_folder, goes_on_from
 from siirl.launch.devices import check_gpus, device_memory_gib, machine_of, with_devices_here
 from siirl.launch.job import Job
 from siirl.launch.launcher_choice import Launcher, choose_launcher
 from siirl.launch.local import run_local
+from siirl.launch.memory_checkpoints import agent_folder, goes_on_from
 from siirl.launch.preflight import kept_choices, preflight, with_template_date
 from siirl.launch.run_folder import held, with_absolute_folders, with_own_name, with_own_results
 from siirl.launch.run_record import command_line, open_folder

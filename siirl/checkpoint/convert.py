@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from siirl.checkpoint import files, state_tree
 from siirl.checkpoint.export import export_folder, export_hf
@@ -26,7 +25,7 @@ from siirl.checkpoint.files import STATE_FILE
 from siirl.checkpoint.hf_directory import copy_hf_files
 from siirl.errors import ConfigError
 from siirl.model_files.directory import check_weight_files, model_dir
-from siirl.model_files.stored_tensors import INDEX_FILE, save_tensors
+from siirl.model_files.stored_tensors import INDEX_FILE, ChunkedTensor, save_tensors
 from siirl.model_files.weight_slices import SafetensorsFolder
 
 CHUNK_BYTES = 64 << 20
@@ -73,7 +72,7 @@ def to_distributed(source: Path, out: Path, chunk_bytes: int = CHUNK_BYTES) -> N
     os.replace(aside, out)
 
 
-class FileTensor(Tensor):
+class FileTensor(ChunkedTensor):
     """A tensor of a model directory that is read when it is written: for checkpoints, not for computing."""
 
     @staticmethod
@@ -103,18 +102,6 @@ class FileTensor(Tensor):
                 torch.Size([min(step, self.shape[0] - row), *self.shape[1:]]),
             )
             for row in range(0, self.shape[0], step)
-        ]
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets, number),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties(self.dtype), size=self.shape
-                ),
-            )
-            for number, chunk in enumerate(self.__create_chunk_list__())
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -16,9 +16,8 @@ from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import NumericsError
 from siirl.nodes.trained_tokens import MOST_ROWS, Found, sample_records
 from siirl.observe.curve import METRICS_FILE, reward_curve_png
-from siirl.observe.derived import derived_metrics, mfu
 from siirl.observe.loggers import tensorboard_dir
-from siirl.observe.metrics import Metrics
+from siirl.observe.metrics import Metrics, derived_metrics, mfu
 from siirl.observe.sinks import Sinks, write_json_lines
 from siirl.observe.spans import waiting
 from siirl.observe.step_files import StepFiles, bytes_of

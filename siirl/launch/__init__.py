@@ -10,7 +10,7 @@ that failed because of it), and prints rank, node, step, signal and last log lin
 the user's, a local run starts its workers again (`siirl/launch/attempts.py`): a resume from its own
 checkpoint is all that this takes. Workers beat (`siirl/observe/heartbeat.py`) with their place in the one
 order of all ranks, so the launcher knows who is behind (`siirl/launch/health.py`; of a Ray run by what its
-actors answer, `ray_health.py`).
+actors answer, `ray_watch.py`).
 
 A run may have fewer machines than it asked for (`trainer.nnodes=MIN:MAX`, `siirl/launch/scaled.py`): before
 each attempt the launcher on Ray takes the most that it gets, and compiles the workflow that it read at the

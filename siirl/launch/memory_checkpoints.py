@@ -1,21 +1,28 @@
 """Where a run keeps checkpoints in host memory, between those on disk. No torch.
 
 A folder of /dev/shm, which holds files in memory: it outlives the workers, and ends with what starts them on
-its machine: the local launcher, torchrun's agent (agent_memory.py), an actor of Ray (ray_memory.py). If that
-is killed, another process removes it; if that is killed too, the next run on the machine that has such a
-folder does. On several machines each has one; siirl/checkpoint/machines.py keeps each file in two of them.
+its machine: the local launcher, an actor of Ray (ray_memory.py), or torchrun's agent. If that is killed,
+another process removes it; if that is killed too, the next run on the machine that has such a folder does. On
+several machines each has one; siirl/checkpoint/machines.py keeps each file in two of them.
+
+torchrun's agent outlives the workers, and runs no code of ours. So its folder is named after it, which the
+workers of every attempt find; a process that the first of them starts removes it when the agent is gone.
 """
 
 import contextlib
 import os
+import re
 import shutil
 import signal
+import stat
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from siirl.checkpoint.files import current_step
-from siirl.cleanup import owned_folder
+from siirl.cleanup import owned_folder, sweep
 from siirl.config import Config
 from siirl.errors import ConfigError
 from siirl.sandbox.linux import PR_SET_PDEATHSIG, prctl
@@ -25,6 +32,15 @@ KEY = "trainer.memory_checkpoint_freq"
 KEEPER = 'read -r nothing; rm -rf -- "$1"'
 """Waits until nobody holds the other end of its input, as the launcher is gone, then removes the folder. One
 process: no part of it can be stopped alone."""
+NAME = "siirl-torchrun-{}-{}-{}"
+"""User, process id and start of the agent."""
+NAMED = re.compile(r"siirl-torchrun-(\d+)-(\d+)-(\d+)")
+OF_AGENT = b"TORCHELASTIC_RUN_ID="
+"""In the environment of all that an agent starts, and not in its own."""
+LOOK_S, WORKERS_S = 0.5, 3.0
+"""WORKERS_S: in which they end when the agent is gone, and may still write."""
+START_FIELD, STATE_FIELD = 19, 0
+"""In /proc/PID/stat, behind the name."""
 
 
 def keeps_in_memory(cfg: Config) -> bool:
@@ -51,10 +67,7 @@ def memory_folder(cfg: Config) -> Iterator[str]:
     try:
         folder, lock = owned_folder("siirl-checkpoints-", SHARED_MEMORY)
     except OSError as error:
-        raise ConfigError(
-            f"{KEY}={cfg.trainer.memory_checkpoint_freq}: {SHARED_MEMORY}, where files stay in memory, "
-            f"cannot be used: {error}. Set {KEY}=-1, and trainer.save_freq for checkpoints on disk."
-        ) from error
+        raise _no_memory(f"{KEY}={cfg.trainer.memory_checkpoint_freq}", error) from error
     keeper = subprocess.Popen(
         ["/bin/sh", "-c", KEEPER, "siirl-keeper", folder],
         stdin=subprocess.PIPE,
@@ -75,6 +88,113 @@ def memory_folder(cfg: Config) -> Iterator[str]:
         lock.close()
 
 
+def _no_memory(key: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{key}: {SHARED_MEMORY}, where files stay in memory, cannot be used: {error}. Set {KEY}=-1, and "
+        "trainer.save_freq for checkpoints on disk."
+    )
+
+
 def _go_on_after_the_parent() -> None:
     """A keeper that somebody stopped goes on when the launcher is gone: else neither would ever end."""
     prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+def agent_folder(cfg: Config, env: Mapping[str, str] = os.environ) -> str:
+    """Where this machine's checkpoints in memory are or will be; "" if the run keeps none there.
+
+    ConfigError: no agent of torchrun has started this process: nothing would outlive it.
+    """
+    if not keeps_in_memory(cfg) or env.get("TORCHELASTIC_MAX_RESTARTS") == "0":
+        return ""
+    agent = _agent()
+    if "TORCHELASTIC_RUN_ID" not in env or agent is None:
+        raise ConfigError(
+            f"{KEY}={cfg.trainer.memory_checkpoint_freq}, but no torchrun has started this process, only "
+            "something that sets its variables: nothing would outlive the workers. Start it by `torchrun "
+            f"--max-restarts=3 ...`, or set {KEY}=-1 and trainer.save_freq."
+        )
+    return str(SHARED_MEMORY / NAME.format(os.getuid(), agent, _began(agent)))
+
+
+def open_folder_of_agent(folder: str) -> None:
+    """Make it, with a process that looks after it, unless an earlier attempt has; by one rank of a machine.
+
+    ConfigError: this machine has no such memory, or somebody else has the folder.
+    """
+    _sweep()
+    path = Path(folder)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        about = path.lstat()
+        if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o077:
+            raise ConfigError(f"{folder} is another user's: checkpoints in memory cannot be there.") from None
+        return
+    except OSError as error:
+        raise _no_memory(KEY, error) from error
+    subprocess.Popen(
+        [sys.executable, "-m", "siirl.launch.memory_checkpoints", folder],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # it outlives the worker
+    )
+
+
+def goes_on_from(folder: str) -> bool:
+    """Whether an earlier attempt has left checkpoints here, from which the run goes on."""
+    return bool(folder) and any(Path(folder).glob("global_step_*"))
+
+
+def keep(folder: Path) -> None:
+    """Wait until the agent that the folder is named after has ended; remove it."""
+    while _is_of_a_living(folder.name):
+        time.sleep(LOOK_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    time.sleep(WORKERS_S)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep() -> None:
+    """Remove folders of agents that have ended, where what was to do it was killed or stopped."""
+
+    def is_left(folder: int, name: str) -> bool:
+        return NAMED.fullmatch(name) is not None and not _is_of_a_living(name)
+
+    sweep(SHARED_MEMORY, f"siirl-torchrun-{os.getuid()}-", is_left)
+
+
+def _is_of_a_living(name: str) -> bool:
+    found = NAMED.fullmatch(name)
+    return found is not None and _began(int(found[2])) == found[3]
+
+
+def _agent() -> int | None:
+    """The process id of the agent: the closest one above this process that is not of its making."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            if OF_AGENT not in Path(f"/proc/{pid}/environ").read_bytes():
+                return pid
+            pid = int(_fields(pid)[1])
+        except OSError:
+            return None
+    return None
+
+
+def _began(pid: int) -> str | None:
+    """When a process began, in the kernel's time; None if there is none that runs."""
+    with contextlib.suppress(OSError):
+        fields = _fields(pid)
+        return None if fields[STATE_FIELD] in "ZX" else fields[START_FIELD]
+    return None
+
+
+def _fields(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+if __name__ == "__main__":
+    keep(Path(sys.argv[1]))

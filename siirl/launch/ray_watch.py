@@ -1,25 +1,33 @@
-"""Watching the workers of a Ray run: their output as it comes, which one failed first, which one was lost."""
+"""Watching the workers of a Ray run: their output, which failed first, was lost, or is silent or stuck.
+
+Who is stopped, silent or stuck follows from what the actors answer (RayHealth), and is judged as elsewhere.
+An actor that does not answer is for RankWatch to lose.
+"""
 
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from siirl.config import from_dict
 from siirl.launch.failure import Death, only_followers, write_failure
+from siirl.launch.health import LOOK_S, STACKS_S, Health, Trouble
 from siirl.launch.job import Job
 from siirl.launch.log_sizes import LogSizes
 from siirl.launch.outcome import Stop
 from siirl.launch.output_relay import ConsoleWriter
+from siirl.launch.process import STACKS_TAKEN_S
 from siirl.launch.ray_actor import Reply
 from siirl.launch.ray_cluster import Stopped, alive_nodes
 from siirl.launch.ray_head import LOST_AFTER_S, HeadWatch
-from siirl.launch.ray_health import RayHealth
 from siirl.launch.ray_rank import Rank
 
 TICK_S = 0.2
 POLL_WAIT_S = 0.5
 GATHER_S = 0.5  # after a first death, wait for those that follow: the one seen first need not be the first
 REST_S = 3.0
+ANSWER_S = 3.0
+"""For an actor to signal its worker."""
 
 
 class RankWatch:
@@ -141,3 +149,47 @@ class RankWatch:
             if death.failure is not None:
                 write_failure(self._job.error_path(death.rank), death.failure)
         return deaths
+
+
+class RayHealth:
+    """Looks at the workers of all machines from time to time."""
+
+    def __init__(self, patience_s: float):
+        self._health = Health(patience_s)
+        self._looked_s = 0.0
+
+    def trouble(self, ranks: Sequence[Rank]) -> Trouble | None:
+        """The first worker that will not go on, if a look is due and shows one. ranks: those that run.
+
+        There is no look before all actors have answered since the last one: in time of which nothing is
+        known, nobody was silent.
+        """
+        now_s = time.monotonic()
+        heard_s = min((rank.replied_s for rank in ranks), default=0.0)
+        if now_s < self._looked_s + LOOK_S or heard_s <= self._looked_s:
+            return None
+        self._looked_s = now_s
+        beats = {rank.rank: rank.beat for rank in ranks}
+        return self._health.look(now_s, beats, {rank.rank: rank.process for rank in ranks})
+
+    def show_stacks(self, first: int, ranks: Sequence[Rank]) -> None:
+        """All workers write their stacks. The one in trouble goes on for that if it was stopped.
+
+        Meanwhile the others are held, and then all are killed: see Watch.show_stacks.
+        """
+        _answered([rank.actor.dump_stacks.remote() for rank in ranks])
+        time.sleep(STACKS_S)
+        (troubled,) = (rank for rank in ranks if rank.rank == first)
+        if troubled.process is None or not troubled.process.is_stopped:
+            return
+        _answered([rank.actor.hold.remote() for rank in ranks if rank is not troubled])
+        _answered([troubled.actor.go_on_for_stacks.remote()], STACKS_TAKEN_S + ANSWER_S)
+        _answered([rank.actor.kill.remote() for rank in ranks if rank is not troubled])
+
+
+def _answered(refs: list[Any], most_s: float = ANSWER_S) -> None:
+    """Wait until these calls are done, or it takes too long."""
+    import ray
+
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=most_s)

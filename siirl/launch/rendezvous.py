@@ -2,22 +2,29 @@
 
 Whoever starts the ranks opens the socket, tells all of them its port, and hands the socket on to rank 0. A
 port that is freed and bound again could be another program's in between.
+
+torchrun's agents keep their store while they start workers again, and workers of an earlier attempt have left
+their addresses there: a rank that reads one of them before it is replaced waits for a process that is gone.
+So each attempt has the keys below a prefix of its own.
 """
 
 import os
 import socket
+import time
+import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from siirl.errors import ConfigError
+from siirl.errors import ConfigError, DeadlineError
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import PrefixStore, Store, TCPStore
 
 STORE_FD = "SIIRL_STORE_FD"
 """Variable of rank 0's environment: the descriptor of the socket, which it inherits."""
 WAITING = 1024
 """Ranks that may wait to be let in at once."""
+POLL_S = 0.02
 
 
 def open_socket(host: str) -> socket.socket:
@@ -43,3 +50,47 @@ def store_of_ranks(host: str, port: int, rank: int, world_size: int, timeout: ti
             f"MASTER_PORT={port} is in use by another program on {socket.gethostname()}: the ranks could not "
             "meet there. Set another MASTER_PORT for all ranks, or end what listens there."
         ) from error
+
+
+def attempt_store(store: "Store", rank: int, world_size: int, timeout: timedelta) -> "PrefixStore":
+    """A store that outlives attempts, for the ranks that run now. Called by all of them.
+
+    DeadlineError where some do not come.
+
+    Each rank says hello under a name that nobody has had; rank 0 answers each name with the attempt's, until
+    all ranks have come in. A greeting that an earlier process has left is answered too, and nobody reads it.
+    Numbers of restarts would not do: agents of several machines count them differently.
+    """
+    from torch.distributed import PrefixStore
+
+    if rank == 0:
+        attempt = uuid.uuid4().hex
+        _welcome(store, attempt, world_size, timeout)
+    else:
+        name = uuid.uuid4().hex
+        store.set(f"hello/{rank}", name)
+        store.wait([f"welcome/{name}"], timeout)
+        attempt = store.get(f"welcome/{name}").decode()
+        store.set(f"here/{attempt}/{rank}", "")
+    return PrefixStore(attempt, store)
+
+
+def _welcome(store: "Store", attempt: str, world_size: int, timeout: timedelta) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing, answered = set(range(1, world_size)), set()
+    while True:
+        for rank in sorted(missing):
+            if store.check([f"hello/{rank}"]) and (name := store.get(f"hello/{rank}")) not in answered:
+                answered.add(name)
+                store.set(f"welcome/{name.decode()}", attempt)
+            if store.check([f"here/{attempt}/{rank}"]):
+                missing.remove(rank)
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            shown = ", ".join(map(str, sorted(missing)[:20]))
+            raise DeadlineError(
+                f"{len(missing)} of {world_size} ranks did not start within {timeout.total_seconds():g} s "
+                f"(trainer.deadline_s): {shown}. Look at their machines' logs of torchrun."
+            )
+        time.sleep(POLL_S)

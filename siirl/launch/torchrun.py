@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from siirl.config import Config
 from siirl.errors import ConfigError
-from siirl.launch.agent_memory import open_folder_of_agent
 from siirl.launch.job import Job
 from siirl.launch.log_sizes import LogSizes
+from siirl.launch.memory_checkpoints import open_folder_of_agent
 from siirl.launch.process import end_with_parent
 from siirl.launch.scaled import with_machines
 from siirl.launch.worker_entry import ProcessPlace, run_rank

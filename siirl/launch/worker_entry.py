@@ -25,10 +25,9 @@ from siirl.compiler.plan import Plan
 from siirl.config import Config, from_dict
 from siirl.errors import ConfigError
 from siirl.guarded_files import own_folder
-from siirl.launch.attempt_store import attempt_store
 from siirl.launch.failure import UNRECORDED, describe_exception, write_failure
 from siirl.launch.job import Job
-from siirl.launch.rendezvous import store_of_ranks
+from siirl.launch.rendezvous import attempt_store, store_of_ranks
 from siirl.launch.standby import stand_by
 from siirl.model_files.local_models import with_local_models
 from siirl.model_files.run_inputs import RunInputs, began_with, begin_with

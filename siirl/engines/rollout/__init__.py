@@ -12,8 +12,8 @@ vLLM's attention is a subclass of its own (`vllm/native_prefixes.py`), which rea
 rows (`vllm/shared_prompts.py`). `sleep` discards the weights and says so (version -1), so the next sync
 sends them again. vLLM's scheduler, where it is in the engine's process and keeps no statistics, is asked
 for what a step sampled as a whole: tokens and log-probs wait in lists until their response ends
-(`vllm/native_tokens.py`), past vLLM's cutting and streaming of each token. A request that runs asks it for
-slots of the KV cache once a block; what it decides is the same (`vllm/native_slots.py`).
+(`vllm/native_steps.py`), past vLLM's cutting and streaming of each token. A request that runs asks it for
+slots of the KV cache once a block; what it decides is the same (`vllm/native_steps.py`).
 
 **Weights in place** (`rollout.replace_weights`, `engines/weights/in_place.py`). In a process's first update
 vLLM's loaders take each tensor. Meanwhile they are run once more on tensors without values, and which

@@ -9,12 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from siirl.model_files.stored_tensors import ChunkedTensor
 
 
 class Piece(NamedTuple):
@@ -26,7 +23,7 @@ class Piece(NamedTuple):
     """Where its first element lies in the whole tensor."""
 
 
-class PiecewiseTensor(Tensor):
+class PiecewiseTensor(ChunkedTensor):
     """A tensor of a global shape, known here by its pieces only; for checkpoints, not for computing."""
 
     pieces: list[Piece]
@@ -55,18 +52,6 @@ class PiecewiseTensor(Tensor):
                 mine.local.copy_(theirs.local)
             return own
         raise TypeError(f"{func} on a {own!r}: it only enters and leaves checkpoints")
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets, number),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties(self.dtype), size=self.shape
-                ),
-            )
-            for number, chunk in enumerate(self.__create_chunk_list__())
-        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(piece.offset), piece.local.shape) for piece in self.pieces]

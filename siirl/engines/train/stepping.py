@@ -16,7 +16,14 @@ from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.engines.train.offload import HostCopies
 from siirl.engines.train.optimizer import learning_rate
-from siirl.engines.train.packed.micro_batches import row_lengths, sharing_pays
+from siirl.engines.train.packed.micro_batches import (
+    MicroBatchLimit,
+    bundles_of,
+    count_bundles,
+    row_lengths,
+    sharing_pays,
+    split_bundles,
+)
 from siirl.engines.train.packed.packing import PackedBatch, pack_rows
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.settings import EngineSettings
@@ -40,6 +47,8 @@ class SteppingEngine(TrainEngine):
     """The ranks that together hold a mini-batch, a shard each."""
     _is_first: bool
     """Whether this is the first of the model's ranks."""
+    _rounds = 0
+    """Micro-batches come in whole rounds of so many, one at least; 0: in any number."""
 
     def __init__(
         self, name: str, settings: EngineSettings, device: torch.device, host_parts: dict[str, bool]
@@ -88,6 +97,11 @@ class SteppingEngine(TrainEngine):
     @abstractmethod
     def _frozen_names(self) -> list[str]:
         """HF names of what a training state leaves out: with adapters, the weights that stay as they are."""
+
+    @property
+    @abstractmethod
+    def _hidden_size(self) -> int:
+        """Of the model, by which rows cost."""
 
     @torch.no_grad()
     def take_weights(self, weights: Iterator[tuple[str, Tensor]], share: float) -> None:
@@ -217,6 +231,13 @@ class SteppingEngine(TrainEngine):
     @abstractmethod
     def _seen_back(self) -> float:
         """Tokens of a row that every layer sees from any token: inf for all; 0 not to share prompts."""
+
+    def _split(self, rows: TensorDict, limit: MicroBatchLimit) -> list[list[int]]:
+        """Row indices of the micro-batches: as many on every rank of a mini-batch. Collective over those."""
+        bundles = bundles_of(rows, limit, self._hidden_size, self._shares_prompts(rows))
+        (most,) = self._reduce([count_bundles(bundles, limit)], dist.ReduceOp.MAX)
+        num, unit = int(most), max(1, self._rounds)
+        return split_bundles(bundles, limit, max(self._rounds, -(-num // unit) * unit))
 
     def _packed(self, rows: TensorDict, share_prompts: bool = False) -> PackedBatch:
         """The rows of a micro-batch, packed, and noted in the trace."""

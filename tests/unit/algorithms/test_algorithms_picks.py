@@ -13,7 +13,7 @@ from siirl.config.checks import check_config
 from siirl.engines.train.base import BatchCounts, TokenOutputs
 from siirl.errors import ConfigError
 from siirl.nodes.policy_loss import make_loss_fn, rollout_correction
-from siirl.observe.derived import derived_metrics
+from siirl.observe.metrics import derived_metrics
 
 B, T = 6, 5
 OPTIONS = {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.1, "clip_cov_ub": 2.0, "kl_cov_ratio": 0.25}

@@ -31,7 +31,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from siirl.engines.rollout.vllm.native_slots import ask_for_slots_once_a_block
+from siirl.engines.rollout.vllm.native_steps import ask_for_slots_once_a_block
 
 BLOCK, VOCAB, MAX_LEN = 4, 50, 64
 

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from siirl.engines.rollout.vllm.native_tokens import KeptTokens, own_name
+from siirl.engines.rollout.vllm.native_steps import KeptTokens, own_name
 
 
 class Scheduler:

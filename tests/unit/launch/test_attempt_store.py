@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from siirl.errors import DeadlineError
-from siirl.launch.attempt_store import attempt_store
+from siirl.launch.rendezvous import attempt_store
 
 LONG = timedelta(seconds=20)
 

@@ -15,9 +15,14 @@ from siirl.config import load_config
 from siirl.config.checks import check_config
 from siirl.config.effects import effect_warnings
 from siirl.errors import ConfigError
-from siirl.launch import agent_memory, memory_checkpoints
-from siirl.launch.agent_memory import agent_folder, open_folder_of_agent
-from siirl.launch.memory_checkpoints import SHARED_MEMORY, keeps_in_memory, memory_folder
+from siirl.launch import memory_checkpoints
+from siirl.launch.memory_checkpoints import (
+    SHARED_MEMORY,
+    agent_folder,
+    keeps_in_memory,
+    memory_folder,
+    open_folder_of_agent,
+)
 
 EVERY_STEP = "trainer.memory_checkpoint_freq=1"
 HOLDS_IT = """
@@ -32,7 +37,7 @@ with memory_folder(load_config(["trainer.memory_checkpoint_freq=1"])) as folder:
 BELOW_AN_AGENT = """
 import pathlib
 from siirl.config import load_config
-from siirl.launch.agent_memory import agent_folder, goes_on_from, open_folder_of_agent
+from siirl.launch.memory_checkpoints import agent_folder, goes_on_from, open_folder_of_agent
 for step in (1, 2):
     folder = agent_folder(load_config(["trainer.memory_checkpoint_freq=1"]))
     open_folder_of_agent(folder)
@@ -133,7 +138,7 @@ def start_below_an_agent(script: str, wrapped: bool = False) -> subprocess.Popen
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["", "by a script"])
 def test_that_of_torchruns_agent_is_found_by_each_attempt_and_ends_with_the_agent(wrapped):
-    stale = SHARED_MEMORY / agent_memory.NAME.format(os.getuid(), 1, 17)
+    stale = SHARED_MEMORY / memory_checkpoints.NAME.format(os.getuid(), 1, 17)
     stale.mkdir(0o700, exist_ok=True)
     agent = start_below_an_agent(BELOW_AN_AGENT, wrapped)
     try:

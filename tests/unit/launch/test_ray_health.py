@@ -15,9 +15,8 @@ from siirl.launch.outcome import Stop
 from siirl.launch.process import Worker
 from siirl.launch.ray_actor import Host, Launch, RankActor
 from siirl.launch.ray_cluster import Node
-from siirl.launch.ray_health import RayHealth
 from siirl.launch.ray_rank import Rank
-from siirl.launch.ray_watch import RankWatch
+from siirl.launch.ray_watch import RankWatch, RayHealth
 from siirl.observe.heartbeat import Beat, Place
 from siirl.observe.position import read_position
 
@@ -120,10 +119,10 @@ def test_a_stopped_worker_is_named_with_who_waits_and_what_both_were_doing(tmp_p
 @pytest.mark.parametrize(("answers", "named"), [(True, True), (False, False)])
 def test_time_in_which_an_actor_did_not_answer_is_no_silence_of_its_worker(monkeypatch, answers, named):
     """All news stay the same: those of rank 1 because its actor does not answer, or in earnest."""
-    from siirl.launch import ray_health
+    from siirl.launch import ray_watch
 
     now_s = 1000.0
-    monkeypatch.setattr(ray_health, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(ray_watch, "time", SimpleNamespace(monotonic=lambda: now_s))
     node, host = Node("0", "here", "127.0.0.1", 2.0, 0.0), Host("here", 0, ())
     beat = Beat(3, 3, Place((5, 0), 5, "step", 2, 1.0))
     ranks = [Rank(rank, None, node, host, beat=beat, process=Process("S", 1.0)) for rank in (0, 1)]

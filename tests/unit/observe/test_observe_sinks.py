@@ -16,10 +16,9 @@ from siirl.observe import console
 from siirl.observe.columns import COLUMNS, REWARD, cell, number
 from siirl.observe.console import ConsoleSink
 from siirl.observe.curve import read_series, reward_curve_png
-from siirl.observe.derived import mfu, peak_flops
 from siirl.observe.loggers import make_sinks
 from siirl.observe.logs import setup_logging
-from siirl.observe.metrics import Metrics
+from siirl.observe.metrics import Metrics, mfu, peak_flops
 from siirl.observe.position import PositionFile, read_position
 from siirl.observe.sinks import JsonlSink, RunInfo, samples_text
 from siirl.observe.spans import Observer

@@ -34,8 +34,7 @@ from siirl.engines.rollout.served.messages import UNKNOWN, Response, RowScores
 from siirl.engines.rollout.vllm.arguments import ATTENTION_BACKEND, SHARED_PROMPTS
 from siirl.engines.rollout.vllm.native_draws import draw_by_seeds
 from siirl.engines.rollout.vllm.native_places import ParameterMap, read_parameter
-from siirl.engines.rollout.vllm.native_slots import ask_for_slots_once_a_block
-from siirl.engines.rollout.vllm.native_tokens import KeptTokens, own_name
+from siirl.engines.rollout.vllm.native_steps import KeptTokens, ask_for_slots_once_a_block, own_name
 from siirl.engines.rollout.vllm.native_transfer import TRANSFER_BACKEND
 from siirl.engines.rollout.vllm.routed_experts import experts_of, replayed_layers
 from siirl.errors import ConfigError, NotSupportedError

@@ -47,15 +47,7 @@ from siirl.engines.train.fsdp.lone_gradients import LoneGradients
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed, seen_back
 from siirl.engines.train.optimizer import make_adamw, scaled_to_norm
-from siirl.engines.train.packed.micro_batches import (
-    MicroBatchLimit,
-    bundles_of,
-    count_bundles,
-    images_seen,
-    repeated_prompt_tokens,
-    row_lengths,
-    split_bundles,
-)
+from siirl.engines.train.packed.micro_batches import images_seen, repeated_prompt_tokens, row_lengths
 from siirl.engines.train.packed.packing import PackedBatch, new_columns, vector_outputs
 from siirl.engines.train.packed.shared_rows import SumOverRanks
 from siirl.engines.train.pieces import Piece
@@ -309,12 +301,6 @@ class FSDPEngine(SteppingEngine):
         reader = self._settings.image_reader
         patches = 0 if reader is None else reader.num_patches(images_seen(rows, shares))
         return flops(lengths, num_patches=patches) - again
-
-    def _split(self, rows: TensorDict, limit: MicroBatchLimit) -> list[list[int]]:
-        """Row indices of the micro-batches: as many on every rank. Collective."""
-        bundles = bundles_of(rows, limit, self._hidden_size, self._shares_prompts(rows))
-        (num,) = self._reduce([count_bundles(bundles, limit)], dist.ReduceOp.MAX)
-        return split_bundles(bundles, limit, int(num))
 
     @functools.cached_property
     def _specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

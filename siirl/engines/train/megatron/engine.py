@@ -43,11 +43,8 @@ from siirl.engines.train.megatron.state import (
 from siirl.engines.train.megatron.weights import entries, family_of, num_active_weights
 from siirl.engines.train.packed.micro_batches import (
     MicroBatchLimit,
-    bundles_of,
-    count_bundles,
     repeated_prompt_tokens,
     row_lengths,
-    split_bundles,
 )
 from siirl.engines.train.packed.packing import (
     PackedBatch,
@@ -88,6 +85,7 @@ class MegatronEngine(SteppingEngine):
         }
         super().__init__(plan.name, settings, device, host_parts)
         self._dims = plan.dims
+        self._rounds = plan.dims.pp if plan.dims.vpp > 1 else 1  # the interleaved schedule runs whole ones
         self._hf = load_hf_config(settings.model)
         family_of(self._hf)
         if plan.head != "lm":
@@ -225,14 +223,6 @@ class MegatronEngine(SteppingEngine):
         entries: list[Any] = [metrics.entries]
         dist.broadcast_object_list(entries, group=self._scope.groups.pp, group_src=self._dims.pp - 1)
         return Metrics(entries[0])
-
-    def _split(self, rows: TensorDict, limit: MicroBatchLimit) -> list[list[int]]:
-        """Row indices of the micro-batches: as many on every data-parallel rank."""
-        bundles = bundles_of(rows, limit, self._hf.hidden_size, self._shares_prompts(rows))
-        (num,) = self._reduce([count_bundles(bundles, limit)], dist.ReduceOp.MAX)
-        unit = self._dims.pp if self._dims.vpp > 1 else 1  # the interleaved schedule runs whole rounds
-        num = max(unit, -(-int(num) // unit) * unit)
-        return split_bundles(bundles, limit, num)
 
     def _run(
         self,
@@ -399,6 +389,10 @@ class MegatronEngine(SteppingEngine):
                 model_storage = param.untyped_storage()._cdata
                 elsewhere = (x for x in owned.values() if x.untyped_storage()._cdata != model_storage)
                 yield from (x for x in elsewhere if x.device.type == self.device.type)
+
+    @property
+    def _hidden_size(self) -> int:
+        return self._hf.hidden_size
 
     @property
     def _outputs(self) -> tuple[str, ...]:
