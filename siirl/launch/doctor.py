@@ -25,6 +25,7 @@ from siirl.observe.printable import printable
 
 GIB = 1 << 30
 PYTHONS = ((3, 11), (3, 12))
+PROBES = ("-m", "siirl.launch.machine_probes")
 PROBE_S = 120.0
 """Longest wait for a process that imports torch: cold disks and busy machines are slow."""
 NUM_PORTS = 64
@@ -277,7 +278,7 @@ def _start_gloo_probe(rank: int, port: int, descriptor: int | None = None) -> su
     """One of the two processes that meet at a port. descriptor: of its socket, which rank 0 takes over."""
     given = {} if descriptor is None else {STORE_FD: descriptor}
     return subprocess.Popen(
-        [sys.executable, "-m", "siirl.launch.gloo_probe", str(rank), str(port), str(PROBE_S / 2)],
+        [sys.executable, *PROBES, "gloo", str(rank), str(port), str(PROBE_S / 2)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -294,7 +295,7 @@ class _ProbeError(Exception):
 def _probe_torch() -> dict[str, Any]:
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "siirl.launch.torch_probe"],
+            [sys.executable, *PROBES, "torch"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -26,8 +26,7 @@ from siirl.launch.ray_actor import Launch, RankActor, forwarded_environment
 from siirl.launch.ray_cluster import Need, Stopped, bundle_nodes, connected, reserve
 from siirl.launch.ray_head import HeadLost
 from siirl.launch.ray_memory import RayMemory
-from siirl.launch.ray_rank import Rank
-from siirl.launch.ray_watch import RankWatch
+from siirl.launch.ray_watch import Rank, RankWatch
 from siirl.launch.run_record import command_line
 from siirl.launch.scaled import Scaled
 from siirl.observe.run_progress import record_end

@@ -7,20 +7,22 @@ An actor that does not answer is for RankWatch to lose.
 import dataclasses
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from siirl.config import from_dict
 from siirl.launch.failure import Death, only_followers, write_failure
-from siirl.launch.health import LOOK_S, STACKS_S, Health, Trouble
+from siirl.launch.health import LOOK_S, STACKS_S, Health, Process, Trouble
 from siirl.launch.job import Job
 from siirl.launch.log_sizes import LogSizes
 from siirl.launch.outcome import Stop
 from siirl.launch.output_relay import ConsoleWriter
 from siirl.launch.process import STACKS_TAKEN_S
-from siirl.launch.ray_actor import Reply
-from siirl.launch.ray_cluster import Stopped, alive_nodes
+from siirl.launch.ray_actor import Host, Reply
+from siirl.launch.ray_cluster import Node, Stopped, alive_nodes
 from siirl.launch.ray_head import LOST_AFTER_S, HeadWatch
-from siirl.launch.ray_rank import Rank
+from siirl.observe.heartbeat import Beat
+from siirl.observe.position import Position
 
 TICK_S = 0.2
 POLL_WAIT_S = 0.5
@@ -28,6 +30,36 @@ GATHER_S = 0.5  # after a first death, wait for those that follow: the one seen 
 REST_S = 3.0
 ANSWER_S = 3.0
 """For an actor to signal its worker."""
+
+
+@dataclass
+class Rank:
+    """One rank, seen from here: its actor, where that is, and what has arrived of its worker."""
+
+    rank: int
+    actor: Any
+    node: Node
+    host: Host
+    log_offset: int = 0
+    fetched: int = 0
+    """Bytes of output that have arrived."""
+    replied_s: float = field(default_factory=time.monotonic)
+    """When the actor last answered."""
+    position: Position | None = None
+    beat: Beat | None = None
+    process: Process | None = None
+    """The last two: as of the last answer."""
+    pending: Any = None
+    """The question that the actor has not answered yet."""
+    ended: int | None = None
+    """The worker's exit status."""
+    death: Death | None = None
+    lost: bool = False
+    """The actor is gone or does not answer."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.host.name} ({self.node.ip})"
 
 
 class RankWatch:

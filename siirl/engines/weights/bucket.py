@@ -136,10 +136,10 @@ class WeightPacker:
         self.specs = dict(specs)
         self._numbers = {name: number for number, name in enumerate(self.specs)}
         sizes = [room(math.prod(shape) * dtype.itemsize) for shape, dtype in self.specs.values()]
-        self.total_bytes, self.largest_bytes = sum(sizes), max(sizes)
+        self.total_bytes, self.largest_bytes = sum(sizes), max(sizes, default=0)
         self.num_with_rows = sum(0 not in shape[:1] for shape, _ in self.specs.values())
         rows = (math.prod(shape[1:]) * dtype.itemsize for shape, dtype in self.specs.values())
-        self.cut_bytes = CUT_ROWS * room(max(rows))
+        self.cut_bytes = CUT_ROWS * room(max(rows, default=0))
         """Of the largest rows after which a tensor is cut: a chunk has room for them."""
 
     def tensors(self) -> dict[str, list]:

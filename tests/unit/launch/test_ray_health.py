@@ -15,8 +15,7 @@ from siirl.launch.outcome import Stop
 from siirl.launch.process import Worker
 from siirl.launch.ray_actor import Host, Launch, RankActor
 from siirl.launch.ray_cluster import Node
-from siirl.launch.ray_rank import Rank
-from siirl.launch.ray_watch import RankWatch, RayHealth
+from siirl.launch.ray_watch import Rank, RankWatch, RayHealth
 from siirl.observe.heartbeat import Beat, Place
 from siirl.observe.position import read_position
 
