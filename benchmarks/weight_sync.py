@@ -44,8 +44,8 @@ from siirl.config import Config, load_config
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
+from siirl.engines.weights.engine_loader import EngineWeights
 from siirl.engines.weights.link import make_link
-from siirl.engines.weights.loader import EngineWeights
 from siirl.observe.spans import Observer, observing
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.process_groups import ProcessGroupManager, connect_when_used

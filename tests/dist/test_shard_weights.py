@@ -7,10 +7,10 @@ import torch.distributed as dist
 from dist_harness import run_workers
 
 from siirl.engines.rollout.served.engine_shard import EngineShard
+from siirl.engines.weights import engine_loader
 from siirl.engines.weights import in_place as writing
-from siirl.engines.weights import loader
+from siirl.engines.weights.engine_loader import EngineWeights
 from siirl.engines.weights.in_place import WeightsInPlace
-from siirl.engines.weights.loader import EngineWeights
 from siirl.engines.weights.shared_buffer import open_buffer
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def late_weights(rank, value):
 
 def updates(rank, world_size):
     """What the workers saw in each update, on the first rank; the other one always fills its buffer late."""
-    for module in (loader, writing):
+    for module in (engine_loader, writing):
         module.joined_places = lambda places: {"all": places}
     writing.BUCKET_BYTES = 2048  # the first tensor fills its halves twice
     shard, process = EngineShard((0, 1), dist.group.WORLD), Workers() if rank == 0 else None

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.served.messages import Call
 from siirl.engines.rollout.served.recovery import RecoveringEngine
-from siirl.engines.weights.loader import EngineWeights
+from siirl.engines.weights.engine_loader import EngineWeights
 from siirl.engines.weights.target import stored_tensors_of, tensor_names
 from siirl.parallel.process_groups import ProcessGroupManager
 

@@ -15,6 +15,6 @@ that were announced travel as one. A trainer that is alone, and has its model wh
 one copy with the cast from where it trains (`live.py`). Or the weights lie in a folder (`folder.py`).
 
 An engine in a process of its own reads chunks of memory that it maps (`shared_buffer.py`): its own loaders
-take each tensor (`loader.py`), or, from the second update on, it writes them where those put them
+take each tensor (`engine_loader.py`), or, from the second update on, it writes them where those put them
 (`in_place.py`). A copy for a process that takes the place of a lost one is in host memory (`kept.py`).
 """

@@ -86,7 +86,7 @@ CHANGED = {
     "siirl.observe.spans": hold_in_spans,
     "siirl.checkpoint.files": hold_before_publishing,
     "siirl.launch.standbys": start_standbys_at_once,
-    "siirl.engines.weights.loader": hold_half_a_sync,
+    "siirl.engines.weights.engine_loader": hold_half_a_sync,
 }
 
 

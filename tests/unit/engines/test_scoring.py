@@ -11,7 +11,7 @@ from siirl.engines.rollout.served.lora_adapters import SharedEngine
 from siirl.engines.rollout.served.messages import RowScores, Score, Scored
 from siirl.engines.rollout.served.server import Server
 from siirl.engines.rollout.vllm.vllm_rollout import VLLMRollout
-from siirl.engines.weights.loader import EngineWeights
+from siirl.engines.weights.engine_loader import EngineWeights
 from siirl.errors import NotSupportedError, RolloutError
 
 ROWS, STARTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]], [1, 1, 2]

@@ -40,8 +40,8 @@ from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.rollout.served.row_scores import ONE_TOKEN, checked_scores
 from siirl.engines.rollout.served.stream import EngineStream, StreamRouter
 from siirl.engines.train.adapters.lora import adapter_name
+from siirl.engines.weights.engine_loader import EngineWeights
 from siirl.engines.weights.live import LiveWeights
-from siirl.engines.weights.loader import EngineWeights
 from siirl.engines.weights.target import WeightSpecs, checked_weights, weights_of_directory
 from siirl.errors import EpisodeFailed, RolloutError, WeightSyncError
 from siirl.model_files.hf_config import engine_overrides, load_hf_config

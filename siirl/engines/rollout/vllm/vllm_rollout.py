@@ -18,8 +18,8 @@ from siirl.engines.rollout.vllm.arguments import (
     engine_environment,
 )
 from siirl.engines.rollout.vllm.routed_experts import ARGUMENT as ROUTED_EXPERTS
+from siirl.engines.weights.engine_loader import EngineWeights
 from siirl.engines.weights.in_place import WeightsInPlace
-from siirl.engines.weights.loader import EngineWeights
 from siirl.errors import NotSupportedError
 from siirl.model_files.directory import model_dir
 
