@@ -32,6 +32,19 @@ RETRACTED = re.compile(
     re.IGNORECASE,
 )
 """What behind a box takes it back, in its sentence."""
+DENIED = re.compile(
+    r"\b(?:wait|hmm+|actually|no|oh|oops|sorry|hold on)\b[^.!?\n]{0,60}"
+    r"\b(?:wrong|incorrect|mistaken|(?:not|isn't) (?:right|correct))\b",
+    re.IGNORECASE,
+)
+ASKED = re.compile(r"[\s$)\\\]*]*\?")
+REOPENED = re.compile(
+    r"\b(?:wait|hmm+|hold on|hang on|actually|let(?: me|'s| us) (?:re|try|check|double|verify)|recompute"
+    r"|recheck|(?:does|do|did|is|are)(?:n't| not)|contradict\w*|mistake|error)\b",
+    re.IGNORECASE,
+)
+ENDED_TEXT = re.compile(r".*[.!}$)\]`*✓✔□■∎]\s*", re.DOTALL)
+"""Behind a box that is doubted: it is no answer if the text is cut off before it has another."""
 
 SENTENCES = re.compile(r"(?<=[.!?])\s+|\n+")
 DOUBTS = re.compile(
@@ -89,6 +102,7 @@ FILLER = re.compile(
 IN_BRACES = re.compile(r"\{[^{}]*\}")
 SPACING = re.compile(r"(?:\\\\|\\[,;: ]|\s)+$")
 PERCENT = re.compile(r"percent\b", re.IGNORECASE)
+HALF_OF_A_DAY = re.compile(r"[ap]\.?m\b", re.IGNORECASE)
 MOST_WORDS = 6  # behind an answer whose sentence has no end
 
 
@@ -101,7 +115,11 @@ def tagged_answer(text: str) -> str | None:
 def boxed_answer(text: str) -> str | None:
     r"""What the last \boxed{...} holds; several that are offered together, as "1, 2". None if one is open."""
     closed, is_open = boxes(text)
-    if is_open or not closed or re.search(r"\\boxed\s*$", text) or RETRACTED.match(text, closed[-1].end + 1):
+    if is_open or not closed or re.search(r"\\boxed\s*$", text):
+        return None
+    behind = text[closed[-1].end + 1 :]
+    doubted = ASKED.match(behind) or REOPENED.search(behind)
+    if RETRACTED.match(behind) or DENIED.search(behind) or (doubted and not ENDED_TEXT.fullmatch(behind)):
         return None
     chosen = [closed[-1]]
     for box in reversed(closed[:-1]):
@@ -168,6 +186,8 @@ def finished(text: str) -> str | None:
     first, *rest = _before_words(answer)
     if rest and PERCENT.match(rest[0]):
         return f"{first}%"
+    if rest and (half := HALF_OF_A_DAY.match(rest[0])):
+        return f"{first} {half[0]}"
     if re.search(r"\d", first) and (TAKEN_BACK.search(" ".join(rest)) or TAKEN_BACK.search(text)):
         return None
     if rest and re.match(r"(?:or|and)\b.*\d", rest[0]):

@@ -36,10 +36,33 @@ BASES = {
 IN_BASE = re.compile(
     rf"([0-9A-Z,]{{1,40}})_\{{?(?:\\text\{{)?\(?([0-9]{{1,2}}|{'|'.join(BASES)})\)?\}}{{0,2}}"
 )
+ONES = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"),
+    *("twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+SPELT = (
+    {name: number for number, name in enumerate(ONES)}
+    | {name: 10 * number for number, name in enumerate(TENS, 2)}
+    | {
+        f"{name}{mark}{ONES[one]}": 10 * number + one
+        for number, name in enumerate(TENS, 2)
+        for one in range(1, 10)
+        for mark in "- "
+    }
+    | {
+        f"{one}{name}": number
+        for name, number in (("hundred", 100), ("thousand", 1000))
+        for one in ("", "one ")
+    }
+)
+"""Numbers in words."""
 
 
 def rational(text: str) -> Fraction | None:
-    """The value of a number that is written in digits, or of a fraction or mixed number; else None."""
+    """The value of a number in digits or in words, or of a fraction or mixed number; else None."""
+    if (spelt := SPELT.get(text.lower())) is not None:
+        return Fraction(spelt)
     if match := FRACTION.fullmatch(text):
         top, bottom = (int(match[f"{k}1"] or match[f"{k}2"] or match[f"{k}3"]) for k in "nd")
         value = int(match["whole"] or 0) + Fraction(top, bottom) if bottom else None

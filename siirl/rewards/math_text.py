@@ -40,7 +40,36 @@ ORDINAL = re.compile(
 CALLED = re.compile(
     r"(?:\\text\s*\{)?\s*(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*[:=]?\s*\}?\s*(?=\S)", re.IGNORECASE
 )
-SAME = ((r"\varnothing", r"\emptyset"), (r"\{\}", r"\emptyset"), (r"\langle", "("), (r"\rangle", ")"))
+SAME = (
+    (r"\varnothing", r"\emptyset"),
+    ("{:}", ":"),
+    (r"\{\}", r"\emptyset"),
+    (r"\langle", "("),
+    (r"\rangle", ")"),
+)
+NO_SOLUTION = re.compile(
+    r"(?:(?:there\s+)?(?:is|are|has|have)\s+)?no\s+(?:(?:real|integer|such|possible|valid|positive)\s+)*"
+    r"(?:solutions?|roots?|values?|zeros?|zeroes)(?:\s+exists?)?|(?:the\s+)?empty\s+set",
+    re.IGNORECASE,
+)
+"""What stands for the empty set."""
+SAID_BEFORE = re.compile(
+    r"\\(?:text|mathrm|mbox)\s*\{\s*(?![^{}]*\b(?:than|least|most|about|approximately|not|no|between|or)\b)"
+    r"(?:[A-Za-z' ]+\b(?:is|are|was|were|has|have|equals|makes|total(?:s|\sof)?)|[A-Za-z' ]+[:=])"
+    r"\s*\}\s*(?=[-+0-9\\$])"
+)
+AND = re.compile(
+    r"(?:\s|\\[,; ])*,?(?:\s|\\[,; ])*"
+    r"\\(?:text|mathrm|mbox)\s*\{\s*,?\s*and\s*\}(?:\s|\\[,; ])*"
+)
+DEGREES = re.compile(
+    r"\\(?P<name>sin|cos|tan|cot|sec|csc)\s*[({]?\s*(?P<angle>[0-9]+(?:\.[0-9]+)?)"
+    r"\s*\^\s*\{?\s*\\circ\s*\}?\s*[)}]?"
+)
+SET_OF = re.compile(
+    r"\\?\{\s*[A-Za-z]\s*(?:\\in\s*\\(?:mathbb\s*\{?\s*R\s*\}?|R)\s*)?"
+    r"(?::|\\mid|\||\\vert)\s*(?P<holds>.+?)\s*\\?\}"
+)
 RESIDUE = re.compile(
     r"(?P<residue>.*?)\s*(?:\\[pb]?mod|\(\s*\\?b?mod|(?<=\s)mod)(?![A-Za-z])\s*(?P<modulus>[^()]*?)\)?",
     re.DOTALL,
@@ -114,13 +143,22 @@ def tidy(answer: str) -> str:
             text = (
                 re.sub(r"(?:[\s.,;:]|\\\\|(?<!\\)\\[,;: ])+$", "", text) if not text.endswith("...") else text
             )
-            return CALLED.sub("", OPTION.sub("", ORDINAL.sub("", text.strip()), count=1), count=1)
+            text = CALLED.sub("", OPTION.sub("", ORDINAL.sub("", text.strip()), count=1), count=1)
+            return _in_symbols(text)
         text = text.strip()
+
+
+def _in_symbols(text: str) -> str:
+    """With symbols for words: those before a value, an "and" of a list, no solution, degrees of an angle."""
+    if NO_SOLUTION.fullmatch(" ".join(_plain(text).split())):
+        return r"\emptyset"
+    text = AND.sub(", ", SAID_BEFORE.sub("", text, count=1))
+    return DEGREES.sub(r"\\\g<name>(\\frac{\g<angle>\\pi}{180})", text)
 
 
 def compare_text(answer: str, truth: str) -> bool | None:
     """Whether tidy texts are equal, when that is plain without mathematics; None when it needs some."""
-    if answer == truth or _canonical(answer) == _canonical(truth):
+    if answer == truth or _canonical(answer) == _canonical(truth) or _flat(answer) == _flat(truth):
         return True
     if UNFINISHED.search(answer) or _contradict(answer, truth):
         return False
@@ -159,6 +197,8 @@ def _contradict(answer: str, truth: str) -> bool:
 
 def as_interval(text: str) -> str | None:
     r"""The interval that an inequality in one letter says: (0, 1] of "0 < x \le 1"; else None."""
+    if found := SET_OF.fullmatch(text):
+        text = found["holds"]
     parts = re.split(r"\s*(?:\\(?:text|mathrm|mbox)\s*\{\s*or\s*\}|\\(?:lor|vee)|\bor\b)\s*", text)
     intervals = [_one_interval(part.strip()) for part in parts]
     return None if None in intervals else r" \cup ".join(filter(None, intervals))
@@ -222,6 +262,11 @@ def _canonical(text: str) -> str:
     """The text without what has no meaning in a formula: spaces around signs, sizes."""
     text = NO_MEANING.sub("", _without_thin_spaces(text))
     return text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+
+
+def _flat(text: str) -> str:
+    """The text without fonts: 3:40 PM of "3:40 \\text{ PM}"."""
+    return _canonical(" ".join(_plain(text).split()))
 
 
 def _without_thin_spaces(text: str) -> str:

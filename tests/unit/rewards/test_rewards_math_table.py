@@ -51,6 +51,7 @@ def test_math_says_of_answers_what_a_person_does():
 def test_an_answer_behind_its_mark_is_what_it_is_in_a_box():
     boxed = [(row, boxes(row[3])[0]) for row in table() if not boxes(row[3])[1]]
     rows = [(row, row[3][found[0].inner : found[0].end]) for row, found in boxed if len(found) == 1]
+    rows = [(row, held) for row, held in rows if row[1] or held != row[2]]  # else what stands around is wrong
     missed = [row for row, held in rows if math_dapo("s", f"Answer: {held}", row[2], None) != row[1]]
     assert len(rows) > 600 and len(missed) <= len(rows) // 40, missed
 
