@@ -14,7 +14,6 @@ from torch import Tensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
-from siirl.engines.train.offload import HostCopies
 from siirl.engines.train.optimizer import learning_rate
 from siirl.engines.train.packed.micro_batches import (
     MicroBatchLimit,
@@ -27,7 +26,7 @@ from siirl.engines.train.packed.micro_batches import (
 from siirl.engines.train.packed.packing import PackedBatch, pack_rows
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.settings import EngineSettings
-from siirl.engines.train.transfers import sent_rows
+from siirl.engines.train.transfers import HostCopies, sent_rows
 from siirl.errors import CheckpointError, NumericsError
 from siirl.model_files.directory import weights_digest
 from siirl.observe.metrics import Metrics

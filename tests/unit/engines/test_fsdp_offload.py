@@ -2,7 +2,7 @@
 
 import torch
 
-from siirl.engines.train.offload import HostCopies
+from siirl.engines.train.transfers import HostCopies
 
 
 def test_views_and_tied_tensors_see_the_same_values_after_restore():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from siirl.engines.train.adapters.lora import adapter_name, plain_name
-from siirl.engines.train.offload import HostCopies
+from siirl.engines.train.transfers import HostCopies
 from siirl.observe.spans import phase
 
 
