@@ -8,7 +8,7 @@ files lies on every machine; an older checkpoint goes only when the new one has 
 goes on asks every machine what it holds of what manifest, takes the newest that is whole in all of them
 together, and fetches the files that its ranks will read: what the index says of their tensors. So machines
 may be lost, swapped, more or fewer. What differs between launchers is who holds the folder: the local
-launcher, an actor of Ray (`ray_memory.py`), or torchrun's agent, which runs no code of ours, so that the
+launcher, an actor of Ray, or torchrun's agent, which runs no code of ours, so that the
 folder is named after it (`siirl/launch/memory_checkpoints.py`).
 
 Checkpoints are written aside, checked by a manifest, and become current by one atomic pointer; a damaged

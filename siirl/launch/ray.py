@@ -18,14 +18,13 @@ from siirl.config import Config
 from siirl.errors import ConfigError, PlacementError, UserError, joined
 from siirl.launch.attempts import Attempts, Ended
 from siirl.launch.job import Job
-from siirl.launch.memory_checkpoints import KEY
+from siirl.launch.memory_checkpoints import KEY, RayMemory
 from siirl.launch.outcome import Stop, catch_signals
 from siirl.launch.output_relay import ConsoleWriter
 from siirl.launch.process import KILL_GRACE_S, TERM_GRACE_S
 from siirl.launch.ray_actor import Launch, RankActor, forwarded_environment
 from siirl.launch.ray_cluster import Need, Stopped, bundle_nodes, connected, reserve
 from siirl.launch.ray_head import HeadLost
-from siirl.launch.ray_memory import RayMemory
 from siirl.launch.ray_watch import Rank, RankWatch
 from siirl.launch.run_record import command_line
 from siirl.launch.scaled import Scaled

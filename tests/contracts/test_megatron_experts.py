@@ -28,7 +28,7 @@ def model_dir() -> str:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_grouped_product_equals_that_of_each_expert(counts, dtype):
     from siirl.engines.train.experts.grouped_product import GroupedProduct
-    from siirl.engines.train.megatron.grouped_experts import grouped_linear
+    from siirl.engines.train.megatron.layers import grouped_linear
 
     torch.manual_seed(0)
     weights = [torch.randn(16, 24).to(dtype).requires_grad_() for _ in counts]

@@ -20,10 +20,10 @@ from transformers import PretrainedConfig
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.engines.train.megatron.fused import gated_unit
-from siirl.engines.train.megatron.grouped_experts import GroupedExperts
 from siirl.engines.train.megatron.latent_attention import LatentAttention
 from siirl.engines.train.megatron.layers import (
     Attention,
+    GroupedExperts,
     HeadNorm,
     Layer,
     LayerNorm,
