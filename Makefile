@@ -59,8 +59,9 @@ test: .venv/.dev  ## the test suite (15 to 20 minutes on 2 cores)
 test-fast: .venv/.dev  ## what needs no processes, for the inner loop (under 90 s on 2 cores)
 	$(PYTEST) -n 2 -m 'not slow and not gpu and not heavy' tests/unit tests/plan
 
+# Its commands import for themselves, as a user's do; those of `make test` are forks (tests/support/forked_starts.py).
 test-all: .venv/.verifiers  ## the slower tests too
-	$(PYTEST) -n 2 --timeout 900
+	SIIRL_TEST_STARTS=real $(PYTEST) -n 2 --timeout 900
 
 check: .venv/.dev  ## lint, format, types, layers, import circles
 	.venv/bin/ruff check .

@@ -11,6 +11,19 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
+from dist_harness import start_by_forks
+from forked_starts import asks
+
+start_by_forks()
+
+
+@pytest.fixture(autouse=True)
+def starts_import_where_they_are_told_to(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the mark `real_starts`, the commands that a test starts are no forks."""
+    asks.real = request.node.get_closest_marker("real_starts") is not None
+    yield
+    asks.real = False
+
 
 @pytest.fixture
 def public_path() -> Iterator[Path]:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from siirl.algorithms.groups import Groups
 from siirl.algorithms.registry import Registry, option_names, pick_options
-from siirl.config.algorithm_table import ESTIMATORS
+from siirl.config.algorithm_table import ESTIMATORS, row_of
 from siirl.errors import ConfigError, RewardError
 
 
@@ -85,8 +85,8 @@ def register_advantage(
 
 
 def built_in(name: str, across_ranks: AcrossRanksStep = None) -> Decorator:
-    """`register_advantage` with the fields of the estimator's row in the table."""
-    return register_advantage(name, ESTIMATORS[name].reads, across_ranks)
+    """`register_advantage` with the fields of the estimator's row. LookupError if it has none."""
+    return register_advantage(name, row_of(ESTIMATORS, name).reads, across_ranks)
 
 
 def compute_advantage(

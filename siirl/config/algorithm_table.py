@@ -6,7 +6,9 @@ names. A new estimator or loss is its function and its row.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,16 @@ OWN_LOSS = PolicyLoss()
 GROUPED = tuple(name for name, row in ESTIMATORS.items() if row.compares_groups)
 """Estimators that compare a response with the others of its prompt."""
 WITH_CRITIC = tuple(name for name, row in ESTIMATORS.items() if row.uses_critic)
+
+
+def row_of(table: Mapping[str, Row], name: str) -> Row:
+    """The row of a function of siirl/algorithms. LookupError for one that has none."""
+    if name not in table:
+        raise LookupError(
+            f"{name!r} is a function of siirl/algorithms without a row in siirl/config/algorithm_table.py: "
+            f"keys, checks and ops would not know it. Add one, as those of {', '.join(list(table)[:3])}."
+        )
+    return table[name]
 
 
 def estimators_with(key: str) -> str:

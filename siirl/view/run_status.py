@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from siirl.compiler.backends import ROLLOUT_BACKENDS
 from siirl.compiler.plan import Plan
 from siirl.observe.logs import TAIL_BYTES, log_lines
 from siirl.observe.printable import printable
@@ -37,7 +38,7 @@ ENGINES = {
     "perf/idle_s_max": "seconds, most that a rank waited for others",
 }
 """What tells how engines do, and what waits at them or for others."""
-_LOG = re.compile(r"(rank_\d+|vllm_.*|sglang_.*|.*rank_\d+)\.log")
+_LOG = re.compile(rf"(.*rank_\d+|({'|'.join(ROLLOUT_BACKENDS)})_.*)\.log")
 
 
 def trainer_of(job: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What every rollout engine must do, whatever its backend. A new engine joins by its name in ENGINES.
+"""What every rollout engine must do, whatever its backend: every row of the table with weights joins.
 
 One engine of each kind serves the whole module, as some take long to start; what needs an engine of its own
 configuration is tested on those of START_FAST.
@@ -29,7 +29,8 @@ from siirl.engines.rollout.sampling import derive_seed
 from siirl.errors import ConfigError, EpisodeFailed, RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims
 
-ENGINES = ["hf", "vllm", pytest.param("vllm guessing", marks=pytest.mark.slow), "sglang"]
+ENGINES = [name for name, row in ROLLOUT_BACKENDS.items() if row.weights]
+ENGINES.append(pytest.param("vllm guessing", marks=pytest.mark.slow))
 GUESSES = {"vllm guessing": ("actor_rollout_ref.rollout.speculative_tokens=3",)}
 """Keys of engines that guess tokens, which are drawn all the same."""
 START_FAST = ["hf"]

@@ -24,19 +24,8 @@ LAUNCH = (
     "from siirl.launch.local import run_local;"
     "code = run_local(Job.read(Path(sys.argv[1]))); assert 'torch' not in sys.modules; sys.exit(code)"
 )
-TORCHRUN = """
-import sys
-from pathlib import Path
-from siirl.errors import UserError
-from siirl.launch.job import Job
-from siirl.launch.torchrun import run_torchrun
-if __name__ == "__main__":
-    try:
-        sys.exit(run_torchrun(Job.read(Path(sys.argv[1]))))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-"""
+LAUNCHER = [sys.executable, "-m", "launch_written_job"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 def write_job(folder: Path, entry: str, *overrides: str) -> Path:
@@ -46,8 +35,11 @@ def write_job(folder: Path, entry: str, *overrides: str) -> Path:
 
 
 def run(folder: Path, entry: str, *overrides: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", LAUNCH, str(write_job(folder, entry, *overrides))]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    return run_words([*LAUNCHER, str(write_job(folder, entry, *overrides))])
+
+
+def run_words(words: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=100)
 
 
 def log(folder: Path, rank: int) -> str:
@@ -55,7 +47,8 @@ def log(folder: Path, rank: int) -> str:
 
 
 def test_a_run_that_ends_well_exits_0_and_logs_every_rank(tmp_path):
-    done = run(tmp_path, "finish")
+    """Its launcher has not imported torch."""
+    done = run_words([sys.executable, "-c", LAUNCH, str(write_job(tmp_path, "finish"))])
     assert done.returncode == 0, done.stderr
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert f"sum=1 dag=launch_test seed=1 cpu threads={threads}" in done.stdout
@@ -194,7 +187,7 @@ def wait_for_standbys(ready: standbys.Standbys) -> dict[int, int]:
 
 def start(folder: Path, entry: str) -> tuple[subprocess.Popen, list[int]]:
     """Start a launcher and wait until its workers tell their pids."""
-    return wait_for_pids([sys.executable, "-c", LAUNCH, str(write_job(folder, entry))], folder)
+    return wait_for_pids([*LAUNCHER, str(write_job(folder, entry))], folder)
 
 
 def wait_for_pids(command: list[str], folder: Path) -> tuple[subprocess.Popen, list[int]]:
@@ -232,7 +225,7 @@ def test_workers_and_their_children_end_when_the_launcher_is_killed(tmp_path):
 
 def test_rank_0_has_a_terminal_when_the_launcher_has_one(tmp_path):
     ours, theirs = os.openpty()
-    command = [sys.executable, "-c", LAUNCH, str(write_job(tmp_path, "finish"))]
+    command = [*LAUNCHER, str(write_job(tmp_path, "finish"))]
     launcher = subprocess.Popen(command, env=environment(), stdout=theirs, stderr=theirs)
     os.close(theirs)
     seen = b""
@@ -247,11 +240,8 @@ def test_rank_0_has_a_terminal_when_the_launcher_has_one(tmp_path):
 
 
 def torchrun(folder: Path, entry: str, num_processes: int) -> subprocess.CompletedProcess:
-    script = folder / "main.py"
-    script.write_text(TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
-    command += ["--standalone", str(script), str(write_job(folder, entry))]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    own = [f"--nproc-per-node={num_processes}", "-m", LAUNCHER[-1], str(write_job(folder, entry))]
+    return run_words([*TORCHRUN, *own])
 
 
 def test_torchrun_runs_the_same_job(tmp_path):
@@ -268,12 +258,8 @@ def test_torchrun_with_another_world_than_the_plans_is_refused(tmp_path):
 
 def test_workers_end_soon_after_torchrun_is_killed(tmp_path):
     """A killed torchrun tells its workers nothing."""
-    script = tmp_path / "main.py"
-    script.write_text(TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    launcher, pids = wait_for_pids(
-        [*command, str(script), str(write_job(tmp_path, "wait_stubbornly"))], tmp_path
-    )
+    job = str(write_job(tmp_path, "wait_stubbornly"))
+    launcher, pids = wait_for_pids([*TORCHRUN, "--nproc-per-node=2", "-m", LAUNCHER[-1], job], tmp_path)
     launcher.kill()
     launcher.communicate()
     wait_until_dead(pids, 10)

@@ -26,7 +26,7 @@ from siirl.errors import ConfigError, PlacementError
 from siirl.launch.job import Job
 from siirl.launch.ray import RayTrainer
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.real_starts]
 SCRIPT = ROOT / "examples" / "run_qwen3-0.6b-1gpu.sh"
 TWO = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "ray_init.wait_s=1", "trainer.max_restarts=0")
 

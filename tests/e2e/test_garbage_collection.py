@@ -32,6 +32,7 @@ def inputs(tmp_path_factory):
     return Inputs.make(tmp_path_factory.mktemp("inputs"))
 
 
+@pytest.mark.real_starts  # a fork begins with what its nursery has set aside
 def test_full_collections_pass_over_what_two_steps_have_built(inputs, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     more = (

@@ -1,56 +1,26 @@
 """Runs a function on several gloo processes: the one way in which tests start workers.
 
 Importing torch takes seconds, so one process (the nursery) imports it once per test session and forks the
-workers of each call from there: every worker is fresh, and starts in milliseconds.
+workers of each call from there: every worker is fresh, and starts in milliseconds. It forks the commands of
+siirl that a test starts, too (forked_starts.py).
 """
 
 import atexit
-import contextlib
-import faulthandler
-import gc
-import importlib
-import multiprocessing
+import json
 import os
 import pickle
 import signal
+import socket
+import subprocess
 import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from siirl.parallel.process_groups import connect_when_used
-
-PRELOAD = (
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "tensordict",
-    "transformers.models.qwen3.modeling_qwen3",
-    "hydra",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
-    "pandas",  # pyarrow imports it where it is installed
-    "siirl.dag_worker.training",
-    "siirl.engines.train.fsdp.fsdp_engine",
-    "siirl.engines.rollout.hf.hf_rollout",
-    "siirl.launch.input_checks",
-    "siirl.main_dag",
-    "siirl.nodes.actor_train",
-    "siirl.nodes.function_reward",
-    "siirl.nodes.log_prob",
-)
-PRELOAD_ON_CPU = ("siirl.engines.train.megatron.engine",)
-"""Where there is CUDA, importing it might initialise CUDA, which forks do not survive."""
-KILL_AFTER_S = 5.0  # a worker dumps its stacks and exits at its deadline; this much later it is killed
-REPORT_WITHIN_S = 1.0  # after the first failure the others may still report theirs
+import forked_starts
+from forked_workers import KILL_AFTER_S
 
 
 class WorkerFailure(RuntimeError):
@@ -67,9 +37,15 @@ def run_workers(
     rank r uses CUDA device r. backend None: no process group, but the environment of a process that torchrun
     has started. WorkerFailure, with tracebacks, if a worker raises, dies or is late.
     """
+    import torch.distributed as dist
+
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=deadline_s), wait_for_workers=False)
+    call = pickle.dumps((fn, args))
+    branch = (
+        "vllm" if b"vllm" in call and forked_starts.fits(os.environ) and not forked_starts.asks.real else ""
+    )
     job = {
-        "call": pickle.dumps((fn, args)),
+        "call": call,
         "world_size": world_size,
         "port": store.port,
         "deadline_s": deadline_s,
@@ -77,171 +53,99 @@ def run_workers(
         "environ": dict(os.environ),
         "path": list(sys.path),
         "cwd": os.getcwd(),
+        "starts": bool(branch),
     }
-    nursery = _nursery()
+    workers = _session.jobs(branch)
     try:
-        nursery.send(job)
-        if not nursery.poll(deadline_s + 2 * KILL_AFTER_S + 60):
+        workers.send(job)
+        if not workers.poll(deadline_s + 2 * KILL_AFTER_S + 60):
             raise WorkerFailure(
                 f"{fn.__name__}: no answer within {deadline_s} s and the time to kill its workers"
             )
-        kind, result = nursery.recv()
+        kind, result = workers.recv()
     except BaseException:
-        _close_nursery()
+        _session.forget(branch)
         raise
     if kind == "failed":
         raise WorkerFailure(f"{fn.__name__} on {world_size} workers failed.\n{result}")
     return [pickle.loads(of_rank) for of_rank in result]
 
 
-_open: list[tuple[BaseProcess, Connection]] = []
+class Session:
+    """The nurseries of this process, each started when it is first needed."""
 
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._orders: dict[str, socket.socket] = {}
+        self._jobs: dict[str, Connection] = {}
+        self._starts: dict[str, socket.socket] = {}
 
-def _nursery() -> Connection:
-    if not _open:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), name="test-nursery")
-        process.start()
-        theirs.close()
-        _open.append((process, ours))
-    return _open[0][1]
+    def jobs(self, branch: str) -> Connection:
+        """Where the workers of `run_workers` are asked for."""
+        if branch not in self._jobs:
+            self._jobs[branch] = Connection(self._serving("jobs", branch, socket.SOCK_STREAM).detach())
+        return self._jobs[branch]
 
+    def starts(self, words: Sequence[str]) -> socket.socket:
+        """Where the process of a command line is asked for."""
+        branch = forked_starts.needs(words)
+        if branch not in self._starts:
+            self._starts[branch] = self._serving("starts", branch)
+        return self._starts[branch]
 
-@atexit.register
-def _close_nursery() -> None:
-    while _open:
-        process, connection = _open.pop()
-        connection.close()
-        process.join(KILL_AFTER_S)
-        if process.is_alive():
-            process.kill()
+    def forget(self, branch: str) -> None:
+        """The next workers are asked of another process."""
+        self._jobs.pop(branch).close()
 
+    def close(self) -> None:
+        for end in (*self._jobs.values(), *self._starts.values(), *self._orders.values()):
+            end.close()
+        if self._process is not None:
+            try:
+                self._process.wait(KILL_AFTER_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
 
-def _serve(parent: Connection) -> None:
-    """The nursery's loop: import once, then run one job after another until the session closes the pipe."""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other way to ask for CUDA spoils it for forks
-    for module in PRELOAD if torch.cuda.is_available() else (*PRELOAD, *PRELOAD_ON_CPU):
-        importlib.import_module(module)
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # no worker looks for garbage in what all share
-    while True:
-        try:
-            job = parent.recv()
-        except EOFError:
-            return
-        parent.send(_run_job(job))
+    def _serving(self, service: str, branch: str, kind: int = socket.SOCK_SEQPACKET) -> socket.socket:
+        if branch and branch not in self._orders:
+            self._orders[branch] = self._serving_by("", "orders", branch, socket.SOCK_SEQPACKET)
+        return self._serving_by(branch, service, "", kind)
 
+    def _serving_by(self, nursery: str, service: str, branch: str, kind: int) -> socket.socket:
+        if not self._orders:
+            self._begin()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+        with theirs:
+            forked_starts.order(self._orders[nursery], service, branch, theirs.fileno())
+        return ours
 
-def _run_job(job: dict[str, Any]) -> tuple[str, Any]:
-    """Fork the workers, collect their results: ("done", one pickle per rank) or ("failed", text)."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        workers: dict[int, BaseProcess] = {}
-        pipes: dict[int, Connection] = {}
-        for rank in range(job["world_size"]):
-            pipes[rank], theirs = context.Pipe(duplex=False)
-            workers[rank] = context.Process(
-                target=_work, args=(rank, job, theirs, folder), name=f"worker-{rank}"
+    def _begin(self) -> None:
+        """Start the first one. The padding is where its forks show their command lines and variables."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        padding = "." * forked_starts.PADDING
+        own = {"SPT_NOENV": "1", "SIIRL_TEST_BASE": json.dumps(dict(forked_starts.base)), "PADDING": padding}
+        with theirs:
+            self._process = forked_starts.REAL(
+                [sys.executable, str(Path(__file__).with_name("nursery.py")), str(theirs.fileno()), padding],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=dict(forked_starts.base) | own,
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),
             )
-            workers[rank].start()
-            theirs.close()
-            with contextlib.suppress(ProcessLookupError):
-                os.setpgid(workers[rank].pid, 0)  # so that what a worker starts goes with it
-        try:
-            results, failures = _collect(pipes, workers, job["deadline_s"], Path(folder))
-        finally:
-            for worker in workers.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(worker.pid, signal.SIGKILL)
-                worker.join()
-    if failures:
-        return "failed", "\n".join(failures)
-    return "done", [results[rank] for rank in sorted(results)]
+        self._orders[""] = ours
 
 
-def _collect(
-    pipes: dict[int, Connection], workers: dict[int, BaseProcess], deadline_s: float, folder: Path
-) -> tuple[dict[int, bytes], list[str]]:
-    results: dict[int, bytes] = {}
-    failures: list[str] = []
-    end = time.monotonic() + deadline_s + KILL_AFTER_S
-    waiting = dict(pipes)
-    while waiting and (left := end - time.monotonic()) > 0:
-        ready = set(wait(list(waiting.values()), left))
-        for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
-            kind, result = _receive(waiting.pop(rank), workers[rank], folder / str(rank))
-            if kind == "done":
-                results[rank] = result
-            else:
-                failures.append(f"--- rank {rank} {result}")
-                end = min(end, time.monotonic() + REPORT_WITHIN_S)
-    if waiting and not failures:
-        failures.append(f"ranks {sorted(waiting)} ignored the deadline of {deadline_s} s")
-    return results, failures
+_session = Session()
+atexit.register(_session.close)
 
 
-def _receive(pipe: Connection, worker: BaseProcess, stacks: Path) -> tuple[str, Any]:
-    try:
-        return pipe.recv()
-    except EOFError:
-        worker.join(REPORT_WITHIN_S)
-        dump = stacks.read_text() if stacks.exists() else ""
-        return "failed", f"died without a result, exit code {worker.exitcode}\n{dump}"
+def start_by_forks() -> None:
+    """Have the commands of siirl that this process starts be forks."""
+    owner = os.getpid()
 
+    def channel(words: Sequence[str]) -> socket.socket | None:
+        return _session.starts(words) if os.getpid() == owner else None
 
-def _work(rank: int, job: dict[str, Any], answer: Connection, folder: str) -> None:
-    """One worker: set up the process, call the function, answer."""
-    with open(Path(folder) / str(rank), "w") as stacks:
-        faulthandler.dump_traceback_later(job["deadline_s"], exit=True, file=stacks)
-        try:
-            _prepare(rank, job)
-            fn, args = pickle.loads(job["call"])
-            result = fn(rank, job["world_size"], *args)
-            answer.send(("done", pickle.dumps(result)))
-        except BaseException:  # noqa: BLE001 - the edge of the process
-            answer.send(("failed", f"raised\n{traceback.format_exc()}"))
-        answer.close()
-        faulthandler.cancel_dump_traceback_later()
-    time.sleep(
-        job["deadline_s"]
-    )  # peers may still be talking to this rank: the nursery ends all of them together
-    os._exit(0)
-
-
-def _prepare(rank: int, job: dict[str, Any]) -> None:
-    os.environ.clear()
-    os.environ.update(job["environ"])
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
-    if job["backend"] is None:
-        os.environ.update(_torchrun_variables(rank, job))
-    os.chdir(job["cwd"])
-    sys.path[:] = job["path"]
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    if job["backend"] is None:
-        return
-    if "nccl" in job["backend"]:
-        torch.cuda.set_device(rank)
-    connect_when_used()
-    dist.init_process_group(
-        job["backend"],
-        store=dist.TCPStore("127.0.0.1", job["port"], None, False),
-        rank=rank,
-        world_size=job["world_size"],
-        timeout=timedelta(seconds=job["deadline_s"]),
-    )
-
-
-def _torchrun_variables(rank: int, job: dict[str, Any]) -> dict[str, str]:
-    """What torchrun tells the processes that it starts on one machine."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(job["world_size"]),
-        "LOCAL_WORLD_SIZE": str(job["world_size"]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(job["port"]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store runs in the process that called run_workers
-    }
+    forked_starts.asks.channel = channel  # type: ignore[method-assign]
+    forked_starts.install(os.environ)

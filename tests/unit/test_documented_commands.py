@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from siirl import cli
 from siirl.cli import main
 from siirl.dag.yaml_file import parse_dag
 
@@ -52,6 +53,13 @@ def test_a_documented_command_is_accepted(page, settings, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     words = [word for word in shlex.split(settings) if word not in NO_WORDS]
     assert main(["check", "--elsewhere", *words]) == 0, capsys.readouterr()
+
+
+def test_every_command_is_on_a_page():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    text = "\n".join(page.read_text() for page in pages)
+    missing = [name for name in cli._commands(cli._parser()) if not re.search(rf"siirl {name}\b", text)]
+    assert missing == [], "name and explain them on a page of docs/"
 
 
 def spans(pattern: str) -> list[tuple[str, ...]]:

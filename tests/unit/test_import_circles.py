@@ -1,11 +1,14 @@
 """`make check` finds circles of imports wherever they hide; and names of files that are not unique."""
 
 import importlib.util
+import tomllib
 from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+
+from siirl.compiler.backends import ROLLOUT_BACKENDS, TRAIN_BACKENDS
 
 pytestmark = pytest.mark.heavy
 
@@ -78,3 +81,11 @@ def test_no_two_files_of_different_rooms_have_one_name():
     everywhere = {"__init__.py", "base.py"}
     names = Counter(path.name for path in (ROOT / "siirl").rglob("*.py") if path.name not in everywhere)
     assert [name for name, number in names.items() if number > 1] == []
+
+
+def test_the_contract_between_backends_names_every_engine():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (apart,) = (contract["modules"] for contract in contracts if contract["type"] == "independence")
+    for row in (*TRAIN_BACKENDS.values(), *ROLLOUT_BACKENDS.values()):
+        module = row.engine.partition(":")[0]
+        assert any(f"{module}.".startswith(f"{name}.") for name in apart), (module, apart)

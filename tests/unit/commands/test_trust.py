@@ -87,8 +87,15 @@ CHANGEABLE = {
 }
 
 
-@pytest.mark.parametrize("command", ["resume", "eval"])
-@pytest.mark.parametrize("what", CHANGEABLE)
+BY_EVAL = ("config", "a stranger's code", "a folder above")
+"""With `eval`, which asks as `resume` does and takes longer; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    ("what", "command"),
+    [(what, "resume") for what in CHANGEABLE]
+    + [pytest.param(what, "eval", marks=[pytest.mark.slow] * (what not in BY_EVAL)) for what in CHANGEABLE],
+)
 def test_a_folder_that_others_can_change_is_started_for_who_trusts_it(what, command, run, started, capsys):
     path, change, words = CHANGEABLE[what](run)
     change(path)

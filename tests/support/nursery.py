@@ -1,0 +1,110 @@
+"""The process that has imported what siirl's processes import, and forks them: what makes tests start fast.
+
+    python tests/support/nursery.py FD PADDING
+
+It takes orders from the socket FD: each forks another nursery, which imports more and serves on a socket that
+comes along (`SERVICES`). None has threads or CUDA, so that what it forks is as a new process.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Collection
+from multiprocessing.connection import Connection
+
+sys.path[:0] = [path for path in (os.path.dirname(__file__),) if path not in sys.path]
+
+import forked_starts  # noqa: E402 - beside this file, which may be run by its path
+import forked_workers  # noqa: E402
+
+PRELOAD = (
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.run",
+    forked_starts.TORCHRUN,
+    "tensordict",
+    "transformers.models.qwen3.modeling_qwen3",
+    "hydra",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "pandas",  # pyarrow imports it where it is installed
+    "setproctitle",
+    "siirl.cli",
+    "siirl.commands",
+    "siirl.dag_worker.training",
+    "siirl.engines.train.fsdp.fsdp_engine",
+    "siirl.engines.rollout.hf.hf_rollout",
+    "siirl.launch.input_checks",
+    "siirl.launch.worker_entry",
+    "siirl.main_dag",
+    "siirl.nodes.actor_train",
+    "siirl.nodes.function_reward",
+    "siirl.nodes.log_prob",
+)
+PRELOAD_ON_CPU = ("siirl.engines.train.megatron.engine",)
+"""Where there is CUDA, importing it might initialise CUDA, which forks do not survive."""
+BRANCHES = {
+    "": (),
+    "vllm": (
+        "siirl.engines.rollout.vllm.native",
+        "siirl.engines.rollout.served.server",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.worker.cpu_model_runner",
+        "vllm.model_executor.models.qwen3",
+    ),
+}
+"""What each imports on top. One with vLLM is of its own, as that changes settings of torch."""
+
+
+def serve_orders(channel: socket.socket) -> None:
+    """Fork a nursery for each order, until the other end closes."""
+    while True:
+        message, fds, _, _ = socket.recv_fds(channel, 1 << 16, 1)
+        if not message:
+            return
+        order = json.loads(message)
+        if os.fork() == 0:
+            channel.close()
+            _import(BRANCHES[order["branch"]])
+            SERVICES[order["service"]](socket.socket(fileno=fds[0]))
+            os._exit(0)
+        os.close(fds[0])
+
+
+def serve_jobs(channel: socket.socket) -> None:
+    """Run the jobs of `run_workers`, one after another."""
+    forked_workers.serve(Connection(channel.detach()))
+
+
+SERVICES = {"orders": serve_orders, "jobs": serve_jobs, "starts": forked_starts.serve}
+
+
+def _import(names: Collection[str]) -> None:
+    gc.disable()
+    for name in names:
+        with contextlib.suppress(ImportError):  # of what is not installed
+            importlib.import_module(name)
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # no process looks for garbage in what all share
+
+
+def main() -> None:
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other way to ask for CUDA spoils it for forks
+    import torch
+
+    _import(PRELOAD if torch.cuda.is_available() else (*PRELOAD, *PRELOAD_ON_CPU))
+    torch.set_num_threads(1)
+    forked_starts.be_a_nursery()
+    with contextlib.suppress(KeyboardInterrupt):
+        serve_orders(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

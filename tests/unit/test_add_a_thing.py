@@ -1,0 +1,94 @@
+"""What is added to siirl and not finished is red by itself: tried in a copy of the tree."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from siirl.algorithms.advantages import built_in
+
+pytestmark = pytest.mark.heavy
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("siirl", "docs", "dag_templates", "tools", "tests/support")
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of what the tests of a change need."""
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True)
+    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "tests/conftest.py"):
+        shutil.copy2(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def change(path: Path, before: str, after: str) -> None:
+    text = path.read_text()
+    assert text.count(before) == 1, (path, before)
+    path.write_text(text.replace(before, after))
+
+
+def reds(tree: Path, *words: str) -> tuple[set[str], str]:
+    """Run tests in the copy: the names of those that failed, and what was printed."""
+    for word in words:
+        if word.startswith("tests/") and not (file := tree / word.partition("::")[0]).exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / word.partition("::")[0], file)
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *words]
+    done = subprocess.run(
+        command, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True, text=True
+    )
+    red = {
+        line.split(" - ")[0].split(" ", 1)[1]
+        for line in done.stdout.splitlines()
+        if line[:5] in ("FAILE", "ERROR")
+    }
+    return red, done.stdout + done.stderr
+
+
+def test_a_rollout_engine_that_is_a_row_alone_is_red_everywhere(tree):
+    """The contract suite, the registry and the import contract ask for the rest; its logs are shown."""
+    stub = (
+        '    "stub": Backend("siirl.engines.rollout.stub.stub_rollout:Stub", _replicas, lambda *model: []),\n'
+    )
+    table = "ROLLOUT_BACKENDS = {\n"
+    change(tree / "siirl/compiler/backends.py", table, table + stub)
+    suite, registry = (
+        "tests/contracts/test_rollout_engine_contract.py",
+        "tests/unit/engines/test_engine_registry.py",
+    )
+    imports = "tests/unit/test_import_circles.py"
+    words = (
+        suite,
+        registry,
+        imports,
+        "-k",
+        "stub or names_every_engine or results_come_per_prompt and stub or rows",
+    )
+    red, told = reds(tree, *words)
+    assert {name.partition("::")[0] for name in red} == {suite, registry, imports}, told
+    assert f"{suite}::test_results_come_per_prompt_in_order_with_n_samples_each[stub]" in red, told
+    assert f"{registry}::test_keys_have_the_rows_as_choices" in red, told
+    shown = "from siirl.view.run_status import _LOG; assert _LOG.fullmatch('stub_agent_0.rollout.log')"
+    subprocess.run([sys.executable, "-c", shown], cwd=tree, check=True)
+
+
+def test_a_command_is_red_until_a_page_names_it(tree):
+    last = "    add_commands(commands)\n"
+    change(tree / "siirl/cli.py", last, '    commands.add_parser("polish", help="make it shine")\n' + last)
+    test = "tests/unit/test_documented_commands.py::test_every_command_is_on_a_page"
+    red, told = reds(tree, test)
+    assert red == {test} and "polish" in told, told
+    with (tree / "docs" / "runs.md").open("a") as page:
+        page.write("\n`siirl polish` makes it shine.\n")
+    assert reds(tree, test)[0] == set()
+
+
+def test_an_estimator_without_a_row_is_told_where_one_is_missing():
+    with pytest.raises(
+        LookupError, match=r"'mine' .*without a row in siirl/config/algorithm_table\.py: .*Add one"
+    ):
+        built_in("mine")
