@@ -5,7 +5,8 @@ its own Python, that is asked of a nursery below it; all else, and what differs 
 started as ever. The new process is a child of who asked, with the descriptors, the session, the folder, the
 variables and the command line that it would have, in /proc too. It starts others in the same way.
 
-SIIRL_TEST_STARTS=real, or the mark `real_starts` of a test, lets all of them import for themselves.
+SIIRL_TEST_STARTS=real, or the mark `real_starts` of a test, lets all of them import for themselves; =tell
+prints which variables stood in the way of a fork.
 """
 
 import atexit
@@ -52,7 +53,7 @@ MAY_DIFFER = frozenset(
 )  # fmt: skip
 MAY_DIFFER_FROM = (
     "GLOO_", "GROUP_", "LOCAL_", "MASTER_", "NCCL_", "PYTEST_", "RAY_", "ROLE_", "SIIRL_", "TORCHELASTIC_",
-    "TILELANG_", "TORCHINDUCTOR_", "TORCH_NCCL_", "TRITON_", "VLLM_",
+    "TILELANG_", "TORCHINDUCTOR_", "TORCH_GLOO_", "TORCH_NCCL_", "TRITON_", "VLLM_",
 )  # fmt: skip
 """Variables that nothing reads as it is imported."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -158,7 +159,10 @@ def is_forked(args: Any, environment: Mapping[str, str]) -> bool:
 def fits(environment: Mapping[str, str]) -> bool:
     """Whether it is that of the nursery but for what nothing reads as it is imported."""
     changed = {name for name in {*environment, *base} if environment.get(name) != base.get(name)}
-    return all(name in MAY_DIFFER or name.startswith(MAY_DIFFER_FROM) for name in changed)
+    other = [name for name in changed - MAY_DIFFER if not name.startswith(MAY_DIFFER_FROM)]
+    if other and os.environ.get("SIIRL_TEST_STARTS") == "tell":
+        print(f"no fork, for the variables {other}", file=sys.stderr)
+    return not other
 
 
 def _module(words: list[Any]) -> Any:
