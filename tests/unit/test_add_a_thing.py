@@ -49,6 +49,7 @@ def reds(tree: Path, *words: str) -> tuple[set[str], str]:
     return red, done.stdout + done.stderr
 
 
+@pytest.mark.slow  # it tries the tests that ask for the rest, and those run by themselves
 def test_a_rollout_engine_that_is_a_row_alone_is_red_everywhere(tree):
     """The contract suite, the registry and the import contract ask for the rest; its logs are shown."""
     stub = (
