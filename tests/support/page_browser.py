@@ -96,10 +96,10 @@ class Tab:
 
 
 @contextlib.contextmanager
-def opened_tab(folder: Path) -> Iterator[Tab]:
-    """A browser with its profile in a folder, until the block ends."""
+def opened_tab(folder: Path, *flags: str) -> Iterator[Tab]:
+    """A browser with its profile in a folder, until the block ends. flags: further ones of its command."""
     to_browser, from_browser = os.pipe(), os.pipe()
-    command = [browser_path(), *FLAGS, f"--user-data-dir={folder}", "--remote-debugging-pipe"]
+    command = [browser_path(), *FLAGS, *flags, f"--user-data-dir={folder}", "--remote-debugging-pipe"]
     pipes = f'exec "$@" 3<&{to_browser[0]} 4>&{from_browser[1]}'
     with subprocess.Popen(
         ["bash", "-c", pipes, "browser", *command],

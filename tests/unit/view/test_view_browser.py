@@ -4,11 +4,14 @@ import json
 import re
 import shutil
 import subprocess
+import threading
 
 import pytest
+from page_browser import opened_tab
 from viewed_runs import HOSTILE, write_error, write_run
 
 from siirl.observe.run_progress import record_end
+from siirl.view.page_server import PageServer
 from siirl.view.view_page import export, read_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -196,3 +199,52 @@ def test_an_exported_page_opens_at_a_section_by_its_address(tmp_path, dom):
     shown = dom(f"{out.as_uri()}#conversations")
     assert 'id="episodes"' in shown and "four in step 6" in shown
     assert re.search(r'<button[^>]*id="tab-conversations"[^>]*aria-selected="true"', shown)
+
+
+@pytest.fixture
+def served(tmp_path):
+    with PageServer([write_run(tmp_path / "run", text=HOSTILE)]) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+FETCHED = "fetch({!r}).then(answer => answer.text()).then(text => 'read: ' + text, error => 'refused')"
+BLOCKED = """
+(async () => {
+  const said = [];
+  document.addEventListener("securitypolicyviolation", event => said.push(event.effectiveDirective));
+  const script = document.createElement("script");
+  script.textContent = "window.owned = 1";
+  document.body.append(script);
+  const box = document.createElement("div");
+  box.innerHTML = "<img src=x onerror='window.owned = 2'><a href='javascript:window.owned = 3'>a</a>";
+  document.body.append(box);
+  box.querySelector("a").click();
+  await fetch("http://127.0.0.1:9/").catch(() => 0);
+  await new Promise(done => setTimeout(done, 300));
+  return [window.owned ?? 0, [...new Set(said)].sort()];
+})()
+"""
+
+
+def test_a_script_that_came_into_the_served_page_would_not_run_and_no_other_site_reads_it(tmp_path, served):
+    """The second wall, behind text that is no markup; other origins by a name that leads here, and by fetch."""
+    name = f"http://evil.example:{served.server_port}/{served.token}/"
+    with opened_tab(tmp_path / "profile", "--host-resolver-rules=MAP evil.example 127.0.0.1") as tab:
+        tab.open(served.url)
+        tab.wait_for("document.title.length > 0 && !!document.getElementById('panel')")
+        owned, blocked = tab.value(BLOCKED)
+        assert owned == 0
+        assert {"connect-src", "img-src", "script-src-elem"} <= set(blocked)
+        tab.open(name)  # a name of theirs that leads here
+        tab.wait_for("document.body && document.body.innerText.length > 0")
+        assert tab.value("document.body.innerText") == "This address serves 127.0.0.1 alone."
+        tab.open(f"http://localhost:{served.server_port}/nothing")  # another origin than 127.0.0.1
+        tab.wait_for("document.body && document.body.innerText.length > 0")
+        for path in ("", "part/0/overview"):
+            assert tab.value(FETCHED.format(served.url + path)) == "refused"
+        own = f"http://localhost:{served.server_port}/{served.token}/part/0/overview"
+        assert tab.value(FETCHED.format(own)).startswith("read: {"), "what is refused is read where it may be"
