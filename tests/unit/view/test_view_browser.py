@@ -231,7 +231,7 @@ BLOCKED = """
 
 
 def test_a_script_that_came_into_the_served_page_would_not_run_and_no_other_site_reads_it(tmp_path, served):
-    """The second wall, behind text that is no markup; other origins by a name that leads here, and by fetch."""
+    """The second wall, behind text that is no markup; other origins, by a name for this address and fetch."""
     name = f"http://evil.example:{served.server_port}/{served.token}/"
     with opened_tab(tmp_path / "profile", "--host-resolver-rules=MAP evil.example 127.0.0.1") as tab:
         tab.open(served.url)
