@@ -1,0 +1,65 @@
+"""What listens while a run goes on: nothing for other machines, and no name that another user may open."""
+
+import os
+import socket
+import stat
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from fixtures_tiny import make_tiny_model_dir
+from job_harness import Inputs, overrides
+from killed_jobs import start, steps_done, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+KEYS = ("trainer.total_training_steps=500", "trainer.test_freq=-1", "trainer.export_hf=false")
+ROLLOUT = "actor_rollout_ref.rollout"
+VLLM = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_num_seqs=64", "trainer.deadline_s=240")
+JOBS = {"two ranks": ("trainer.n_gpus_per_node=2", "trainer.memory_checkpoint_freq=1"), "vLLM": VLLM}
+
+
+def listening(processes: list[psutil.Process]) -> list[tuple[str, str]]:
+    """(process, address) of all TCP sockets that take connections, and of all UNIX sockets with a name."""
+    found = []
+    for process in processes:
+        try:
+            name, sockets = process.name(), process.net_connections("all")
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        for one in sockets:
+            if one.family == socket.AF_UNIX and one.laddr:
+                found.append((name, one.laddr))
+            elif one.status == psutil.CONN_LISTEN or (one.type == socket.SOCK_DGRAM and one.laddr):
+                found.append((name, one.laddr.ip if one.laddr else one.laddr))
+    return found
+
+
+def is_closed(address: str) -> bool:
+    """Whether nobody else comes to it: loopback, or a file in a folder that is this user's alone."""
+    if not address.startswith("/"):
+        return address in ("127.0.0.1", "::1")  # names without a file, "@...", are open to all users
+    folders = [Path(address).parent, *Path(address).parent.parents]
+    return any(
+        folder.stat().st_uid == os.getuid() and not stat.S_IMODE(folder.stat().st_mode) & 0o077
+        for folder in folders
+    )
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_nothing_of_a_run_on_one_machine_is_open_to_others(tmp_path, name):
+    inputs = Inputs.make(tmp_path / "inputs")
+    make_tiny_model_dir(inputs.model, init_std=0.2, head_dim=32)  # vLLM's CPU attention has no smaller heads
+    console, output = tmp_path / "console", tmp_path / "out"
+    words = [sys.executable, "-m", "siirl.main_dag", *overrides(inputs, output, *KEYS, *JOBS[name])]
+    os.environ.pop("TMPDIR", None)  # pytest's own folders are private: those of users are not
+    job = start(words, console)
+    try:
+        wait_until(lambda: steps_done(output) >= 1, job, console)
+        tree = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+        found = listening(tree)
+        assert found, "a run has a store at least"
+        assert [one for one in found if not is_closed(one[1])] == []
+    finally:
+        job.terminate()
+        job.wait(60)
