@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from siirl.checkpoint import files
 from siirl.checkpoint.files import STATE_FILE
 from siirl.checkpoint.hf_directory import declared_dtype, save_hf
-from siirl.compiler.model_types import OWN_TYPE
 from siirl.errors import CheckpointError, ConfigError, DataError
 from siirl.model_files.adapter_files import write_adapter
 from siirl.model_files.directory import weights_digest
 from siirl.model_files.stored_tensors import load_tensors, stored_tensors
 from siirl.model_files.weight_slices import SafetensorsFolder
+from siirl.models.trained import OWN_TYPE
 
 READ_BYTES = 2 * 10**9
 _PREFIX = "model/"

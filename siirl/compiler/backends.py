@@ -10,6 +10,7 @@ from typing import Any
 from siirl.compiler.checks.fsdp_options import check_fsdp_options
 from siirl.compiler.checks.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.compiler.checks.megatron_options import recomputation
+from siirl.compiler.checks.model_checks import attention_heads, check_trained_model
 from siirl.compiler.checks.packages import check_megatron_packages, sglang_version, vllm_version
 from siirl.compiler.checks.sglang_checks import check_sglang
 from siirl.compiler.checks.shared_prompt_checks import check_shared_prompts
@@ -31,7 +32,6 @@ from siirl.compiler.memory.estimate import (
     teacher_lines,
 )
 from siirl.compiler.memory.megatron_memory import MegatronMemory, megatron_lines
-from siirl.compiler.model_types import attention_heads, check_trained_model
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config

@@ -11,12 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 
 from siirl.compiler.backends import backend_of
+from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.compiler.choices import AS_BEFORE, Changes, Draft, Kept, Machine
-from siirl.compiler.compiled_layers import COMPILED
 from siirl.compiler.engine_choices import choose_engines, choose_graphs
-from siirl.compiler.head_sizes import head_size
 from siirl.compiler.memory.estimate import longest_row, read_shape, stays_whole
-from siirl.compiler.model_types import as_built, check_trained_model
 from siirl.compiler.plan import Choice, ModelPlan, Plan
 from siirl.config import Config, with_overrides
 from siirl.config.batch import batch_of
@@ -24,6 +22,9 @@ from siirl.config.common import FLASH_4
 from siirl.config.resolve import COMPUTE_DTYPE, get
 from siirl.config.roles import ROLES, BatchKeys, role_group, role_model
 from siirl.errors import UserError
+from siirl.models.config_json import as_built
+from siirl.models.families import family_of
+from siirl.models.sizes import head_size
 
 MOST_TOKENS = {True: 32768, False: 65536}
 """Of a micro-batch on a GPU, in training and without gradient: matrix products are no faster with more."""
@@ -144,7 +145,7 @@ def _choose_kernels(draft: Draft, model: ModelPlan) -> None:
     group = ROLES[model.role].model
     dtype = get(draft.cfg(model), f"{ROLES[model.role].group}.{COMPUTE_DTYPE[model.backend]}")
     config = as_built(role_model(draft.cfg(model), model.role))
-    known = config.get("model_type") in COMPILED and model.base is None
+    known = family_of(config.get("model_type")).compiled and model.base is None
     if draft.machine.device != "cuda" or dtype != "bfloat16" or not known:
         return
     layers, liger = f"{group}.compile_layers", f"{group}.use_liger"

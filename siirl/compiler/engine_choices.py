@@ -9,10 +9,11 @@ from siirl.compiler.choices import Changes, Draft
 from siirl.compiler.memory.engine_memory import engine_bytes
 from siirl.compiler.memory.estimate import GIB, read_shape
 from siirl.compiler.memory.phases import engine_rows
-from siirl.compiler.model_types import model_type_of, sees_images
 from siirl.compiler.plan import ModelPlan
 from siirl.config.resolve import get
 from siirl.config.roles import ROLES
+from siirl.models.config_json import model_type_of
+from siirl.models.families import family_of
 
 WORKSPACE_BYTES = 4 * GIB
 """Of a vLLM engine's share beside weights and KV cache: what it measures for its largest step at most."""
@@ -83,9 +84,10 @@ def _choose_tokens(draft: Draft, model: ModelPlan) -> None:
     """As many tokens of prompts in an engine step as a training step has, up to MOST_TOKENS."""
     cfg = draft.cfg(model)
     rollout = cfg.actor_rollout_ref.rollout
-    texts = not sees_images(model_type_of(cfg.actor_rollout_ref.model))  # a tower takes memory for each token
-    if model.role != "rollout" or model.is_teacher or not texts or not draft.is_free(model, TOKENS):
+    if model.role != "rollout" or model.is_teacher or not draft.is_free(model, TOKENS):
         return
+    if family_of(model_type_of(cfg.actor_rollout_ref.model)).sees_images:
+        return  # a tower takes memory for each token
     prompts = ceil(engine_rows(draft.plan, model, draft.configs) / rollout.n)
     tokens = prompts * rollout.prompt_length
     value = MOST_TOKENS if tokens > rollout.max_num_batched_tokens else rollout.max_num_batched_tokens

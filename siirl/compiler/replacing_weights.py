@@ -1,11 +1,9 @@
 """Which engines have their weights written where the first sync put them (rollout.replace_weights). Pure."""
 
-from siirl.compiler.model_types import model_type_of
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-
-SEEN = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
-"""Model types of which updates in place were held against those by vLLM's loaders."""
+from siirl.models.config_json import model_type_of
+from siirl.models.families import family_of, types_with
 
 
 def writes_in_place(model: ModelPlan, cfg: Config) -> bool:
@@ -13,7 +11,9 @@ def writes_in_place(model: ModelPlan, cfg: Config) -> bool:
     way = cfg.actor_rollout_ref.rollout.replace_weights
     if way != "auto":
         return way != "by_loaders"
-    return not why_by_loaders(model, cfg) and model_type_of(cfg.actor_rollout_ref.model) in SEEN
+    return (
+        not why_by_loaders(model, cfg) and family_of(model_type_of(cfg.actor_rollout_ref.model)).vllm.in_place
+    )
 
 
 def why_by_loaders(model: ModelPlan, cfg: Config) -> str:
@@ -25,6 +25,7 @@ def why_by_loaders(model: ModelPlan, cfg: Config) -> str:
         return "for adapters that are not merged, whose base comes once"
     if cfg.trainer.rollout_only:
         return "with trainer.rollout_only=true: weights come once"
-    if kind and kind not in SEEN:
-        return f"for a {kind}: it was held against vLLM's loaders for {', '.join(SEEN)} only"
+    if kind and not family_of(kind).vllm.in_place:
+        seen = ", ".join(types_with(lambda row: row.vllm.in_place))
+        return f"for a {kind}: it was held against vLLM's loaders for {seen} only"
     return ""

@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from siirl.compiler.router_choices import RouterChoices
 from siirl.data.rows import DTYPES
+from siirl.models.sizes import RouterChoices
 from siirl.types import EXPERT_FIELDS
 
 Text = TypeVar("Text", bytes, str)

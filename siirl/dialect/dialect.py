@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from siirl.compiler.model_types import config_json
-from siirl.compiler.overridden import overridden
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.config.rollout import STOP_SOURCES
 from siirl.dialect.call_style import CallStyle, call_style, told_format
 from siirl.dialect.marks import KNOWN, ReasoningMarks
 from siirl.dialect.template import CLOCK, PROBE, ChatTemplate, Vocabulary, clock, template_options
+from siirl.models.config_json import config_json
+from siirl.models.overridden import overridden
 
 TURN_ENDS = ("<|call|>", "<|eom_id|>", "<|observation|>")
 """Marks by which families end a turn that calls a tool, where their templates write them."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from siirl.agents.environments import check_packaged
 from siirl.agents.tool_files import check_tools_here
 from siirl.compiler.backends import backend_of
-from siirl.compiler.model_types import check_trained_model
+from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config
 from siirl.config.batch import batch_of

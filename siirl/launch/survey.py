@@ -5,10 +5,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.compiler.choices import Kept, Machine
 from siirl.compiler.choose import choose
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.model_types import check_trained_model
 from siirl.compiler.plan import Plan
 from siirl.compiler.plan_warnings import plan_warnings
 from siirl.config import Config

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from siirl.compiler.checks.megatron_options import Kind as MegatronMap
 from siirl.compiler.checks.megatron_options import refusal
-from siirl.compiler.model_types import VISION_MODELS, sees_images
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
 from siirl.config.aliases import ALIASES
 from siirl.config.foreign import OTHER_DEFAULTS, POLICY, ROLLOUT, foreign
@@ -21,6 +20,7 @@ from siirl.config.tree import split_name
 from siirl.config.values import check_available, closest, convert, plain, show
 from siirl.errors import ConfigError, NotSupportedError, UserError
 from siirl.migrate.correction import GROUP, translate_correction
+from siirl.models.families import family_of, types_with
 
 Kind = Literal["kept", "changed", "added", "dropped", "impossible"]
 MEGATRON_NAMES = ("ppo_megatron_trainer", "megatron_ppo_dag_trainer")
@@ -345,10 +345,10 @@ def names_vision_model(path: str) -> bool:
     """Whether a model sees images, by its config.json if it is here, else by its name."""
     try:
         text = (Path(path).expanduser() / "config.json").read_text(encoding="utf-8")
-        return sees_images(str(json.loads(text).get("model_type")))
+        return family_of(json.loads(text).get("model_type")).sees_images
     except (OSError, ValueError):
         name = re.sub(r"[^a-z0-9]", "", Path(path).name.lower())
-        return any(kind.replace("_", "") in name for kind in VISION_MODELS)
+        return any(kind.replace("_", "") in name for kind in types_with(lambda row: row.sees_images))
 
 
 def _without_effect_there(result: Translation) -> None:

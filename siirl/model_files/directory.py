@@ -9,13 +9,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from siirl.compiler.model_types import check_trained_model, language_part
-from siirl.compiler.overridden import overridden
+from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
 from siirl.errors import ConfigError, DataError
 from siirl.model_files.hub import near_folder
+from siirl.models.config_json import language_part
+from siirl.models.overridden import overridden
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")

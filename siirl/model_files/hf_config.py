@@ -9,14 +9,14 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from siirl.compiler.model_types import config_json
-from siirl.compiler.overridden import PARTS, TURNING, TYPE, names, overridden
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.config.roles import role_model
 from siirl.config.values import closest
 from siirl.errors import ConfigError, DataError
 from siirl.model_files.directory import model_dir
+from siirl.models.config_json import config_json
+from siirl.models.overridden import PARTS, TURNING, TYPE, names, overridden
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

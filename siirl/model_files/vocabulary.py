@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from siirl.compiler.model_types import language_part
 from siirl.config import Config
 from siirl.config.teacher import SAMPLED, WHOLE
 from siirl.errors import ConfigError, DataError
 from siirl.model_files.local_models import on_hub
+from siirl.models.config_json import language_part
 
 LARGEST_GIB = 16
 """Of one teacher's distributions of a batch on a rank, in host memory."""

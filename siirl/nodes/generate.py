@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict
 
-from siirl.compiler.router_choices import read_router_choices
 from siirl.config import Config
 from siirl.dag.fields_read import experts_by
 from siirl.data.chosen_experts import expert_columns
 from siirl.data.rows import pad_stack, seen_of, take_rows
 from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams
+from siirl.models.config_json import as_built
+from siirl.models.sizes import router_choices
 from siirl.nodes.context import OpContext
 from siirl.nodes.recording import dump_rollouts
 from siirl.types import FIELDS, FINISH_LENGTH, FINISH_STOP
@@ -112,7 +113,7 @@ def response_columns(samples: list[Completion]) -> dict[str, torch.Tensor]:
 def add_experts(cfg: Config, out: TensorDict, experts: Sequence[bytes | None]) -> None:
     """Add EXPERT_FIELDS to the rows of a rollout, if the trainer is to use what its engine chose."""
     if experts_by(cfg, "R3"):
-        choices = read_router_choices(cfg.actor_rollout_ref.model)
+        choices = router_choices(as_built(cfg.actor_rollout_ref.model))
         assert choices is not None, "router_replay without experts"
         for name, column in expert_columns(out, experts, choices).items():
             out[name] = column

@@ -12,12 +12,17 @@ from accepted_cases import EXACT, results
 from dist_harness import run_workers
 from train_engine_cases import Scenario
 
-from siirl.compiler.model_types import EXPERTS, LATENT, OF_ANY_HEAD, VISION_MODELS, known_types
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.config.common import STRATEGIES
 from siirl.errors import NotSupportedError
+from siirl.models.families import known_types, types_with
+from siirl.models.sizes import EXPERTS
 from siirl.parallel.dims import ParallelDims
+
+LATENT = types_with(lambda row: row.latent)
+OF_ANY_HEAD = types_with(lambda row: row.any_head)
+VISION_MODELS = types_with(lambda row: row.sees_images)
 
 SOME = {
     "fsdp": ("mistral", "opt", "gemma3_text", "exaone4", "olmoe", "gpt_oss"),

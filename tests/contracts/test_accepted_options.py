@@ -14,8 +14,13 @@ from expert_cases import largest_gap, on_disk, router_losses_of_hf
 from recorded_cases import case_of, distance, record_gaps
 from train_engine_cases import Scenario
 
-from siirl.compiler.adapter_targets import TURNED
-from siirl.compiler.model_types import EXPERTS, GROUP_ROUTED, LATENT, VISION_MODELS, known_types
+from siirl.models.families import known_types, types_with
+from siirl.models.sizes import EXPERTS
+
+GROUP_ROUTED = types_with(lambda row: row.experts and row.experts.groups)
+LATENT = types_with(lambda row: row.latent)
+TURNED = types_with(lambda row: row.turned)
+VISION_MODELS = types_with(lambda row: row.sees_images)
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

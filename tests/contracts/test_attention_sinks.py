@@ -15,9 +15,9 @@ from recorded_cases import case_of, record_outcome
 from safetensors.torch import load_file, save_file
 from train_engine_cases import Scenario
 
-from siirl.compiler.model_types import why_not
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
+from siirl.models.trained import why_not
 from siirl.parallel.dims import ParallelDims
 
 ACTOR = "actor_rollout_ref.actor"

@@ -9,7 +9,9 @@ from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
-from siirl.compiler.compiled_layers import COMPILED
+from siirl.models.families import types_with
+
+COMPILED = types_with(lambda row: row.compiled)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 KEY = "actor_rollout_ref.model.compile_layers=True"

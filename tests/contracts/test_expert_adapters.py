@@ -27,8 +27,11 @@ from fixtures_tiny import make_tiny_model_dir
 from recorded_cases import case_of, record_gaps, record_outcome
 from train_engine_cases import Scenario
 
-from siirl.compiler.adapter_targets import ADAPTED, EXPERT_MATRICES
 from siirl.model_files.adapter_files import write_adapter
+from siirl.models.adapters import ADAPTED, expert_matrices
+from siirl.models.families import types_with
+
+ADAPTED_EXPERTS = types_with(lambda row: row.experts and row.experts.adapted)
 
 ONE_ROW = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
 EXPERTS = {"qwen3_moe": 6, "mixtral": 5, "few": 3}
@@ -138,7 +141,7 @@ def wrong_in_peft(kind: str) -> str:
         for local, _ in pieces:
             local.copy_(torch.randn(local.shape, generator=draw) * 0.1)
     leaves = {name.split(".lora_")[0].rpartition(".")[2] for name in held}
-    if leaves != {*ADAPTED, *EXPERT_MATRICES[kind]}:
+    if leaves != {*ADAPTED, *expert_matrices(kind)}:
         return f"adapters are on {sorted(leaves)}"
     rows = cases.sample_rows(0)
     adapter = {name: x.clone() for name, x in engine.export_adapter(torch.float32)}
@@ -155,4 +158,4 @@ def wrong_in_peft(kind: str) -> str:
 
 
 def test_peft_reads_the_adapter_of_each_type_that_has_them_on_experts():
-    assert run_workers(left_to_peft, 1, list(EXPERT_MATRICES), deadline_s=200)[0] == {}
+    assert run_workers(left_to_peft, 1, list(ADAPTED_EXPERTS), deadline_s=200)[0] == {}

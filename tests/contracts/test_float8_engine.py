@@ -16,7 +16,9 @@ from fixtures_tiny import make_tiny_model_dir
 from float8_reference import with_reference_layers
 from train_engine_cases import Outcome, Scenario
 
-from siirl.compiler.model_types import FLOAT8
+from siirl.models.families import types_with
+
+FLOAT8 = types_with(lambda row: row.float8)
 
 ACTOR = "actor_rollout_ref.actor"
 FP8 = (f"{ACTOR}.fsdp_config.float8=True", "actor_rollout_ref.ref.fsdp_config.float8=True")

@@ -30,8 +30,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from train_engine_cases import Scenario
 
-from siirl.compiler.model_types import EXPERTS, LATENT, OWN_TYPE, known_types
+from siirl.models.families import known_types, types_with
+from siirl.models.sizes import EXPERTS
+from siirl.models.trained import OWN_TYPE
 from siirl.parallel.process_groups import ProcessGroupManager
+
+LATENT = types_with(lambda row: row.latent)
 
 MODEL = "actor_rollout_ref.model"
 MEGATRON = "actor_rollout_ref.actor.megatron"

@@ -17,12 +17,15 @@ from tensordict import TensorDict
 from torch import Tensor
 from train_engine_cases import Scenario
 
-from siirl.compiler.model_types import LATENT
-from siirl.compiler.router_choices import REPLAYED, RouterChoices, router_choices
 from siirl.config.common import STRATEGIES
 from siirl.data.chosen_experts import expert_columns, longer
 from siirl.data.rows import make_rows, take_rows
+from siirl.models.families import types_with
+from siirl.models.sizes import RouterChoices, router_choices
 from siirl.types import EXPERT_FIELDS
+
+LATENT = types_with(lambda row: row.latent)
+REPLAYED = types_with(lambda row: row.experts and row.experts.replayed)
 
 ACTOR = "actor_rollout_ref.actor"
 R2, R3 = (f"{ACTOR}.router_replay.mode={mode}" for mode in ("R2", "R3"))

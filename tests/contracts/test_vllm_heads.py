@@ -11,15 +11,20 @@ import torch
 from plan_cases import config
 from safetensors.torch import load_file
 
-from siirl.compiler.head_sizes import head_size
-from siirl.compiler.model_types import VISION_MODELS, check_trained_model, known_types
+from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.compiler.plan import ModelPlan
-from siirl.compiler.vllm_models import CPU_HEAD_SIZES, SHARED_HEADS, WHY_NOT
 from siirl.config import Config
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import SamplingParams
 from siirl.errors import NotSupportedError
+from siirl.models.families import known_types, types_with
+from siirl.models.sampled import CPU_HEAD_SIZES
+from siirl.models.sizes import head_size
 from siirl.parallel.dims import ParallelDims
+
+SHARED_HEADS = types_with(lambda row: row.vllm.shares_hidden)
+VISION_MODELS = types_with(lambda row: row.sees_images)
+WHY_NOT = types_with(lambda row: row.vllm.why_not)
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 TYPES = [kind for kind in known_types("fsdp") if kind not in (*VISION_MODELS, *WHY_NOT)]

@@ -14,13 +14,17 @@ from proven_models import ALONE, SAMPLED, Case, record
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from siirl.compiler.model_types import OWN_TYPE, VISION_MODELS, check_trained_model, known_types
+from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config, load_config
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Completion, SamplingParams
 from siirl.errors import NotSupportedError
+from siirl.models.families import known_types, types_with
+from siirl.models.trained import OWN_TYPE
 from siirl.parallel.dims import ParallelDims
+
+VISION_MODELS = types_with(lambda row: row.sees_images)
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -8,8 +8,10 @@ import torch
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Finished, Inputs, overrides, run_job
 
-from siirl.compiler.model_types import GROUP_ROUTED
 from siirl.engines.weights.target import stored_tensors_of
+from siirl.models.families import types_with
+
+GROUP_ROUTED = types_with(lambda row: row.experts and row.experts.groups)
 
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"

@@ -8,8 +8,10 @@ from accepted_cases import Bounds, results
 from dist_harness import run_workers
 from train_engine_cases import Scenario
 
-from siirl.compiler.model_types import VISION_MODELS, known_types
 from siirl.config.common import STRATEGIES
+from siirl.models.families import known_types, types_with
+
+VISION_MODELS = types_with(lambda row: row.sees_images)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from recorded_cases import case_of, on_cuda, record_outcome
 from safetensors.torch import load_file
 from train_engine_cases import Scenario
 
-from siirl.compiler.model_types import OWN_TYPE
+from siirl.models.trained import OWN_TYPE
 
 HAS_CUDA = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]

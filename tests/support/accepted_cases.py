@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from train_engine_cases import Scenario
 from transformers import CONFIG_MAPPING
 
-from siirl.compiler.model_types import OWN_TYPE
 from siirl.config import load_config
+from siirl.models.trained import OWN_TYPE
 
 MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 MIXED_QWEN = MIXED | {"use_sliding_window": True, "max_window_layers": 1}

@@ -1,4 +1,4 @@
-"""What transformers makes of a config.json of each accepted type: siirl/compiler/config_values.json, made by
+"""What transformers makes of a config.json of each accepted type: siirl/models/config_values.json, made by
 `PYTHONPATH=tests/support python tests/support/config_values.py`, and by the tests, to compare."""
 
 import copy
@@ -12,9 +12,11 @@ import causal_lms
 import torch
 from vision_cases import _config as vision_config
 
-from siirl.compiler.model_types import VISION_MODELS, known_types
+from siirl.models.families import known_types, types_with
 
-TABLE = Path(__file__).parents[2] / "siirl" / "compiler" / "config_values.json"
+VISION_MODELS = types_with(lambda row: row.sees_images)
+
+TABLE = Path(__file__).parents[2] / "siirl" / "models" / "config_values.json"
 NOT_OF_A_MODEL = (
     *("id2label", "label2id", "architectures", "transformers_version", "dtype", "problem_type"),
     "chunk_size_feed_forward",

@@ -9,7 +9,7 @@ import train_engine_cases as cases
 from torch import Tensor, nn
 from train_engine_cases import Outcome, Scenario
 
-from siirl.compiler.adapter_targets import ADAPTED, EXPERT_MATRICES
+from siirl.models.adapters import ADAPTED, expert_matrices
 
 MODEL = "actor_rollout_ref.model"
 SIZES = (f"{MODEL}.lora_rank={cases.LORA_RANK}", f"{MODEL}.lora_alpha={cases.LORA_ALPHA}")
@@ -60,7 +60,7 @@ def reference(path: str, targets: list[str], start: dict[str, Tensor]) -> Outcom
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     kind = model.config.model_type
     for layer in model.model.layers:
-        layer.mlp.experts = LinearExperts(layer.mlp.experts, EXPERT_MATRICES[kind])
+        layer.mlp.experts = LinearExperts(layer.mlp.experts, expert_matrices(kind))
     holder = nn.Module()
     holder.model = model
     names = [
@@ -130,7 +130,7 @@ def start_of(kind: str, path: str, targets: list[str]) -> dict[str, Tensor]:
 
 def targets_of(scenario: Scenario) -> list[str]:
     kind = "mixtral" if scenario.model == "mixtral" else "qwen3_moe"
-    return ["down_proj"] if DOWN[-1] in scenario.overrides else [*ADAPTED, *EXPERT_MATRICES[kind]]
+    return ["down_proj"] if DOWN[-1] in scenario.overrides else [*ADAPTED, *expert_matrices(kind)]
 
 
 def put(engine: Any, scenario: Scenario, start: dict[str, Tensor]) -> None:

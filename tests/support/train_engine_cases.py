@@ -17,11 +17,11 @@ from torch import Tensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.compiler.memory import estimate
-from siirl.compiler.model_types import OWN_TYPE
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config, load_config, with_overrides
 from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs, TrainEngine
+from siirl.models.trained import OWN_TYPE
 from siirl.observe.metrics import Metrics
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.megatron_groups import megatron_groups

@@ -9,8 +9,10 @@ import proven_models
 import pytest
 from proven_models import ALONE, SAMPLED, TRAINING, Case, Proof
 
-from siirl.compiler.model_types import TRAINABLE, known_types
-from siirl.compiler.vllm_models import WHY_NOT
+from siirl.models.families import known_types, types_with
+from siirl.models.trained import TRAINABLE
+
+WHY_NOT = types_with(lambda row: row.vllm.why_not)
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CASE = Case("qwen3", "fsdp", TRAINING, ALONE, "CPU", "float32")

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from siirl.compiler.model_types import FLOAT8, model_type_of
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Workflow
 from siirl.errors import ConfigError, NotSupportedError, UserError
+from siirl.models.config_json import model_type_of
+from siirl.models.families import family_of
 
 KEY = "actor_rollout_ref.rollout"
 
@@ -39,7 +40,7 @@ def check_quantized(kept: Workflow) -> Iterator[UserError]:
 def _problem(node: ResolvedNode, shares_base: bool) -> str:
     model, rollout = node.cfg.actor_rollout_ref.model, node.cfg.actor_rollout_ref.rollout
     kind = model_type_of(model)
-    if kind and kind not in FLOAT8:
+    if kind and not family_of(kind).float8:
         return f"for a {kind}: only models without experts, images and compressed keys were seen in it"
     if shares_base:
         return "for adapters that are not merged: one beside rounded weights was compared with nothing"

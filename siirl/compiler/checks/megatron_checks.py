@@ -11,9 +11,9 @@ from typing import Any
 
 from siirl.compiler.checks.megatron_options import MODULES, Kind, refusal
 from siirl.compiler.memory.estimate import ModelShape
-from siirl.compiler.model_types import GROUP_ROUTED, MBRIDGE
 from siirl.config.common import MegatronConfig
 from siirl.errors import ConfigError
+from siirl.models.families import family_of
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.pipeline_layers import SPLIT_OPTIONS, split_layers, suggest_split
 from siirl.parallel.placement import Ranks, format_ranks
@@ -112,7 +112,7 @@ def _weights(model: MegatronModel) -> Iterator[str]:
     if section.use_mbridge and isinstance(shape, ModelShape):
         is_mixed = 0 < shape.moe_layers < shape.layers
         what = f"a {shape.family}" + " with dense layers among those of experts" * is_mixed
-        if is_mixed or shape.family not in MBRIDGE:
+        if is_mixed or not family_of(shape.family).mbridge:
             yield (
                 f"{model.keys}.use_mbridge=true for {what}: that mbridge reads it as siirl does has not been "
                 "seen. Set it to false: siirl reads the weights itself."
@@ -247,7 +247,8 @@ def _experts(model: MegatronModel) -> Iterator[str]:
             f"moe_token_dispatcher_type=allgather with pp({dims.pp}): pipeline ranks exchange packed rows of "
             "varying length, which it does not take. Set moe_token_dispatcher_type=alltoall."
         )
-    if shape.family in GROUP_ROUTED:
+    experts = family_of(shape.family).experts
+    if experts is not None and experts.groups:
         for name in (name for name in ROUTER_LOSSES if options.get(name) not in (None, 0, "none")):
             yield (
                 f"{model.keys}.override_transformer_config.{name}={options[name]} for a {shape.family}: its "

@@ -1,14 +1,14 @@
 """Where experts that were chosen once are used again (actor.router_replay), and where not yet. Pure."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from siirl.compiler.backends import ROLLOUT_BACKENDS, TRAIN_BACKENDS, Backend
 from siirl.compiler.resolved_node import ResolvedNode
-from siirl.compiler.router_choices import REPLAYED, read_router_choices
 from siirl.compiler.workflow import Workflow
 from siirl.errors import NotSupportedError, UserError
+from siirl.models.config_json import as_built
+from siirl.models.families import family_of
+from siirl.models.sizes import router_choices
 from siirl.types import EXPERT_FIELDS
 
 OFF = "Set actor_rollout_ref.actor.router_replay.mode=disabled"
@@ -36,13 +36,14 @@ def _of_a_trainer(node: ResolvedNode) -> str:
     actor, model = node.cfg.actor_rollout_ref.actor, node.cfg.actor_rollout_ref.model
     if problem := TRAIN_BACKENDS[actor.strategy].no_replay(actor):
         return problem
-    try:
-        choices, kind = read_router_choices(model), _model_type(model.path)
-    except (OSError, ValueError, KeyError):
+    config = as_built(model)
+    if "num_hidden_layers" not in config:
         return ""  # said by others
+    choices, kind = router_choices(config), config.get("model_type")
+    experts = family_of(kind).experts
     if choices is None:
         return f"for a {kind} without experts, or with other numbers of them in each layer. {OFF}."
-    if kind not in REPLAYED:
+    if experts is None or not experts.replayed:
         return f"for a {kind}, whose router was not seen to take given experts. {OFF}."
     return ""
 
@@ -56,8 +57,3 @@ def _of_a_rollout(node: ResolvedNode) -> str:
     why = why_none(known[name]) if name in known else Backend.no_experts
     saying = " or ".join(other for other, backend in known.items() if not why_none(backend))
     return f"with rollout.name={name}: {why}. {OFF}, or rollout.name={saying}." if why else ""
-
-
-def _model_type(path: str) -> str:
-    text = (Path(path).expanduser() / "config.json").read_text(encoding="utf-8")
-    return str(json.loads(text).get("model_type"))

@@ -1,12 +1,10 @@
 """What a rollout on SGLang does not do yet."""
 
-from siirl.compiler.model_types import model_type_of
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.errors import ConfigError, NotSupportedError
-
-SEEN = ("qwen3",)
-"""Model types of which SGLang was seen to take weights as they are trained, and to give their log-probs."""
+from siirl.models.config_json import model_type_of
+from siirl.models.families import family_of, types_with
 
 _DRAWS = "siirl draws the tokens, one after another and by their seeds. Remove it."
 _LOADS = "siirl loads the weights. Remove it."
@@ -43,10 +41,10 @@ def check_sglang(cfg: Config, ranks: int, node: ResolvedNode) -> None:
             "rollout.name=sglang: an SGLang engine of several GPUs was not seen with siirl. Set it to 1, or "
             "rollout.name=vllm."
         )
-    if kind and kind not in SEEN:
+    if kind and not family_of(kind).sglang:
         raise NotSupportedError(
             f"not supported yet: {node}: a {kind} with rollout.name=sglang: that SGLang takes its weights as "
-            f"they are trained has been seen of {', '.join(SEEN)} only. Set "
+            f"they are trained has been seen of {', '.join(types_with(lambda row: row.sglang))} only. Set "
             "actor_rollout_ref.rollout.name=vllm or hf."
         )
     for name, why in NOT_GIVEN.items():

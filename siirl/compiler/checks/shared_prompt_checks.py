@@ -3,16 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from siirl.compiler.model_types import as_built
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.errors import NotSupportedError
+from siirl.models.config_json import as_built
+from siirl.models.families import family_of, types_with
 
 KEY = "actor_rollout_ref.rollout.share_prompts_in_decode"
-FULL_ATTENTION = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3")
-"""Model types whose attention is plain: of all earlier tokens, without sinks, caps and compressed keys."""
-WINDOWED = ("mistral",)
-"""Those that have a sliding window if config.json names one; others need use_sliding_window, too."""
 DECIDED = ("attention_backend", "attention_config")
 """Arguments of vLLM's engine that choose another attention."""
 
@@ -47,8 +44,10 @@ def _of_model(config: Mapping[str, Any]) -> Iterator[str]:
     kind = config.get("model_type")
     if kind is None:  # a folder that is not there is said elsewhere
         return
-    if kind not in FULL_ATTENTION:
-        yield f"for a {kind}: seen or of plain attention are {', '.join(FULL_ATTENTION)}"
-    windowed = config.get("use_sliding_window", kind in WINDOWED) and config.get("sliding_window")
+    family = family_of(kind)
+    if not family.vllm.shares_prompts:
+        plain = ", ".join(types_with(lambda row: row.vllm.shares_prompts))
+        yield f"for a {kind}: seen or of plain attention are {plain}"
+    windowed = config.get("use_sliding_window", family.windows) and config.get("sliding_window")
     if windowed or "sliding_attention" in (config.get("layer_types") or ()):
         yield "for layers with a sliding window: each row then reads another part of the prompt"

@@ -1,9 +1,10 @@
 """What cannot be given to vLLM's engine past siirl's keys, and what tokens are guessed for. Pure."""
 
-from siirl.compiler.model_types import model_type_of, sees_images
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.errors import ConfigError, NotSupportedError
+from siirl.models.config_json import model_type_of
+from siirl.models.families import family_of
 
 KEY = "actor_rollout_ref.rollout"
 _DRAWS = "siirl draws the tokens by their seeds and says their log-probs. Remove it."
@@ -57,7 +58,7 @@ def check_vllm_arguments(cfg: Config, node: ResolvedNode) -> None:
 
 def _no_guesses(cfg: Config) -> str:
     actor_rollout_ref = cfg.actor_rollout_ref
-    if sees_images(model_type_of(actor_rollout_ref.model)):
+    if family_of(model_type_of(actor_rollout_ref.model)).sees_images:
         return "for a model that sees images: only rows of texts were seen with it"
     if actor_rollout_ref.actor.router_replay.mode == "R3":
         return (

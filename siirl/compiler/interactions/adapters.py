@@ -10,9 +10,7 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from siirl.compiler.adapter_targets import ADAPTED, expert_targets
 from siirl.compiler.backends import ROLLOUT_BACKENDS, backend_of
-from siirl.compiler.model_types import config_json
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
@@ -20,6 +18,8 @@ from siirl.config.common import ModelConfig
 from siirl.config.resolve import get
 from siirl.config.roles import ROLE_GROUPS
 from siirl.errors import DagError
+from siirl.models.adapters import ADAPTED, expert_targets
+from siirl.models.config_json import config_json
 
 MERGE = "actor_rollout_ref.rollout.merge_lora"
 OWN_KEYS = ("lora_rank", "lora_alpha", "target_modules")

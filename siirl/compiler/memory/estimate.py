@@ -12,14 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from siirl.compiler.adapter_targets import expert_targets
-from siirl.compiler.config_values import without_value
-from siirl.compiler.head_sizes import head_size
 from siirl.compiler.memory import layer_params as of_config
-from siirl.compiler.model_types import LATENT, QKV_BIAS, SINKS, language_part
-from siirl.compiler.overridden import overridden
 from siirl.compiler.plan import ModelPlan
-from siirl.compiler.router_choices import RouterChoices
 from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.config.common import FSDPConfig, ModelConfig
@@ -27,15 +21,16 @@ from siirl.config.resolve import get
 from siirl.config.roles import ROLES, role_group, role_model, token_budget
 from siirl.config.teacher import SAMPLED, WHOLE
 from siirl.dag.fields_read import uses_full_kl
+from siirl.models.adapters import expert_targets
+from siirl.models.config_json import language_part
+from siirl.models.config_values import without_value
+from siirl.models.families import family_of, types_with
+from siirl.models.overridden import overridden
+from siirl.models.sizes import RouterChoices, has_qk_norm, has_qkv_bias, head_size
 
 SMALL_MODEL_BYTES = 2 << 30
 """Up to so many bytes of fp32 weights a model stays whole under FSDP2 (stays_whole)."""
 
-FAMILIES = (
-    *("llama", "mistral", "ministral", "cwm", "phi3", "seed_oss", "glm4", "qwen2", "qwen3", "gemma3_text"),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"),
-)
-_QWEN2 = ("qwen2", "qwen2_moe")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 GIB = 2**30
 LOGITS_CHUNK = 1 << 28
@@ -134,8 +129,9 @@ def read_shape(cfg: Config, role: str) -> ModelShape | str:
     except (OSError, json.JSONDecodeError) as error:
         return f"{directory / 'config.json'} cannot be read ({type(error).__name__})"
     raw = language_part(overridden(raw, model.override_config))
-    if raw.get("model_type") not in FAMILIES:
-        return f"model_type {raw.get('model_type')!r} is none of {', '.join(FAMILIES)}"
+    if not family_of(raw.get("model_type")).counted:
+        counted = ", ".join(types_with(lambda row: row.counted))
+        return f"model_type {raw.get('model_type')!r} is none of {counted}"
     problem = without_value(raw)
     return f"{directory / 'config.json'} has {problem}" if problem else model_shape(raw)
 
@@ -144,20 +140,19 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
     """Parameter counts of a Llama-shaped decoder, dense or with experts, from its config.json."""
     raw = language_part(raw)
     hidden, layers, heads = raw["hidden_size"], raw["num_hidden_layers"], raw["num_attention_heads"]
-    family, head_dim = raw["model_type"], head_size(raw)
+    family, head_dim = family_of(raw["model_type"]), head_size(raw)
     q_width, kv_width = heads * head_dim, (raw.get("num_key_value_heads") or heads) * head_dim
     attention = 2 * hidden * q_width + 2 * hidden * kv_width
-    latent = of_config.latent_sizes(raw) if family in LATENT else {}
+    latent = of_config.latent_sizes(raw) if family.latent is not None else {}
     if latent:
         attention, kv_width = latent.pop("params"), latent.pop("kv_width")
-    qkv_bias = (family == "qwen2" or raw["qkv_bias"]) if family in _QWEN2 else raw.get("attention_bias")
-    output_bias = raw.get("attention_out_bias") or (qkv_bias and family not in (*QKV_BIAS, *_QWEN2))
+    qkv_bias, qk_norms = has_qkv_bias(raw), has_qk_norm(raw)
+    output_bias = raw.get("attention_out_bias") or (qkv_bias and family.output_bias)
     attention += (q_width + 2 * kv_width) * bool(qkv_bias) + hidden * bool(output_bias)
-    qk_norms = bool(raw.get("use_qk_norm")) or family.startswith("qwen3") or family in of_config.QK_NORMS
     if qk_norms:
-        attention += q_width + kv_width if family == "olmoe" else 2 * head_dim
-    attention += heads * (family in SINKS)
-    norms = 4 if family in of_config.FOUR_NORMS else 2
+        attention += q_width + kv_width if family.qk_norm == "whole" else 2 * head_dim
+    attention += heads * family.sinks
+    norms = 2 + len(family.outer_norms)
     per_layer = [attention + norms * hidden + of_config.mlp_params(raw, index) for index in range(layers)]
     moe_layers = sum(of_config.has_experts(raw, index) for index in range(layers))
     experts = of_config.experts_of(raw) if moe_layers else 0
@@ -165,7 +160,7 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
     embedding = raw["vocab_size"] * hidden
     copies = 1 if raw["tie_word_embeddings"] else 2
     return ModelShape(
-        family=family,
+        family=raw["model_type"],
         params=sum(per_layer) + hidden + copies * embedding,
         embedding_params=copies * embedding,
         layer_params=max(per_layer, default=0),
@@ -184,14 +179,14 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
         expert_params=experts * of_config.expert_params(raw, expert_width),
         moe_layers=moe_layers,
         norms=norms,
-        qk_norms=qk_norms and family != "olmoe",
+        qk_norms=qk_norms and family.qk_norm == "heads",
         layer_tensors=7
         + norms
         + 2 * qk_norms
         + 3 * bool(qkv_bias)
         + bool(output_bias)
-        - (family in of_config.FUSED)
-        - 2 * (family == "phi3")
+        - family.fused_mlp
+        - 2 * family.fused_qkv
         + (3 if raw.get("q_lora_rank") else 1) * bool(latent),
         **latent,
     )

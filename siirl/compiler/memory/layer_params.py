@@ -3,18 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from siirl.compiler.model_types import EXPERTS, GROUP_ROUTED
-
-ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss")
-"""Families whose layers all have experts, of the width that dense MLPs have in others."""
-BIASED = ("gpt_oss",)
-"""Families whose experts and routers have biases."""
-FUSED = ("glm4", "phi3")
-"""Families whose files have gate and up in one tensor; phi3's queries, keys and values too."""
-FOUR_NORMS = ("glm4", "gemma3_text")
-"""Families whose layers norm what attention and MLP give, too."""
-QK_NORMS = ("olmoe", "gemma3_text")
-"""Families whose queries and keys have norms, besides the Qwen3 ones."""
+from siirl.models.families import family_of
+from siirl.models.sizes import EXPERTS, is_expert_layer
 
 
 def latent_sizes(raw: Mapping[str, Any]) -> dict[str, int]:
@@ -50,30 +40,21 @@ def shared_width(raw: Mapping[str, Any]) -> int:
 
 
 def has_experts(raw: Mapping[str, Any], layer: int) -> bool:
-    if raw["model_type"] in ONLY_EXPERTS:
-        return True
-    if raw["model_type"] not in GROUP_ROUTED and not raw["model_type"].endswith("_moe"):
-        return False
-    dense = layer in (raw.get("mlp_only_layers") or ()) or (layer + 1) % raw.get("decoder_sparse_step", 1)
-    dense = dense or layer < (raw.get("first_k_dense_replace") or 0)
-    return not dense
+    return family_of(raw["model_type"]).experts is not None and is_expert_layer(raw, layer)
 
 
 def expert_params(raw: Mapping[str, Any], width: int) -> int:
     """Of one expert."""
-    hidden = raw["hidden_size"]
-    return 3 * hidden * width + (2 * width + hidden) * (raw["model_type"] in BIASED)
+    hidden, experts = raw["hidden_size"], family_of(raw["model_type"]).experts
+    return 3 * hidden * width + (2 * width + hidden) * (experts is not None and experts.biases)
 
 
 def mlp_params(raw: Mapping[str, Any], layer: int) -> int:
     hidden, width = raw["hidden_size"], raw["intermediate_size"]
-    if raw["model_type"] in ONLY_EXPERTS:
-        experts = experts_of(raw)
-        router = (hidden + (raw["model_type"] in BIASED)) * experts
-        return experts * expert_params(raw, width) + router
-    if not has_experts(raw, layer):
+    experts = family_of(raw["model_type"]).experts
+    if experts is None or not is_expert_layer(raw, layer):
         return 3 * hidden * width + (2 * width + hidden if raw.get("mlp_bias") else 0)
-    experts = experts_of(raw)
-    count = experts * expert_params(raw, raw["moe_intermediate_size"]) + hidden * experts
-    gate = hidden if raw["model_type"] == "qwen2_moe" else 0
-    return count + 3 * hidden * shared_width(raw) + gate
+    count = experts_of(raw)
+    router = (hidden + experts.biases) * count
+    shared = 3 * hidden * shared_width(raw) + hidden * (experts.shared == "gated")
+    return count * expert_params(raw, raw[experts.width]) + router + shared

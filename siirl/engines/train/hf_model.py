@@ -15,7 +15,6 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
-from siirl.compiler.model_types import known_types, sees_images, why_not
 from siirl.compiler.plan import Head
 from siirl.config.common import ModelConfig
 from siirl.engines.train.attention.attention_kernels import attention_by
@@ -23,6 +22,8 @@ from siirl.engines.train.experts.hf_experts import GROUPED_EXPERTS
 from siirl.engines.train.layer_compiler import compile_layer
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.model_files.directory import check_weight_files, model_dir
+from siirl.models.families import family_of, known_types
+from siirl.models.trained import why_not
 
 MODEL_CLASSES: dict[Head, Any] = {
     "lm": AutoModelForCausalLM,
@@ -41,7 +42,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def model_class(config: PretrainedConfig, head: Head) -> Any:
     """The class of transformers that builds a model with a head."""
-    sees = sees_images(config.model_type)
+    sees = family_of(config.model_type).sees_images
     return AutoModelForImageTextToText if sees and head == "lm" else MODEL_CLASSES[head]
 
 
@@ -198,7 +199,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def attentions(config: PretrainedConfig, of_text: str) -> str | dict[str, str]:
     """The attention of a model's text, and of its vision tower if it has one."""
-    if not sees_images(config.model_type):
+    if not family_of(config.model_type).sees_images:
         return of_text
     return {"": of_text, "text_config": of_text, "vision_config": TOWER_ATTENTION}
 

@@ -14,17 +14,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.log_probs import linear_log_prob_entropy
 from siirl.algorithms.top_log_probs import linear_log_probs_of, linear_top_log_probs
-from siirl.compiler.head_sizes import head_size
 from siirl.compiler.memory.estimate import LOGITS_CHUNK
-from siirl.compiler.model_types import EXPERTS
 from siirl.compiler.plan import Head
-from siirl.compiler.router_choices import TOP_K
 from siirl.config.teacher import WHOLE
 from siirl.engines.train.kept_logits import kept_logits_bytes
 from siirl.engines.train.packed.packing import PackedBatch
 from siirl.engines.train.packed.sequence_bounds import SequenceBounds
 from siirl.engines.train.vision.image_embeddings import see, tower_of
 from siirl.engines.train.vision.packed_images import PackedImages
+from siirl.models.sizes import EXPERTS, TOP_K, head_size
 
 
 class PackedModel(nn.Module, ABC):

@@ -1,17 +1,36 @@
 """`siirl check` accepts compiled layers where they were compared."""
 
+import json
+
 import pytest
 
-from siirl.compiler.compiled_layers import COMPILED, why_not_compiled
+from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.config import load_config
+from siirl.errors import NotSupportedError
+from siirl.models.families import types_with
+
+COMPILED = types_with(lambda row: row.compiled)
 
 KEY = "actor_rollout_ref.model.compile_layers=True"
 
 
+def said(folder, kind: str, *keys: str) -> str:
+    """What `siirl check` says of the actor's model."""
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    path = f"actor_rollout_ref.model.path={folder}"
+    cfg = load_config(
+        [KEY, path, "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.name=hf", *keys]
+    )
+    try:
+        check_trained_model(cfg, "actor", "the model")
+    except NotSupportedError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("kind", COMPILED)
-def test_these_types_are_compiled(kind):
-    cfg = load_config([KEY, "actor_rollout_ref.rollout.n=2"])
-    assert why_not_compiled({"model_type": kind}, cfg, "actor") == ""
+def test_these_types_are_compiled(tmp_path, kind):
+    assert said(tmp_path, kind) == ""
 
 
 @pytest.mark.parametrize(
@@ -23,7 +42,6 @@ def test_these_types_are_compiled(kind):
         ("qwen3", ["actor_rollout_ref.actor.fsdp_config.float8=True"], "not seen together"),
     ],
 )
-def test_what_was_not_seen_is_refused_with_the_fix(kind, keys, reason):
-    cfg = load_config([KEY, "actor_rollout_ref.rollout.n=2", *keys])
-    problem = why_not_compiled({"model_type": kind}, cfg, "actor")
+def test_what_was_not_seen_is_refused_with_the_fix(tmp_path, kind, keys, reason):
+    problem = said(tmp_path, kind, *keys)
     assert reason in problem and "compile_layers=false" in problem

@@ -10,15 +10,19 @@ from plan_cases import config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.config_values import as_read, why_not_built
-from siirl.compiler.head_sizes import head_size, num_heads
-from siirl.compiler.memory.estimate import FAMILIES, model_shape
-from siirl.compiler.model_types import LATENT, VISION_MODELS, known_types, language_part, why_not
-from siirl.compiler.router_choices import router_choices
+from siirl.compiler.memory.estimate import model_shape
 from siirl.engines.rollout.served.cpu_cache import cache_bytes_per_token
 from siirl.engines.train.language_model import model_flops, seen_back
 from siirl.engines.train.megatron.weights import entries, num_active_weights
 from siirl.errors import NotSupportedError
+from siirl.models.config_json import language_part
+from siirl.models.config_values import as_read, why_not_built
+from siirl.models.families import family_of, known_types, types_with
+from siirl.models.sizes import head_size, num_heads, router_choices
+from siirl.models.trained import why_not
+
+LATENT = types_with(lambda row: row.latent)
+VISION_MODELS = types_with(lambda row: row.sees_images)
 
 SOME = ("mixtral", "ministral", "deepseek_v2", "gpt2")
 KINDS = [
@@ -72,7 +76,7 @@ def _misread(raw) -> str:
             return "another cache"
     if router_choices(read) != router_choices(config.to_dict()):
         return f"routers choose {router_choices(read)}, not {router_choices(config.to_dict())}"
-    if raw["model_type"] in FAMILIES and model_shape(raw).params != num_params:
+    if family_of(raw["model_type"]).counted and model_shape(raw).params != num_params:
         return f"{model_shape(raw).params} parameters, not {num_params}"
     if raw["model_type"] in known_types("megatron") and not why_not(raw, "megatron"):
         found = sum(x.num_rows * (x.columns or 1) for x in entries(config) if not x.untrained)

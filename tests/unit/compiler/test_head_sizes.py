@@ -5,8 +5,12 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from siirl.compiler.head_sizes import head_size, num_heads
-from siirl.compiler.model_types import LATENT, VISION_MODELS, known_types, language_part
+from siirl.models.config_json import language_part
+from siirl.models.families import known_types, types_with
+from siirl.models.sizes import head_size, num_heads
+
+LATENT = types_with(lambda row: row.latent)
+VISION_MODELS = types_with(lambda row: row.sees_images)
 
 WIDTHS = {"hidden_size": 48, "n_embd": 48, "d_model": 48, "word_embed_proj_dim": 48}
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48}

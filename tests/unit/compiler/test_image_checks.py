@@ -7,10 +7,13 @@ import pytest
 from plan_cases import config
 
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.model_types import VISION_MODELS, why_not
 from siirl.compiler.plan import Load, Run
 from siirl.errors import UserError
+from siirl.models.families import types_with
+from siirl.models.trained import why_not
 from siirl.types import IMAGE_FIELDS, FieldKey
+
+VISION_MODELS = types_with(lambda row: row.sees_images)
 
 ROLLOUT, ACTOR, MODEL = (f"actor_rollout_ref.{name}" for name in ("rollout", "actor", "model"))
 VLM = "data.dataset_type=vlm"

@@ -11,20 +11,14 @@ from plan_cases import config
 
 from siirl.cli import main
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.model_types import (
-    LANGUAGE_MODELS,
-    LENGTH_DEPENDENT,
-    MEGATRON,
-    MEGATRON_LANGUAGE_MODELS,
-    OF_ANY_HEAD,
-    VISION_MODELS,
-    known_types,
-    why_not,
-    why_not_so_long,
-)
-from siirl.compiler.vllm_models import NOT_IN_VLLM
 from siirl.config.common import STRATEGIES
 from siirl.errors import NotSupportedError, PlacementError
+from siirl.models.families import known_types, types_with
+from siirl.models.trained import LENGTH_DEPENDENT, why_not, why_not_so_long
+
+NOT_IN_VLLM = types_with(lambda row: row.vllm.why_not == "it has no model of this type")
+OF_ANY_HEAD = known_types("fsdp", "value")
+VISION_MODELS = types_with(lambda row: row.sees_images)
 
 ACTOR = "actor_rollout_ref.actor"
 REFUSED = {
@@ -352,13 +346,6 @@ def test_a_model_of_its_own_code_is_left_to_its_engine(tmp_path):
     compile_plan(load_dag(cfg), cfg, 1)
 
 
-def test_the_engine_has_a_family_for_every_type_of_the_table():
-    pytest.importorskip("megatron.core")
-    from siirl.engines.train.megatron.weights import FAMILIES
-
-    assert set(FAMILIES) == set(known_types("megatron"))
-
-
 def test_the_page_of_models_lists_the_table():
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     kinds: dict[tuple[str, str], list[str]] = {}
@@ -366,8 +353,14 @@ def test_the_page_of_models_lists_the_table():
         if line.startswith(("| fsdp", "| megatron")):
             strategy, role, row = line.split("|")[1:4]
             kinds.setdefault((strategy, role), []).extend(kind.strip() for kind in row.split(","))
-    tables = (OF_ANY_HEAD, LANGUAGE_MODELS, VISION_MODELS, MEGATRON, MEGATRON_LANGUAGE_MODELS)
-    assert list(kinds.values()) == [sorted(table) for table in tables]
+    tables = [
+        OF_ANY_HEAD,
+        sorted({*known_types("fsdp")} - {*OF_ANY_HEAD, *VISION_MODELS}),
+        VISION_MODELS,
+        known_types("megatron", "value"),
+        sorted({*known_types("megatron")} - {*OF_ANY_HEAD}),
+    ]
+    assert list(kinds.values()) == [list(table) for table in tables]
 
 
 ROPES = {

@@ -7,13 +7,14 @@ from plan_cases import config
 
 from siirl.compiler.compile import TEMPLATES, compile_plan, load_dag
 from siirl.compiler.plan import ModelPlan
-from siirl.compiler.replacing_weights import SEEN, writes_in_place
+from siirl.compiler.replacing_weights import writes_in_place
 from siirl.config import effect_warnings
 from siirl.config.checks import check_config
 from siirl.config.roles import judge_config, scoring_config
 from siirl.dag.spec import NodeSpec, dag_spec
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import NotSupportedError
+from siirl.models.families import types_with
 from siirl.parallel.dims import ParallelDims
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -37,7 +38,7 @@ def checked(folder, *keys, kind="qwen3"):
 @pytest.mark.parametrize(
     ("keys", "kind", "in_place"),
     [
-        *(((), kind, True) for kind in SEEN),
+        *(((), kind, True) for kind in types_with(lambda row: row.vllm.in_place)),
         (("trainer.device=cpu",), "qwen3", True),
         ((f"{ROLLOUT}.replace_weights=by_loaders",), "qwen3", False),
         ((), "phi3", False),

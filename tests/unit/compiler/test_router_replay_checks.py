@@ -9,10 +9,10 @@ from plan_cases import config
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.memory.phases import memory_lines
 from siirl.compiler.plan import Run
-from siirl.compiler.router_choices import RouterChoices, router_choices
 from siirl.config import check_config
 from siirl.config.batch import batch_of
 from siirl.errors import UserError
+from siirl.models.sizes import RouterChoices, router_choices
 from siirl.types import EXPERT_FIELDS, FieldKey
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"

@@ -7,13 +7,13 @@ import torch
 from plan_cases import config
 from transformers import Qwen3Config
 
-from siirl.compiler.checks.shared_prompt_checks import FULL_ATTENTION
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.config import effect_warnings
 from siirl.config.checks import check_config
 from siirl.engines.rollout.vllm.arguments import ATTENTION_BACKEND
 from siirl.engines.rollout.vllm.vllm_rollout import VLLMRollout
 from siirl.errors import NotSupportedError
+from siirl.models.families import types_with
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SHARES = f"{ROLLOUT}.share_prompts_in_decode=True"
@@ -30,7 +30,7 @@ def checked(folder, *keys, **model):
     return cfg, compile_plan(load_dag(cfg), cfg, 2)[0]
 
 
-@pytest.mark.parametrize("kind", FULL_ATTENTION)
+@pytest.mark.parametrize("kind", types_with(lambda row: row.vllm.shares_prompts))
 def test_models_of_plain_attention_are_taken(tmp_path, kind):
     cfg, _ = checked(tmp_path, SHARES, model_type=kind, num_experts=8, sliding_window=None)
     assert not [line for line in effect_warnings(cfg) if "share_prompts" in line]

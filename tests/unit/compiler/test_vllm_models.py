@@ -6,10 +6,14 @@ import pytest
 from plan_cases import config
 
 from siirl.cli import main
+from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.model_types import known_types
-from siirl.compiler.vllm_models import CPU_HEAD_SIZES, SHARED_HEADS, WHY_NOT, why_not_in_vllm, why_not_on_cpu
 from siirl.errors import NotSupportedError
+from siirl.models.families import known_types, types_with
+from siirl.models.sampled import CPU_HEAD_SIZES, why_not_in_vllm, why_not_on_cpu
+
+SHARED_HEADS = types_with(lambda row: row.vllm.shares_hidden)
+WHY_NOT = types_with(lambda row: row.vllm.why_not)
 
 VLLM, CPU = "actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu"
 HF = "actor_rollout_ref.rollout.name=hf"
@@ -43,27 +47,29 @@ def test_the_size_is_that_of_each_type_whatever_its_file_calls_it(kind):
     sizes = {"hidden_size": 96, "n_embd": 96, "num_attention_heads": 4, "n_head": 4}
     raw = {"model_type": kind, **sizes, "head_dim": None}
     assert "heads of 24 features" in why_not_on_cpu(raw)
-    assert "heads of 24 features" in why_not_in_vllm(raw, config(VLLM, CPU), "actor")
-    assert why_not_in_vllm(raw, config(VLLM), "actor") == why_not_in_vllm(raw, config(HF), "actor") == ""
+    assert "heads of 24 features" in why_not_in_vllm(raw, on_cpu=True)
+    assert why_not_in_vllm(raw, on_cpu=False) == ""
 
 
-def test_a_teacher_in_vllm_on_a_cpu_has_such_heads_too():
-    cfg = config(CPU, "teacher.strategy=vllm", "actor_rollout_ref.actor.policy_loss.loss_mode=distill")
+def test_a_teacher_in_vllm_on_a_cpu_has_such_heads_too(tmp_path):
+    distill = "actor_rollout_ref.actor.policy_loss.loss_mode=distill"
+    cfg = config(CPU, "teacher.strategy=vllm", distill, f"teacher.model.path={tmp_path}")
     raw = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
-    problem = why_not_in_vllm(raw, cfg, "scoring_teacher")
-    assert "no kernel for heads of 16 features" in problem and problem.endswith("Set teacher.strategy=fsdp.")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(NotSupportedError, match=r"no kernel for heads of 16 .*Set teacher.strategy=fsdp\.$"):
+        check_trained_model(cfg, "scoring_teacher", "the teacher")
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_heads_that_vllm_would_cut_are_refused_on_every_device(kind):
     raw = {"model_type": kind, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 128}
-    problem = why_not_in_vllm(raw, config(VLLM), "actor")
+    problem = why_not_in_vllm(raw, on_cpu=False)
     if kind not in SHARED_HEADS:
         assert problem == ""
         return
-    assert "with head_dim=128 it computes heads of 64 features" in problem and problem.endswith(f"Set {HF}.")
+    assert "with head_dim=128 it computes heads of 64 features" in problem
     for same in ({"head_dim": 64}, {"head_dim": None}, {"hidden_size": 512}):
-        assert why_not_in_vllm(raw | same, config(VLLM), "actor") == ""
+        assert why_not_in_vllm(raw | same, on_cpu=False) == ""
 
 
 def test_the_command_says_so_in_one_message(tmp_path, capsys):

@@ -2,11 +2,13 @@
 
 import pytest
 
-from siirl.compiler.memory.estimate import FAMILIES, fsdp_lines, model_shape, read_shape
-from siirl.compiler.model_types import LATENT
+from siirl.compiler.memory.estimate import fsdp_lines, model_shape, read_shape
+from siirl.models.families import types_with
+
+LATENT = types_with(lambda row: row.latent)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", types_with(lambda row: row.counted))
 @pytest.mark.parametrize("tie", [True, False])
 def test_parameter_counts_equal_those_of_transformers(family, tie):
     import torch

@@ -5,11 +5,11 @@ import importlib
 import pytest
 
 from siirl.compiler.backends import ROLLOUT_BACKENDS, TRAIN_BACKENDS
-from siirl.compiler.model_types import TRAINABLE
 from siirl.config.common import STRATEGIES
 from siirl.config.root import all_keys
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
+from siirl.models.trained import TRAINABLE
 
 ROWS = [(TRAIN_BACKENDS, TrainEngine), (ROLLOUT_BACKENDS, RolloutEngine)]
 

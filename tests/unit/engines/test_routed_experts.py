@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from siirl.compiler.router_choices import RouterChoices
 from siirl.data.chosen_experts import expert_columns
 from siirl.data.rows import make_rows
 from siirl.engines.rollout.vllm.routed_experts import ARGUMENT, experts_of, replayed_layers
 from siirl.errors import RolloutError
+from siirl.models.sizes import RouterChoices
 
 LAYERS, NUM_LAYERS, TOP_K, EXPERTS = [1, 3], 5, 3, 300
 PROMPTS, RESPONSES = (4, 2), (3, 5)

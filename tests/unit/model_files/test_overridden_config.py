@@ -8,12 +8,12 @@ import pytest
 from job_harness import Inputs, overrides
 
 from siirl import check
-from siirl.compiler.overridden import overridden
 from siirl.config import load_config
 from siirl.config.common import ModelConfig
 from siirl.errors import ConfigError, UserError
 from siirl.model_files.directory import model_positions
 from siirl.model_files.hf_config import engine_overrides, load_hf_config, written_changes
+from siirl.models.overridden import overridden
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 SHAPE = {

@@ -11,8 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from siirl.compiler.head_sizes import head_size
-from siirl.compiler.model_types import SINKS, sees_images
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.config.common import ModelConfig
@@ -44,6 +42,8 @@ from siirl.engines.weights.target import (
 )
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError
 from siirl.model_files.hf_config import load_hf_config
+from siirl.models.families import family_of
+from siirl.models.sizes import head_size
 from siirl.parallel.process_groups import ProcessGroupManager
 
 CACHED_LAYERS = {"full_attention", "sliding_attention"}
@@ -102,7 +102,7 @@ class HFRollout(RolloutEngine):
             self._model.requires_grad_(False)
         if base is not None:
             use_base(self._model, base._model, self._device)
-        sees = sees_images(self._model.config.model_type)
+        sees = family_of(self._model.config.model_type).sees_images
         self._images = ImageReader.from_config(cfg) if sees else None
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         max_context = min(n for n in (positions, self._rollout.max_model_len, 1 << 62) if n)
@@ -309,7 +309,7 @@ def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> Pre
     softcap = getattr(text, "attn_logit_softcapping", None)
     if softcap is not None:
         raise _unplain(model_cfg, f"attn_logit_softcapping={softcap}")
-    kernels = "eager" if config.model_type in SINKS else "sdpa"
+    kernels = "eager" if family_of(config.model_type).sinks else "sdpa"
     torch_dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device(device), no_init_weights():
         try:

@@ -2,7 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from siirl.compiler.head_sizes import head_size
+from siirl.models.sizes import head_size
 
 MAX_CPU_CACHE_BYTES = 4 << 30
 ROWS_BESIDE = 8

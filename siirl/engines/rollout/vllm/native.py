@@ -24,7 +24,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from siirl.compiler.model_types import sees_images
 from siirl.data.image_reader import ImageReader
 from siirl.engines.rollout.base import Completion, Request
 from siirl.engines.rollout.call_limits import PAUSED
@@ -38,6 +37,7 @@ from siirl.engines.rollout.vllm.native_steps import KeptTokens, ask_for_slots_on
 from siirl.engines.rollout.vllm.native_transfer import TRANSFER_BACKEND
 from siirl.engines.rollout.vllm.routed_experts import experts_of, replayed_layers
 from siirl.errors import ConfigError, NotSupportedError
+from siirl.models.families import family_of
 from siirl.spelling import suggest
 
 LOG_PROBS_MODE = "processed_logprobs"
@@ -290,7 +290,7 @@ class NativeEngine:
 def _image_prompts(model: str) -> Any:
     """What makes prompts with images for the model of a directory; None for one of texts."""
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    if not sees_images(config.get("model_type", "")):
+    if not family_of(config.get("model_type")).sees_images:
         return None
     try:
         from siirl.engines.rollout.vllm.native_images import ImagePrompts

@@ -4,6 +4,7 @@ Imported in an engine process, as native.py is, and only for a vision model.
 """
 
 import hashlib
+import importlib
 import importlib.util
 import math
 import sys
@@ -26,6 +27,7 @@ from vllm.multimodal.processing.dummy_inputs import BaseDummyInputsBuilder
 
 from siirl.data.image_reader import Grid, ImageReader
 from siirl.data.seen import Seen
+from siirl.models.families import FAMILIES, types_with
 
 TORCHVISION_PROCESSOR = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 
@@ -73,10 +75,8 @@ def _model_classes() -> list[type]:
     """
     if importlib.util.find_spec("torchvision") is None:
         sys.modules[TORCHVISION_PROCESSOR] = image_processing_pil_qwen2_vl
-    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
-    from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
-
-    return [Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration]
+    places = (FAMILIES[kind].vllm.vision_class.split(":") for kind in types_with(lambda row: row.sees_images))
+    return [getattr(importlib.import_module(module), name) for module, name in places]
 
 
 class _Sizes(BaseProcessingInfo):

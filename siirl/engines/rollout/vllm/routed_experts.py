@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from siirl.compiler.router_choices import expert_layers
 from siirl.errors import RolloutError
+from siirl.models.sizes import expert_layers
 
 ARGUMENT = "enable_return_routed_experts"
 """Of vLLM's engine, from 0.24 on."""

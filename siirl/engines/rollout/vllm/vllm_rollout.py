@@ -5,10 +5,8 @@ from typing import Any
 import torch
 
 from siirl.compiler.checks.packages import vllm_version
-from siirl.compiler.model_types import as_built
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.replacing_weights import writes_in_place
-from siirl.compiler.vllm_models import why_not_on_cpu
 from siirl.config import Config
 from siirl.engines.rollout.served.served_rollout import ServedRollout
 from siirl.engines.rollout.vllm.arguments import (
@@ -22,6 +20,8 @@ from siirl.engines.weights.engine_loader import EngineWeights
 from siirl.engines.weights.in_place import WeightsInPlace
 from siirl.errors import NotSupportedError
 from siirl.model_files.directory import model_dir
+from siirl.models.config_json import as_built
+from siirl.models.sampled import why_not_on_cpu
 
 
 class VLLMRollout(ServedRollout):

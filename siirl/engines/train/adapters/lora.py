@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from siirl.compiler.adapter_targets import expert_targets
 from siirl.config.common import ModelConfig
 from siirl.engines.train.experts.expert_lora import ADAPTER, ExpertAdapter, add_expert_adapters
 from siirl.errors import ConfigError
+from siirl.models.adapters import expert_targets
 
 
 def add_lora(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:

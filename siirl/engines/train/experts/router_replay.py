@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from siirl.compiler.router_choices import RouterChoices, router_choices
 from siirl.errors import NotSupportedError
+from siirl.models.sizes import RouterChoices, router_choices
 
 
 class RouterReplay:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from siirl.compiler.model_types import FLOAT8_MULTIPLE
+from siirl.compiler.checks.model_checks import FLOAT8_MULTIPLE
 from siirl.errors import ConfigError, NotSupportedError
 
 FP8 = torch.float8_e4m3fn

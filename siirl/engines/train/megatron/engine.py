@@ -16,7 +16,6 @@ from torch import Tensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.compiler.plan import ModelPlan
-from siirl.compiler.router_choices import router_choices
 from siirl.config import Config
 from siirl.data.chosen_experts import no_experts
 from siirl.data.rows import take_rows
@@ -59,6 +58,7 @@ from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.errors import UserError
 from siirl.model_files.hf_config import load_hf_config, written_changes
+from siirl.models.sizes import router_choices
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager

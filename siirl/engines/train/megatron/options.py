@@ -11,13 +11,13 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
 
 from siirl.compiler.checks.megatron_options import Kind, passed_on, recomputation, refusal
-from siirl.compiler.model_types import GROUP_ROUTED
 from siirl.config.common import MegatronConfig, OptimConfig
 from siirl.engines.train.hf_model import torch_dtype
 from siirl.engines.train.megatron.adamw import OWN_OPTIONS
-from siirl.engines.train.megatron.weights import family_of, has_qk_norm, head_dim, window_of
+from siirl.engines.train.megatron.weights import family_of, family_options, head_dim, window_of
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import ConfigError
+from siirl.models.sizes import has_qk_norm, has_qkv_bias
 from siirl.parallel.dims import ParallelDims
 
 
@@ -28,7 +28,7 @@ def transformer_config(
 
     finalize: what completes the gradients after the last backward of a mini-batch.
     """
-    megatron = settings.megatron
+    megatron, said = settings.megatron, hf.to_dict()
     dtype = torch_dtype(megatron.param_dtype, "megatron.param_dtype")
     on_gpu = torch.cuda.is_available()
     fixed: dict[str, Any] = {
@@ -43,10 +43,10 @@ def transformer_config(
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": family_of(hf).qkv_bias(hf),
+        "add_qkv_bias": has_qkv_bias(said),
         "rotary_interleaved": family_of(hf).turns_neighbours,
         **_windows(hf),
-        "qk_layernorm": has_qk_norm(hf),
+        "qk_layernorm": has_qk_norm(said),
         "tensor_model_parallel_size": dims.tp,
         "pipeline_model_parallel_size": dims.pp,
         "virtual_pipeline_model_parallel_size": dims.vpp if dims.vpp > 1 else None,
@@ -62,7 +62,7 @@ def transformer_config(
         "finalize_model_grads_func": finalize,
         "use_cpu_initialization": not on_gpu,
         "perform_initialization": False,  # every weight is read
-        **family_of(hf).options(hf),
+        **family_options(hf),
     }
     chosen: dict[str, Any] = {
         "attention_dropout": 0.0,
@@ -77,7 +77,6 @@ def transformer_config(
         "moe_aux_loss_coeff": 0.0,
         "moe_permute_fusion": False,
         "moe_grouped_gemm": False,
-        "moe_router_dtype": "fp32" if hf.model_type in GROUP_ROUTED else None,  # as transformers has it
     }
     chosen |= _pipeline_options(dims)
     options = megatron.override_transformer_config

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from siirl.compiler.model_types import MBRIDGE
 from siirl.engines.train.hf_model import VALUE_HEAD, torch_dtype
 from siirl.engines.train.megatron.model import LocalParams, read_parameter, read_weights
 from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes
@@ -26,6 +25,7 @@ from siirl.errors import CheckpointError, ConfigError, DataError
 from siirl.model_files.directory import check_weight_files, model_dir
 from siirl.model_files.stored_tensors import load_tensors, stored_tensors
 from siirl.model_files.weight_slices import SafetensorsFolder
+from siirl.models.families import family_of
 
 _PREFIX = "model/"
 
@@ -129,7 +129,7 @@ def _bridge(hf: PretrainedConfig, dtype: torch.dtype) -> Any:
         ) from error
     kind = _MODEL_REGISTRY.get(hf.model_type)
     is_mixed = num_experts(hf) > 0 and not all(has_experts(hf, n) for n in range(hf.num_hidden_layers))
-    if kind is None or hf.model_type not in MBRIDGE or is_mixed:
+    if kind is None or not family_of(hf.model_type).mbridge or is_mixed:
         raise ConfigError(
             f"megatron.use_mbridge=true: that mbridge reads a {hf.model_type} as siirl does has not been "
             "seen, or not with dense layers among those of experts. Set it to false: siirl reads the weights "

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from siirl.compiler.router_choices import RouterChoices
 from siirl.data.rows import DTYPES
 from siirl.engines.train.experts.router_replay import RouterReplay, put_experts
 from siirl.engines.train.megatron.micro_batch import MicroBatch
 from siirl.engines.train.megatron.pipeline_stage import Stage
 from siirl.engines.train.megatron.weights import CHOICE_BIAS
+from siirl.models.sizes import RouterChoices
 
 
 class StageRouters:

@@ -1,55 +1,28 @@
-"""Which parameters a Megatron model has, by family: one table, from which all else follows.
+"""Which parameters a Megatron model has, by its family: one list, from which all else follows.
 
-Pure, no communication. A new model adds a `Family`, and a function like `_dense_mlp` if its blocks differ.
+Pure, no communication. What sets families apart is their row (siirl/models/families.py); a new one needs code
+here only if its blocks differ from all of these.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from siirl.compiler.head_sizes import head_size
-from siirl.compiler.model_types import EXPERTS, why_not
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.engines.train.megatron.parameter_entries import Block, Entry, latent_entries, latent_options
 from siirl.errors import NotSupportedError
+from siirl.models import families
+from siirl.models.families import Experts, Family
+from siirl.models.sizes import EXPERTS, has_qk_norm, has_qkv_bias, head_size, is_expert_layer
+from siirl.models.trained import why_not
 
 CHOICE_BIAS = "choice_bias"
 """What a router adds where it chooses experts, as its module calls it."""
 EMBEDDING = "model.embed_tokens.weight"
 """Hugging Face's name of the embedding in every family here."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """What sets the models of a type apart."""
-
-    mlp: Callable[[PretrainedConfig, int], list[Entry]]
-    """The entries of a layer's MLP."""
-    qkv_bias: Callable[[PretrainedConfig], bool] = lambda config: False
-    """Whether queries, keys and values have biases."""
-    qk_norm: bool = False
-    """Each head of queries and keys is normed, unless use_qk_norm says that it is not."""
-    fused: bool = False
-    """Its files have queries, keys and values in one tensor."""
-    mlp_norm: str = "post_attention_layernorm"
-    """Hugging Face's name of the norm of what the MLP is given."""
-    outer_norms: tuple[str, ...] = ()
-    """Hugging Face's names of norms of what attention and MLP give; none in most."""
-    scales_embedding: bool = False
-    """Embedded tokens are multiplied by the square root of their size."""
-    windows: bool = False
-    """Its attention sees no further than sliding_window, where config.json has one."""
-    turns_neighbours: bool = False
-    """The rotary embedding turns dimensions 2i and 2i + 1 together, not i and i + D/2."""
-    attention: Callable[[PretrainedConfig, int], list[Entry]] | None = None
-    """The entries of a layer's attention; None: as in most."""
-    options: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
-    """Of the TransformerConfig."""
 
 
 def _swiglu(config: PretrainedConfig, layer: int, wide: int, hf: str = "", own: str = "") -> list[Entry]:
@@ -87,111 +60,88 @@ def num_experts(config: PretrainedConfig) -> int:
 
 def has_experts(config: PretrainedConfig, layer: int) -> bool:
     """Whether a layer of a mixture of experts has some: others are dense."""
-    if layer < getattr(config, "first_k_dense_replace", 0) or layer in (
-        getattr(config, "mlp_only_layers", None) or ()
-    ):
-        return False
-    return (layer + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
+    return is_expert_layer(config.to_dict(), layer)
 
 
-def _experts(
-    names: tuple[str, str, str],
-    router: str,
-    width: str,
-    besides: Callable[[PretrainedConfig, int], list[Entry]] = lambda config, layer: [],
-) -> Callable[..., list[Entry]]:
-    """Entries of a mixture of experts: Hugging Face's names for gate, up and down, and where they stand;
-    besides: those of what all tokens pass, and of the router."""
-
-    def mlp(config: PretrainedConfig, layer: int) -> list[Entry]:
-        if not has_experts(config, layer):
-            return _dense_mlp(config, layer)
-        hidden, wide, num = config.hidden_size, getattr(config, width), num_experts(config)
-        hf, own = f"model.layers.{layer}.{router}", f"decoder.layers.{layer}.mlp"
-        gate = (Block(f"{hf}.gate.weight", 0, num),)
-        found = [Entry(f"{own}.router.weight", gate, hidden, "whole", layer)]
-        for expert in range(num):
-            local, parts = f"{own}.experts.local_experts.{expert}", f"{hf}.experts.{expert}"
-            gate_up = tuple(Block(f"{parts}.{name}.weight", 0, wide) for name in names[:2])
-            down = (Block(f"{parts}.{names[2]}.weight", 0, hidden),)
-            found.append(Entry(f"{local}.linear_fc1.weight", gate_up, hidden, "each block", layer, expert))
-            found.append(Entry(f"{local}.linear_fc2.weight", down, wide, "columns", layer, expert))
-        return found + besides(config, layer)
-
-    return mlp
+def _mlp(config: PretrainedConfig, layer: int) -> list[Entry]:
+    family = family_of(config)
+    if family.experts is not None and has_experts(config, layer):
+        return _mixture(config, layer, family.experts)
+    return _fused_mlp(config, layer) if family.fused_mlp else _dense_mlp(config, layer)
 
 
-def _expert_options(width: str, normalised: Callable[[PretrainedConfig], bool]) -> Callable[..., dict]:
-    """How the router chooses: the probabilities of the chosen experts may or may not sum up to 1."""
-    return lambda config: {
-        "num_moe_experts": num_experts(config),
-        "moe_layer_freq": [int(has_experts(config, layer)) for layer in range(config.num_hidden_layers)],
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_ffn_hidden_size": getattr(config, width),
-        "moe_router_pre_softmax": not normalised(config),
-    }
+def _mixture(config: PretrainedConfig, layer: int, row: Experts) -> list[Entry]:
+    """The experts of a layer and their router, what all tokens pass, and the bias of the router."""
+    hidden, wide, num = config.hidden_size, getattr(config, row.width), num_experts(config)
+    hf, own = f"model.layers.{layer}.{row.module}", f"decoder.layers.{layer}.mlp"
+    gate = (Block(f"{hf}.gate.weight", 0, num),)
+    found = [Entry(f"{own}.router.weight", gate, hidden, "whole", layer)]
+    for expert in range(num):
+        local, parts = f"{own}.experts.local_experts.{expert}", f"{hf}.experts.{expert}"
+        gate_up = tuple(Block(f"{parts}.{name}.weight", 0, wide) for name in row.matrices[:2])
+        down = (Block(f"{parts}.{row.matrices[2]}.weight", 0, hidden),)
+        found.append(Entry(f"{local}.linear_fc1.weight", gate_up, hidden, "each block", layer, expert))
+        found.append(Entry(f"{local}.linear_fc2.weight", down, wide, "columns", layer, expert))
+    if row.shared == "gated":
+        one = Block(f"{hf}.shared_expert_gate.weight", 0, 1)
+        found += _swiglu(config, layer, _shared_width(config, row), ".shared_expert", ".shared_experts")
+        found.append(Entry(f"{own}.shared_experts.gate_weight", (one,), hidden, "whole", layer))
+    elif row.shared == "plain":
+        found += _swiglu(config, layer, _shared_width(config, row), ".shared_experts", ".shared_experts")
+    if row.choice_bias:
+        bias = (Block(f"{hf}.gate.e_score_correction_bias", 0, num),)
+        found.append(Entry(f"{own}.router.{CHOICE_BIAS}", bias, None, "whole", layer, untrained=True))
+    return found
 
 
-def _gated_expert(config: PretrainedConfig, layer: int) -> list[Entry]:
-    """Qwen2-MoE's expert that all tokens pass, and the gate that weighs it for each."""
-    hf, own = f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp"
-    wide, gate = config.shared_expert_intermediate_size, Block(f"{hf}.shared_expert_gate.weight", 0, 1)
-    return [
-        *_swiglu(config, layer, wide, ".shared_expert", ".shared_experts"),
-        Entry(f"{own}.shared_experts.gate_weight", (gate,), config.hidden_size, "whole", layer),
-    ]
-
-
-def _gated_expert_options(config: PretrainedConfig) -> dict[str, Any]:
-    options = _expert_options("moe_intermediate_size", lambda config: config.norm_topk_prob)(config)
-    width = config.shared_expert_intermediate_size
-    return options | {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
-
-
-def _plain_expert(config: PretrainedConfig, layer: int) -> list[Entry]:
-    """The expert that all tokens of DeepSeek-V2 pass."""
-    return _swiglu(config, layer, _shared_width(config), ".shared_experts", ".shared_experts")
-
-
-def _expert_and_bias(config: PretrainedConfig, layer: int) -> list[Entry]:
-    """The same of DeepSeek-V3 and GLM-4-MoE, and the bias of their routers."""
-    bias = Block(f"model.layers.{layer}.mlp.gate.e_score_correction_bias", 0, num_experts(config))
-    name = f"decoder.layers.{layer}.mlp.router.{CHOICE_BIAS}"
-    return [
-        *_plain_expert(config, layer),
-        Entry(name, (bias,), None, "whole", layer, untrained=True),
-    ]
-
-
-def _shared_width(config: PretrainedConfig) -> int:
+def _shared_width(config: PretrainedConfig, row: Experts) -> int:
+    if row.shared == "gated":
+        return config.shared_expert_intermediate_size
     return config.moe_intermediate_size * config.n_shared_experts
 
 
-def _group_options(config: PretrainedConfig) -> dict[str, Any]:
-    """Of routers that choose among groups of experts: see stage_routers.py."""
-    options = _expert_options("moe_intermediate_size", lambda config: config.norm_topk_prob)(config)
-    return options | {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_num_groups": config.n_group,
-        "moe_router_group_topk": config.topk_group,
-        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
-        "moe_shared_expert_intermediate_size": _shared_width(config),
+def family_options(config: PretrainedConfig) -> dict[str, Any]:
+    """What of the TransformerConfig follows from a model's family."""
+    family = family_of(config)
+    found: dict[str, Any] = {}
+    if family.gelu:
+        found["activation_func"] = gelu_by_tanh
+    if family.query_scale:
+        found["softmax_scale"] = getattr(config, family.query_scale) ** -0.5
+    if family.centered_norms:
+        found["layernorm_zero_centered_gamma"] = True
+    if family.experts is not None:
+        found |= _expert_options(config, family.experts)
+    if family.latent is not None:
+        found |= latent_options(config)
+    return found
+
+
+def _expert_options(config: PretrainedConfig, row: Experts) -> dict[str, Any]:
+    """How the router chooses: the probabilities of the chosen experts may or may not sum up to 1. Of routers
+    that choose among groups of experts see stage_routers.py; greedy: there is but one group."""
+    normalised = not row.normed_by or getattr(config, row.normed_by)
+    found = {
+        "num_moe_experts": num_experts(config),
+        "moe_layer_freq": [int(has_experts(config, layer)) for layer in range(config.num_hidden_layers)],
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": getattr(config, row.width),
+        "moe_router_pre_softmax": row.groups == "softmax" or not normalised,
     }
-
-
-def _softmax_group_options(config: PretrainedConfig) -> dict[str, Any]:
-    """The same of DeepSeek-V2, whose weights never sum up to 1; greedy: there is but one group."""
-    own = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
-    one = {"moe_router_num_groups": 1, "moe_router_group_topk": 1} if config.topk_method == "greedy" else {}
-    return _group_options(config) | own | one | latent_options(config)
-
-
-def _gemma_options(config: PretrainedConfig) -> dict[str, Any]:
-    return {
-        "activation_func": gelu_by_tanh,
-        "softmax_scale": config.query_pre_attn_scalar**-0.5,
-        "layernorm_zero_centered_gamma": True,  # norms multiply by 1 + weight
-    }
+    if row.shared:
+        found["moe_shared_expert_intermediate_size"] = _shared_width(config, row)
+    if row.shared == "gated":
+        found["moe_shared_expert_gate"] = True
+    if row.groups:
+        one = row.groups == "softmax" and config.topk_method == "greedy"
+        found |= {
+            "moe_router_score_function": row.groups,
+            "moe_router_num_groups": 1 if one else config.n_group,
+            "moe_router_group_topk": 1 if one else config.topk_group,
+            "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+            "moe_router_dtype": "fp32",  # as transformers has it
+        }
+    return found
 
 
 def gelu_by_tanh(x: Tensor) -> Tensor:
@@ -207,81 +157,12 @@ def window_of(config: PretrainedConfig, layer: int) -> int | None:
     return config.sliding_window
 
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
-
-FAMILIES = {
-    "llama": Family(_dense_mlp),
-    "cwm": Family(_dense_mlp, windows=True),
-    "ministral": Family(_dense_mlp, windows=True),
-    "mistral": Family(_dense_mlp, windows=True),
-    "phi3": Family(_fused_mlp, fused=True, windows=True),
-    "seed_oss": Family(_dense_mlp, qkv_bias=lambda config: config.attention_bias),
-    "deepseek_v2": Family(
-        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size", _plain_expert),
-        attention=latent_entries,
-        options=_softmax_group_options,
-    ),
-    "deepseek_v3": Family(
-        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size", _expert_and_bias),
-        attention=latent_entries,
-        options=lambda config: _group_options(config) | latent_options(config),
-    ),
-    "glm4": Family(
-        _fused_mlp,
-        qkv_bias=lambda config: config.attention_bias,
-        outer_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
-        turns_neighbours=True,
-    ),
-    "glm4_moe": Family(
-        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size", _expert_and_bias),
-        qkv_bias=lambda config: config.attention_bias,
-        qk_norm=True,
-        options=_group_options,
-    ),
-    "gemma3_text": Family(
-        _dense_mlp,
-        qk_norm=True,
-        mlp_norm="pre_feedforward_layernorm",
-        outer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        scales_embedding=True,
-        windows=True,
-        options=_gemma_options,
-    ),
-    "qwen2": Family(_dense_mlp, qkv_bias=lambda config: True, windows=True),
-    "qwen2_moe": Family(
-        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size", _gated_expert),
-        qkv_bias=lambda config: config.qkv_bias,
-        windows=True,
-        options=_gated_expert_options,
-    ),
-    "qwen3": Family(_dense_mlp, qk_norm=True, windows=True),
-    "qwen3_moe": Family(
-        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size"),
-        qk_norm=True,
-        windows=True,
-        options=_expert_options("moe_intermediate_size", lambda config: config.norm_topk_prob),
-    ),
-    "mixtral": Family(
-        _experts(("w1", "w3", "w2"), "block_sparse_moe", "intermediate_size"),
-        windows=True,
-        options=_expert_options("intermediate_size", lambda config: True),
-    ),
-}
-"""Model type of config.json -> family."""
-
-
 def family_of(config: PretrainedConfig) -> Family:
     """The family of a model. NotSupportedError for model types and variants that are not in the table."""
     problem = why_not(config.to_dict(), "megatron")
     if problem:
         raise NotSupportedError(f"not supported yet: strategy=megatron: {problem}")
-    return FAMILIES[config.model_type]
-
-
-def has_qk_norm(config: PretrainedConfig) -> bool:
-    """Whether each head of queries and keys is normed."""
-    return family_of(config).qk_norm and getattr(config, "use_qk_norm", True)
+    return families.family_of(config.model_type)
 
 
 def head_dim(config: PretrainedConfig) -> int:
@@ -346,23 +227,23 @@ def _layer(config: PretrainedConfig, layer: int) -> list[Entry]:
         )
 
     found = [vector("input_layernorm", "input_layernorm", hidden)]
-    found += (family.attention or _attention)(config, layer)
+    found += latent_entries(config, layer) if family.latent is not None else _attention(config, layer)
     found.append(vector("pre_mlp_layernorm", family.mlp_norm, hidden))
     for part, name in zip(("self_attention", "mlp"), family.outer_norms, strict=bool(family.outer_norms)):
         found.append(vector(f"{part}.outer_norm", name, hidden))
-    return found + family.mlp(config, layer)
+    return found + _mlp(config, layer)
 
 
 def _attention(config: PretrainedConfig, layer: int) -> list[Entry]:
-    family, hidden, size = family_of(config), config.hidden_size, head_dim(config)
+    hidden, size, said = config.hidden_size, head_dim(config), config.to_dict()
     hf, own = f"model.layers.{layer}.self_attn", f"decoder.layers.{layer}.self_attention"
     heads_size = config.num_attention_heads * size
     found = []
-    for kind in ("weight", "bias") if family.qkv_bias(config) else ("weight",):
+    for kind in ("weight", "bias") if has_qkv_bias(said) else ("weight",):
         columns = hidden if kind == "weight" else None
         blocks = _qkv_blocks(config, hf, kind)
         found.append(Entry(f"{own}.linear_qkv.{kind}", blocks, columns, "rows", layer))
-    if has_qk_norm(config):
+    if has_qk_norm(said):
         for x in "qk":
             norm = (Block(f"{hf}.{x}_norm.weight", 0, size),)
             found.append(Entry(f"{own}.{x}_layernorm.weight", norm, None, "whole", layer))
@@ -374,7 +255,7 @@ def _qkv_blocks(config: PretrainedConfig, hf: str, kind: str) -> tuple[Block, ..
     """Megatron stores, for each key-value head: the query heads that share it, the key, the value."""
     size, num_groups = head_dim(config), config.num_key_value_heads
     queries = config.num_attention_heads // num_groups * size
-    if family_of(config).fused:
+    if family_of(config).fused_qkv:
         keys = config.num_attention_heads * size
         first = {"q": 0, "k": keys, "v": keys + num_groups * size}
         name = f"{hf}.qkv_proj.{kind}"

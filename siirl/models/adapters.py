@@ -3,49 +3,43 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from siirl.config.common import ModelConfig
+from siirl.models.families import family_of
+from siirl.models.sizes import DENSE_LAYERS, num_experts
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 """What may have them in any mixture of experts."""
-_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
-EXPERT_MATRICES = {
-    "flex_olmo": _GATE_UP_DOWN,
-    "mellum": _GATE_UP_DOWN,
-    "mixtral": ("w1", "w3", "w2"),
-    "olmoe": _GATE_UP_DOWN,
-    "qwen3_moe": _GATE_UP_DOWN,
-}
-"""Model type -> what the files call the gate, up and down matrix of an expert, where adapters are put on
-them, too: types without an expert for all tokens, of whose adapters peft would lose a part."""
-TURNED = ("gpt2",)
-"""Whose matrices are stored as [in, out], so that adapters do not merge into them as into others."""
-DENSE_LAYERS = ("mlp_only_layers", "first_k_dense_replace")
-"""Names in config.json by which some layers have no experts."""
 
 
-def expert_targets(kind: str | None, targets: str | Sequence[str]) -> tuple[str, ...]:
+def expert_matrices(model_type: str | None) -> tuple[str, ...]:
+    """The matrices of an expert that may have adapters: gate, up and down, as the files call them."""
+    experts = family_of(model_type).experts
+    return experts.matrices if experts is not None and experts.adapted else ()
+
+
+def expert_targets(model_type: str | None, targets: str | Sequence[str]) -> tuple[str, ...]:
     """Which matrices of experts get LoRA adapters, by their names in the files; gate and up go together.
 
     targets: model.target_modules.
     """
-    known = EXPERT_MATRICES.get(kind or "", ())
+    known = expert_matrices(model_type)
     if isinstance(targets, str):
         return known if targets == "all-linear" else ()
     return tuple(name for name in known if name in targets)
 
 
-def why_not_adapted(config: Mapping[str, Any], model: ModelConfig, keys: str, has_experts: bool) -> str:
-    """Why a model does not get the adapters asked for, and the fix; empty if it does."""
-    targets, kind = model.target_modules, config.get("model_type")
-    if not model.lora_rank:
-        return ""
-    if kind in TURNED:
+def why_not_adapted(config: Mapping[str, Any], targets: str | Sequence[str], keys: str) -> str:
+    """Why a model does not get the adapters that are asked for, and the fix; empty if it does.
+
+    keys: the group of the model in the configuration.
+    """
+    kind = config.get("model_type")
+    if family_of(kind).turned:
         return f"LoRA adapters of a {kind}, whose matrices are stored as [in, out]. Set {keys}.lora_rank=0."
-    if not has_experts or (not isinstance(targets, str) and set(targets) <= set(ADAPTED)):
+    if not num_experts(config) or (not isinstance(targets, str) and set(targets) <= set(ADAPTED)):
         return ""
     asked = f"LoRA adapters on experts ({keys}.target_modules={targets})"
     fix = f"Set {keys}.target_modules=[{','.join(ADAPTED)}], or lora_rank=0."
-    matrices = EXPERT_MATRICES.get(kind or "", ())
+    matrices = expert_matrices(kind)
     if not matrices:
         return f"{asked} of a {kind}: it has them on its attention only. {fix}"
     if config.get("decoder_sparse_step", 1) != 1 or any(config.get(name) for name in DENSE_LAYERS):

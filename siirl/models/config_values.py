@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from siirl.compiler.head_sizes import head_size
+from siirl.models.families import Latent, family_of
+from siirl.models.sizes import head_size
 
 SLIDING = "sliding_attention"
 """The kind of layer that needs a sliding_window."""
@@ -71,9 +72,10 @@ def _unread(name: str, config: Mapping[str, Any]) -> bool:
         return bool(config.get("rope_scaling"))
     if name in ("n_group", "topk_group"):
         return config.get("topk_method") == "greedy"
-    kinds, kind = config.get("layer_types"), config["model_type"]
+    kinds, when = config.get("layer_types"), family_of(config["model_type"]).window_unread
     return name == "sliding_window" and (
-        (kind == "exaone4" and bool(kinds) and SLIDING not in kinds) or (kind == "ministral" and not kinds)
+        (when == "without windowed layers" and bool(kinds) and SLIDING not in kinds)
+        or (when == "without layer_types" and not kinds)
     )
 
 
@@ -88,7 +90,8 @@ def _misfits(config: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[str]
     hidden, words, pad = size("hidden_size"), size("vocab_size"), size("pad_token_id")
     experts = size("num_experts", "num_local_experts", "n_routed_experts")
     chosen, kinds = size("num_experts_per_tok"), config.get("layer_types")
-    if heads and kv_heads and heads % kv_heads and config["model_type"] != "deepseek_v3":
+    latent = family_of(config["model_type"]).latent
+    if heads and kv_heads and heads % kv_heads and (latent is None or latent.reads_kv_heads):
         yield f"num_key_value_heads={kv_heads} with num_attention_heads={heads}, which it does not divide"
     if "whole heads" in row["hidden_is"] and heads and hidden % heads:
         yield f"hidden_size={hidden} with num_attention_heads={heads}, which do not divide it"
@@ -109,16 +112,18 @@ def _misfits(config: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[str]
     if section and 2 * sum(section) > head_size(config):
         yield f"mrope_section={section} with heads of {head_size(config)} features"
     if config.get("kv_lora_rank"):
-        yield from _latent_misfits(config, heads, kv_heads)
+        yield from _latent_misfits(config, latent, heads, kv_heads)
     if config.get("n_group") and config.get("topk_method") != "greedy":
         groups, best = size("n_group"), size("topk_group")
         if experts % groups or best > groups:
             yield f"n_group={groups} and topk_group={best} with {experts} experts"
 
 
-def _latent_misfits(config: Mapping[str, Any], heads: int, kv_heads: int) -> Iterator[str]:
+def _latent_misfits(
+    config: Mapping[str, Any], latent: Latent | None, heads: int, kv_heads: int
+) -> Iterator[str]:
     turned, width = config.get("qk_rope_head_dim"), config.get("head_dim")
-    if 0 < kv_heads < heads or (kv_heads > heads and config["model_type"] == "deepseek_v2"):
+    if 0 < kv_heads < heads or (kv_heads > heads and latent is not None and latent.reads_kv_heads):
         yield f"num_key_value_heads={kv_heads} with num_attention_heads={heads}: compressed keys need as many"
-    if config["model_type"] == "deepseek_v3" and width not in (None, turned):
+    if latent is not None and latent.turns_head_dim and width not in (None, turned):
         yield f"head_dim={width} with qk_rope_head_dim={turned}, by which its positions turn"

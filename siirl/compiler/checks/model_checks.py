@@ -1,0 +1,327 @@
+"""Whether a role's model is one that its engines compute exactly, as it is asked for. No torch.
+
+What is known of a model type is its row (siirl/models/families.py); here the configuration meets it.
+MODEL_CHECKS are asked in their order, and the first that finds something is told.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from siirl.config import Config
+from siirl.config.common import ModelConfig, TrainedConfig
+from siirl.config.roles import ROLE_GROUPS, ROLES, Role, role_group, role_model, sequence_ranks
+from siirl.errors import NotSupportedError
+from siirl.models.adapters import why_not_adapted
+from siirl.models.config_json import as_built, config_json, of_decoder
+from siirl.models.config_values import as_read, why_not_built
+from siirl.models.families import Family, family_of, types_with
+from siirl.models.overridden import overridden
+from siirl.models.sampled import why_not_in_vllm
+from siirl.models.sizes import head_size, num_experts, num_heads
+from siirl.models.trained import TRAINABLE, why_not, why_not_so_long
+
+FLOAT8_MULTIPLE = 16
+"""What the sides of a linear layer are multiples of, for its products to be in FP8."""
+SIDES = ("hidden_size", "intermediate_size", "ffn_dim", "n_inner")
+"""What a config.json calls sides of linear layers."""
+
+
+@dataclass(frozen=True)
+class ModelOfRole:
+    """What the checks are given: the model of a role, and what its config.json says."""
+
+    cfg: Config
+    role: str
+    whole: Mapping[str, Any]
+    """config.json with override_config."""
+    written: Mapping[str, Any]
+    """What it says of the decoder."""
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The same as transformers reads it."""
+        return as_read(self.written)
+
+    @property
+    def type(self) -> str:
+        return self.whole["model_type"]
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.type)
+
+    @property
+    def spec(self) -> Role:
+        return ROLES[self.role]
+
+    @property
+    def model(self) -> ModelConfig:
+        return role_model(self.cfg, self.role)
+
+    @property
+    def keys(self) -> str:
+        """The group of the model's keys."""
+        return self.spec.model
+
+    @property
+    def group(self) -> str:
+        """The group of its engine's keys."""
+        return ROLE_GROUPS[self.role]
+
+    @property
+    def strategy(self) -> str:
+        return role_group(self.cfg, self.role).strategy
+
+    @property
+    def rules(self) -> str:
+        """The strategy that has to know its type: teachers in a rollout engine are of types that fsdp knows,
+        and so were seen in both."""
+        return "fsdp" if self.spec.generates else self.strategy
+
+
+def check_trained_model(cfg: Config, role: str, who: str) -> None:
+    """NotSupportedError if a role's strategy cannot train its model, as far as config.json tells.
+
+    A config.json that cannot be read is left to others, a model of code of its own to its engine, and what a
+    rollout engine runs, to that, but for teachers.
+    """
+    spec, model = ROLES[role], role_model(cfg, role)
+    if spec.generates and not spec.is_teacher:
+        return
+    raw = config_json(model)
+    if "model_type" not in raw or not (spec.generates or role_group(cfg, role).strategy in TRAINABLE):
+        return
+    whole = overridden(raw, model.override_config)
+    one = ModelOfRole(cfg, role, whole, of_decoder(whole))
+    own_code = model.external_lib or (model.trust_remote_code and "auto_map" in raw)
+    if own_code and TRAINABLE[one.rules].own_code:
+        return
+    problem = next(filter(None, (check(one) for check in MODEL_CHECKS)), "")
+    if problem:
+        raise NotSupportedError(f"not supported yet: {who}, {one.group}.strategy={one.strategy}: {problem}")
+
+
+def attention_heads(cfg: Config, role: str) -> int:
+    """Of queries in a layer of a role's model; 0 where config.json does not tell."""
+    return num_heads(as_built(role_model(cfg, role)))
+
+
+def _has_its_type(one: ModelOfRole) -> str:
+    return why_not(one.whole, one.rules, one.spec.head)
+
+
+def _has_its_images(one: ModelOfRole) -> str:
+    """Why a model does not go with the dataset, or not as asked."""
+    model, data = one.model, one.cfg.data
+    if not one.family.sees_images:
+        known = ", ".join(types_with(lambda row: row.sees_images))
+        return (
+            f"data.dataset_type=vlm with a {one.type}, which sees no images. Use a model of {known}, or set "
+            "data.dataset_type=llm."
+            if data.has_images
+            else ""
+        )
+    if not data.has_images:
+        return (
+            f"a {one.type} with data.dataset_type={data.dataset_type}: a vision model is trained on prompts "
+            "that may have images. Set data.dataset_type=vlm; rows without images have null in their column."
+        )
+    if model.lora_rank:
+        return f"LoRA adapters on a {one.type}. Set {one.keys}.lora_rank=0."
+    if model.use_liger:
+        return f"Liger kernels in a {one.type}. Set {one.keys}.use_liger=false."
+    return _has_its_kernels(one)
+
+
+def _has_its_kernels(one: ModelOfRole) -> str:
+    kernels = one.model.attention_kernels
+    return (
+        f"attention_kernels={kernels} in a {one.type}. Set {one.keys}.attention_kernels=torch."
+        if kernels != "torch"
+        else ""
+    )
+
+
+def _adds_no_loss_of_micro_batches(one: ModelOfRole) -> str:
+    coefficient = one.model.override_config.get("router_aux_loss_coef")
+    if not coefficient:
+        return ""
+    return (
+        f"override_config.router_aux_loss_coef={coefficient}: transformers' loss of the router is that of "
+        "a micro-batch by itself, and is not added. Remove it; the loss over a mini-batch is weighed by "
+        "fsdp_config.moe_aux_loss_coeff, or megatron.override_transformer_config.moe_aux_loss_coeff."
+    )
+
+
+def _is_sampled_by_vllm(one: ModelOfRole) -> str:
+    """Why vLLM does not sample, or score with, a model as asked."""
+    sampled = one.role == "actor" and one.cfg.actor_rollout_ref.rollout.name == "vllm"
+    if not (sampled or one.spec.generates):
+        return ""
+    problem = why_not_in_vllm(one.config, on_cpu=one.cfg.trainer.device == "cpu")
+    fix = "actor_rollout_ref.rollout.name=hf" if sampled else "teacher.strategy=fsdp"
+    return f"a {one.type} in vLLM: {problem}. Set {fix}." if problem else ""
+
+
+def _compresses_as_asked(one: ModelOfRole) -> str:
+    if one.family.latent is not None and one.model.lora_rank:
+        return f"LoRA adapters on compressed keys and values ({one.type}). Set {one.keys}.lora_rank=0."
+    return ""
+
+
+def _has_kernels_of_its_heads(one: ModelOfRole) -> str:
+    return _has_its_kernels(one) if one.rules == "fsdp" and one.family.latent is not None else ""
+
+
+def _has_kernels_of_its_sinks(one: ModelOfRole) -> str:
+    kernels = one.model.attention_kernels
+    if one.rules != "fsdp" or not one.family.sinks or kernels == "torch":
+        return ""
+    return (
+        f"attention_kernels={kernels} for attention sinks ({one.type}). "
+        f"Set {one.keys}.attention_kernels=torch."
+    )
+
+
+def _has_experts_as_asked(one: ModelOfRole) -> str:
+    group, row = role_group(one.cfg, one.role), one.family.experts
+    if one.strategy != "fsdp":
+        return ""
+    coefficient = group.fsdp_config.moe_aux_loss_coeff if isinstance(group, TrainedConfig) else 0.0
+    if not num_experts(one.config):
+        problem = f"fsdp_config.moe_aux_loss_coeff={coefficient}: this model has no experts. Set it to 0."
+        return problem if coefficient else ""
+    if coefficient and row is not None and row.groups:
+        return (
+            f"fsdp_config.moe_aux_loss_coeff={coefficient} for a {one.type}: its router does not "
+            "choose by its logits alone, which the loss would balance. Set it to 0."
+        )
+    if one.model.use_liger:
+        return (
+            f"{one.keys}.use_liger=True for a mixture of experts: its kernels take the place of each expert, "
+            "and transformers has all in one tensor. Set it to false."
+        )
+    return ""
+
+
+def _divides_its_experts(one: ModelOfRole) -> str:
+    """Why ranks cannot have some of the experts each."""
+    if one.strategy != "fsdp":
+        return ""
+    ranks, experts = role_group(one.cfg, one.role).fsdp_config.expert_parallel_size, num_experts(one.config)
+    key = f"{one.group}.fsdp_config.expert_parallel_size={ranks}"
+    if ranks == 1:
+        return ""
+    if not experts:
+        return f"{key}: this model has no experts. Set it to 1."
+    if isinstance(experts, int) and experts % ranks:
+        return (
+            f"{key} does not divide the {experts} experts of a layer: each rank has whole ones. Set it to 1."
+        )
+    return ""
+
+
+def _divides_its_heads(one: ModelOfRole) -> str:
+    """Why ranks cannot share the sequences as asked."""
+    if one.strategy != "fsdp":
+        return ""
+    ranks, key = sequence_ranks(one.cfg, one.role), f"{one.group}.ulysses_sequence_parallel_size"
+    heads = num_heads(one.config)
+    if ranks > 1 and one.family.sees_images:
+        return f"{key}={ranks} for a {one.type}, a vision model. Set it to 1."
+    if heads % ranks:
+        fits = [size for size in range(1, ranks) if heads % size == ranks % size == 0]
+        return (
+            f"{key}={ranks} does not divide the model's {heads} attention heads: in attention each rank has "
+            f"whole heads. Set it to {' or '.join(map(str, fits))}."
+        )
+    return ""
+
+
+def _multiplies_in_float8(one: ModelOfRole) -> str:
+    fsdp, key = role_group(one.cfg, one.role).fsdp_config, f"{one.group}.fsdp_config.float8"
+    if one.strategy != "fsdp" or not fsdp.float8:
+        return ""
+    dtype, config = fsdp.mixed_precision.param_dtype, one.config
+    if dtype != "bfloat16" and (one.cfg.trainer.device != "cpu" or dtype == "float16"):
+        return (
+            f"{key}=True with mixed_precision.param_dtype={dtype}: FP8 products come in 16 bits. Set "
+            f"{one.group}.fsdp_config.mixed_precision.param_dtype=bfloat16."
+        )
+    if not one.family.float8:
+        return (
+            f"{key}=True for a {one.type}, whose products in FP8 were compared with nothing (mixtures of "
+            f"experts have theirs in kernels of their own). Set {key}=false, or use a usual model of "
+            f"{', '.join(types_with(lambda row: row.float8))}."
+        )
+    sides = {name: config[name] for name in SIDES if isinstance(config.get(name), int)}
+    heads, width = num_heads(config), head_size(config)
+    if heads and width:
+        sides |= {"num_attention_heads * head_dim": heads * width}
+        kv_heads = config.get("num_key_value_heads")
+        sides |= {"num_key_value_heads * head_dim": kv_heads * width} if isinstance(kv_heads, int) else {}
+    for name, side in sides.items():
+        if side % FLOAT8_MULTIPLE:
+            return (
+                f"{key}=True with {name}={side}: FP8 products are of linear layers whose sides are multiples "
+                f"of {FLOAT8_MULTIPLE}. Set {key}=false."
+            )
+    return ""
+
+
+def _is_compiled_as_asked(one: ModelOfRole) -> str:
+    what, fix = f"{one.keys}.compile_layers=True", f"Set {one.keys}.compile_layers=false"
+    if not one.model.compile_layers:
+        return ""
+    if one.strategy != "fsdp":
+        return f"{what}: only layers under fsdp are compiled (parts of megatron's always are). {fix}."
+    if not one.family.compiled:
+        usual = ", ".join(types_with(lambda row: row.compiled))
+        return (
+            f"{what} for a {one.type}, which was compared with nothing when compiled. {fix}, "
+            f"or use a model of {usual}."
+        )
+    if one.model.use_liger:
+        return (
+            f"{what} with use_liger=True: the compiler does not look into Liger's kernels, and makes its own "
+            f"in their place. {fix}, or {one.keys}.use_liger=false."
+        )
+    if role_group(one.cfg, one.role).fsdp_config.float8:
+        return f"{what} with {one.group}.fsdp_config.float8=True: not seen together. {fix}."
+    return ""
+
+
+def _is_adapted_as_asked(one: ModelOfRole) -> str:
+    return why_not_adapted(one.config, one.model.target_modules, one.keys) if one.model.lora_rank else ""
+
+
+def _is_built(one: ModelOfRole) -> str:
+    return why_not_built(one.written)
+
+
+def _turns_rows_alike(one: ModelOfRole) -> str:
+    rollout = one.cfg.actor_rollout_ref.rollout
+    longest = max(rollout.prompt_length + rollout.response_length, rollout.max_model_len or 0)
+    return why_not_so_long(one.config, longest)
+
+
+MODEL_CHECKS: tuple[Callable[[ModelOfRole], str], ...] = (
+    _has_its_type,
+    _has_its_images,
+    _adds_no_loss_of_micro_batches,
+    _is_sampled_by_vllm,
+    _compresses_as_asked,
+    _has_kernels_of_its_heads,
+    _has_kernels_of_its_sinks,
+    _has_experts_as_asked,
+    _divides_its_experts,
+    _divides_its_heads,
+    _multiplies_in_float8,
+    _is_compiled_as_asked,
+    _is_adapted_as_asked,
+    _is_built,
+    _turns_rows_alike,
+)
+"""Each says what is wrong, why, and the fix; empty if nothing is."""

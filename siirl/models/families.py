@@ -1,0 +1,331 @@
+"""The table of model families: all that siirl knows of a model type besides its code. Pure, imports nothing.
+
+A row is found by the model_type of config.json. What is asked of a model is asked of its row; no other file
+compares names of types. A row says only what was run and compared: tests/contracts/test_accepted_models.py
+builds a small model of each type with random weights and holds log-probs, gradients and names of weights
+against transformers'.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+FSDP, BOTH = ("fsdp",), ("fsdp", "megatron")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixtures of experts of a family's layers."""
+
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """What the files call the gate, up and down matrix of an expert."""
+    module: str = "mlp"
+    """Where they stand in a layer."""
+    width: str = "moe_intermediate_size"
+    """The key of config.json that says how wide an expert is."""
+    normed_by: str = "norm_topk_prob"
+    """The key that says whether the weights of a token's experts sum up to 1; "": they do."""
+    groups: Literal["", "softmax", "sigmoid"] = ""
+    """By what a router ranks experts that it chooses by groups, or by a bias that balances them; "": it
+    chooses by its logits alone."""
+    shared: Literal["", "plain", "gated"] = ""
+    """The expert that all tokens pass, and whether a gate weighs it; "": there is none."""
+    choice_bias: bool = False
+    """Its router has a bias that is not trained (e_score_correction_bias)."""
+    biases: bool = False
+    """Experts and router have biases."""
+    adapted: bool = False
+    """LoRA adapters are put on them, too: on those of families without a shared expert, of whose adapters
+    peft would lose a part."""
+    replayed: bool = True
+    """Its router was seen to take given experts in the place of its own (actor.router_replay)."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Keys and values that are computed of a compressed vector of each token."""
+
+    reads_kv_heads: bool
+    """num_key_value_heads is read: there are as many as heads."""
+    turns_head_dim: bool
+    """head_dim, where it is given, is the part that positions turn."""
+
+
+@dataclass(frozen=True)
+class InVLLM:
+    """What was seen of a family in vLLM (0.32)."""
+
+    why_not: str = ""
+    """What is the matter with it there; empty: it samples what is trained."""
+    windows: Literal["any layers", "all above", "every second below"] = "any layers"
+    """Which layers may have a sliding window. Otherwise all have one there, or none has, and this says which
+    layers config.json gives one by max_window_layers where it does not list them."""
+    shares_hidden: bool = False
+    """A head is the share of the hidden size, whatever head_dim says: larger ones are cut silently."""
+    in_place: bool = False
+    """Updates in place were held against those by its loaders (rollout.replace_weights)."""
+    shares_prompts: bool = False
+    """Its attention is plain: of all earlier tokens, without sinks, caps and compressed keys, so that a
+    prompt may be read once for its responses (rollout.share_prompts_in_decode)."""
+    vision_class: str = ""
+    """ "module:Class" of one that sees images."""
+
+
+_NO_MODEL = InVLLM("it has no model of this type")
+_NOT_SEEN = InVLLM("that it takes weights as they are trained has not been seen")
+_PAST_UPDATES = InVLLM(
+    "its loader of this model copies experts and sinks past what takes weights into an engine that runs, so "
+    "that they would not arrive"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model type."""
+
+    strategies: tuple[str, ...] = FSDP
+    """That train it."""
+    any_head: bool = False
+    """It trains with a value or score head, too: transformers has these for it."""
+    vllm: InVLLM = field(default_factory=InVLLM)
+    sglang: bool = False
+    """SGLang was seen to take its weights as they are trained, and to give their log-probs."""
+    mbridge: bool = False
+    """mbridge was seen to read its files as siirl does."""
+    float8: bool = False
+    """Its linear layers were seen to multiply in FP8, under fsdp and in vLLM; with experts, images and
+    compressed keys they were not."""
+    compiled: bool = False
+    """Its layers were compared when compiled (model.compile_layers)."""
+    turned: bool = False
+    """Matrices are stored as [in, out], so that adapters do not merge into them as into others."""
+    counted: bool = False
+    """The parameters of its layers are known to the memory estimate: what follows describes them."""
+
+    sees_images: bool = False
+    """It has a vision tower, and a decoder as any other."""
+    latent: Latent | None = None
+    sinks: bool = False
+    """Its attention has a learned logit more in each softmax, of each head."""
+    experts: Experts | None = None
+    """None: it has none, or more than is said of them here is in config.json."""
+    shares_hidden: bool = False
+    """A head is the share of the hidden size, whatever head_dim says."""
+    qkv_bias: str = "attention_bias"
+    """The key that says whether queries, keys and values have biases; "always": they have."""
+    output_bias: bool = True
+    """attention_bias is of the output projection, too."""
+    qk_norm: Literal["", "heads", "whole"] = ""
+    """What of queries and keys is normed, unless use_qk_norm says that nothing is: each head, or all."""
+    fused_qkv: bool = False
+    """The files have queries, keys and values in one tensor."""
+    fused_mlp: bool = False
+    """The files have gate and up in one tensor."""
+    mlp_norm: str = "post_attention_layernorm"
+    """What the files call the norm of what the MLP is given."""
+    outer_norms: tuple[str, ...] = ()
+    """What the files call norms of what attention and MLP give; none in most."""
+    centered_norms: bool = False
+    """Norms multiply by 1 + weight."""
+    gelu: bool = False
+    """MLPs have a GELU, by the tanh, and two kinds of layers rotary embeddings of their own."""
+    query_scale: str = ""
+    """The key of the number whose inverse square root scales queries; "": a head's features."""
+    scales_embedding: bool = False
+    """Embedded tokens are multiplied by the square root of their size."""
+    turns_neighbours: bool = False
+    """The rotary embedding turns dimensions 2i and 2i + 1 together, not i and i + D/2."""
+    windows: bool = False
+    """Attention sees no further than sliding_window, where config.json has one."""
+    window_unread: Literal["", "without windowed layers", "without layer_types"] = ""
+    """When nothing reads sliding_window."""
+
+
+_SEEN = InVLLM(in_place=True, shares_prompts=True)
+_PLAIN = InVLLM(shares_prompts=True)
+_QWEN2 = InVLLM(windows="all above", shares_hidden=True, in_place=True, shares_prompts=True)
+_CUT = InVLLM(shares_hidden=True)
+_DENSE = Family(float8=True)
+_OF_ANY_HEAD = Family(any_head=True, float8=True)
+
+FAMILIES: dict[str, Family] = {
+    "arcee": _OF_ANY_HEAD,
+    "aria_text": Family(vllm=_NO_MODEL, experts=Experts(replayed=False)),
+    "cwm": Family(BOTH, float8=True, counted=True, windows=True),
+    "deepseek_v2": Family(
+        BOTH,
+        vllm=_NOT_SEEN,
+        counted=True,
+        latent=Latent(reads_kv_heads=True, turns_head_dim=False),
+        experts=Experts(groups="softmax", shared="plain", replayed=False),
+    ),
+    "deepseek_v3": Family(
+        BOTH,
+        vllm=_NOT_SEEN,
+        counted=True,
+        latent=Latent(reads_kv_heads=False, turns_head_dim=True),
+        experts=Experts(groups="sigmoid", shared="plain", choice_bias=True),
+    ),
+    "diffllama": Family(any_head=True, float8=True, vllm=_NO_MODEL),
+    "ernie4_5": _DENSE,
+    "exaone4": Family(any_head=True, float8=True, window_unread="without windowed layers"),
+    "flex_olmo": Family(experts=Experts(adapted=True)),
+    "gemma": _OF_ANY_HEAD,
+    "gemma3_text": Family(
+        BOTH,
+        vllm=InVLLM(in_place=True),
+        float8=True,
+        counted=True,
+        qk_norm="heads",
+        mlp_norm="pre_feedforward_layernorm",
+        outer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        centered_norms=True,
+        gelu=True,
+        query_scale="query_pre_attn_scalar",
+        scales_embedding=True,
+        windows=True,
+    ),
+    "glm": _OF_ANY_HEAD,
+    "glm4": Family(
+        BOTH,
+        any_head=True,
+        float8=True,
+        counted=True,
+        output_bias=False,
+        fused_mlp=True,
+        outer_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+        turns_neighbours=True,
+    ),
+    "glm4_moe": Family(
+        BOTH,
+        counted=True,
+        experts=Experts(groups="sigmoid", shared="plain", choice_bias=True),
+        output_bias=False,
+        qk_norm="heads",
+    ),
+    "gpt2": Family(turned=True, shares_hidden=True),
+    "gpt_bigcode": Family(float8=True, shares_hidden=True),
+    "gpt_oss": Family(
+        any_head=True,
+        vllm=_PAST_UPDATES,
+        counted=True,
+        sinks=True,
+        experts=Experts(width="intermediate_size", biases=True),
+    ),
+    "granite": _DENSE,
+    "granitemoe": Family(vllm=_CUT, experts=Experts()),
+    "granitemoeshared": Family(vllm=_CUT, experts=Experts()),
+    "helium": Family(any_head=True, float8=True, vllm=_NO_MODEL),
+    "hunyuan_v1_dense": _DENSE,
+    "hunyuan_v1_moe": Family(experts=Experts()),
+    "hyperclovax": _DENSE,
+    "jais2": _DENSE,
+    "llama": Family(BOTH, True, _SEEN, mbridge=True, float8=True, compiled=True, counted=True),
+    "mellum": Family(experts=Experts(adapted=True)),
+    "ministral": Family(
+        BOTH,
+        any_head=True,
+        vllm=_NO_MODEL,
+        float8=True,
+        counted=True,
+        windows=True,
+        window_unread="without layer_types",
+    ),
+    "ministral3": _OF_ANY_HEAD,
+    "mistral": Family(BOTH, True, _PLAIN, float8=True, compiled=True, counted=True, windows=True),
+    "mixtral": Family(
+        BOTH,
+        any_head=True,
+        mbridge=True,
+        counted=True,
+        experts=Experts(
+            ("w1", "w3", "w2"), "block_sparse_moe", "intermediate_size", normed_by="", adapted=True
+        ),
+        windows=True,
+    ),
+    "olmo": _DENSE,
+    "olmo2": _DENSE,
+    "olmo3": _DENSE,
+    "olmoe": Family(
+        vllm=_CUT, counted=True, experts=Experts(width="intermediate_size", adapted=True), qk_norm="whole"
+    ),
+    "opt": Family(float8=True, shares_hidden=True),
+    "persimmon": Family(any_head=True, float8=True, vllm=_NO_MODEL, shares_hidden=True),
+    "phi3": Family(
+        BOTH, any_head=True, float8=True, counted=True, fused_qkv=True, fused_mlp=True, windows=True
+    ),
+    "qwen2": Family(
+        BOTH,
+        any_head=True,
+        vllm=_QWEN2,
+        mbridge=True,
+        float8=True,
+        compiled=True,
+        counted=True,
+        qkv_bias="always",
+        output_bias=False,
+        windows=True,
+    ),
+    "qwen2_moe": Family(
+        BOTH,
+        any_head=True,
+        vllm=InVLLM(windows="every second below", shares_hidden=True, shares_prompts=True),
+        counted=True,
+        experts=Experts(shared="gated"),
+        qkv_bias="qkv_bias",
+        output_bias=False,
+        windows=True,
+    ),
+    "qwen2_5_vl": Family(
+        vllm=InVLLM(vision_class="vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration"),
+        sees_images=True,
+        shares_hidden=True,
+    ),
+    "qwen3": Family(
+        BOTH,
+        any_head=True,
+        vllm=InVLLM(windows="all above", in_place=True, shares_prompts=True),
+        sglang=True,
+        mbridge=True,
+        float8=True,
+        compiled=True,
+        counted=True,
+        qk_norm="heads",
+        windows=True,
+    ),
+    "qwen3_moe": Family(
+        BOTH,
+        any_head=True,
+        vllm=_SEEN,
+        mbridge=True,
+        counted=True,
+        experts=Experts(adapted=True),
+        qk_norm="heads",
+        windows=True,
+    ),
+    "qwen3_vl": Family(
+        vllm=InVLLM(vision_class="vllm.model_executor.models.qwen3_vl:Qwen3VLForConditionalGeneration"),
+        sees_images=True,
+    ),
+    "seed_oss": Family(BOTH, True, _PLAIN, float8=True, counted=True, output_bias=False),
+    "smollm3": Family(any_head=True, vllm=_PLAIN, float8=True),
+    "starcoder2": _OF_ANY_HEAD,
+}
+"""model_type of config.json -> what is known of it."""
+UNKNOWN = Family(strategies=())
+"""What is known of all others: nothing was run."""
+
+
+def family_of(model_type: str | None) -> Family:
+    """The row of a model_type; UNKNOWN for one that has none."""
+    return FAMILIES.get(model_type or "", UNKNOWN)
+
+
+def types_with(has: Callable[[Family], object]) -> tuple[str, ...]:
+    """The types whose rows have something, in alphabetical order."""
+    return tuple(sorted(name for name, row in FAMILIES.items() if has(row)))
+
+
+def known_types(strategy: str, head: str = "lm") -> tuple[str, ...]:
+    """The model types that a strategy trains with a head, in alphabetical order."""
+    return types_with(lambda row: strategy in row.strategies and (head == "lm" or row.any_head))

@@ -1,0 +1,56 @@
+"""Whether vLLM (0.32) samples a model as it is trained. No torch.
+
+tests/contracts/test_vllm_types.py runs all that are trained but those refused here; test_vllm_heads.py
+beside it builds them with heads of all sizes, and asks vLLM's attention on a CPU for each.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from siirl.models.families import family_of
+from siirl.models.sizes import head_size, share_of_hidden
+
+CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Features of a head that its attention on a CPU has a kernel for, in any dtype and with any window."""
+
+
+def why_not_in_vllm(config: Mapping[str, Any], on_cpu: bool) -> str:
+    """Why vLLM does not sample a model as it is trained; empty if it does, or config.json does not tell."""
+    vllm = family_of(config.get("model_type")).vllm
+    size, share = head_size(config), share_of_hidden(config)
+    if vllm.why_not:
+        return vllm.why_not
+    if _windows_differ(config):
+        return "with sliding windows in some of its layers it computes others, it has them in all or in none"
+    if vllm.shares_hidden and size != share and share:
+        return (
+            f"with head_dim={size} it computes heads of {share} features, the hidden size over the heads, "
+            "and leaves out the other weights"
+        )
+    return why_not_on_cpu(config) if on_cpu else ""
+
+
+def why_not_on_cpu(config: Mapping[str, Any]) -> str:
+    """Why vLLM's attention on a CPU does not take a model; empty if it does, or config.json does not tell."""
+    size = head_size(config)
+    if size in (0, *CPU_HEAD_SIZES):
+        return ""
+    return (
+        f"its attention on a CPU has no kernel for heads of {size} features, only of "
+        f"{', '.join(map(str, CPU_HEAD_SIZES))}"
+    )
+
+
+def _windows_differ(config: Mapping[str, Any]) -> bool:
+    """Whether a model has sliding windows in some layers, where vLLM has them in all or in none. Older files
+    do not list them."""
+    windows, kinds = family_of(config.get("model_type")).vllm.windows, config.get("layer_types")
+    if windows == "any layers":
+        return False
+    if kinds:
+        return len(set(kinds)) > 1
+    if not config.get("use_sliding_window") or config.get("sliding_window", 1) is None:
+        return False
+    bound = config.get("max_window_layers", 28)  # both as transformers takes them
+    layers = config.get("num_hidden_layers", 32)
+    return bound > 0 if windows == "every second below" else 0 < bound < layers
