@@ -4,8 +4,9 @@ A key that was refused holds `Broken`: a check that reads it is left out, as wha
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from siirl.errors import Place, UserError, joined
@@ -32,6 +33,18 @@ class Broken:
     __iter__ = __len__ = __contains__ = __getitem__ = __getattr__ = __call__ = _unknown
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _unknown
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __neg__ = __or__ = __ror__ = _unknown
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that must hold, which stands beside what it is about. A table gathers those of a room."""
+
+    stage: str
+    """After which step of a room's work it is asked."""
+    needs: tuple[str, ...]
+    """What it is given of what is known then, by name and in this order."""
+    run: Callable[..., Iterable[UserError]]
+    """Gives all that is wrong, or raises the first of it."""
 
 
 class Findings:
@@ -75,6 +88,13 @@ class Findings:
         with self.at(place):
             for error in errors:
                 self.add(error, place)
+
+    def ask(self, checks: Iterable[Check], stage: str, **known: Any) -> None:
+        """Keep what the checks of a stage find, in their order; one that raises does not end the others."""
+        for check in checks:
+            if check.stage == stage:
+                with self.at():
+                    self.take(check.run(*(known[name] for name in check.needs)))
 
     def close(self) -> None:
         """Raise what was found, if anything was."""

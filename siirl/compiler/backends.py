@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.compiler.checks.fsdp_options import check_fsdp_options
+from siirl.compiler.checks.fsdp_checks import check_attention_kernels, check_fsdp
 from siirl.compiler.checks.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.compiler.checks.megatron_options import recomputation
-from siirl.compiler.checks.model_checks import attention_heads, check_trained_model
+from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.compiler.checks.packages import check_megatron_packages, sglang_version, vllm_version
 from siirl.compiler.checks.sglang_checks import check_sglang
-from siirl.compiler.checks.shared_prompt_checks import check_shared_prompts
-from siirl.compiler.checks.vllm_arguments import check_vllm_arguments
+from siirl.compiler.checks.vllm_checks import check_openai, check_vllm
 from siirl.compiler.memory.engine_memory import hf_rollout_lines, scored_lines, vllm_lines, writing_lines
 from siirl.compiler.memory.estimate import (
     BYTES,
@@ -36,12 +35,12 @@ from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.config.actor import ActorConfig, RefConfig
-from siirl.config.common import FLASH_4, TrainedConfig
-from siirl.config.resolve import COMPUTE_DTYPE, get, sizes_group
+from siirl.config.common import TrainedConfig
+from siirl.config.resolve import get, sizes_group
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model, sequence_ranks
 from siirl.config.teacher import TeacherConfig
 from siirl.dag.ops import ModelRole
-from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError, joined
+from siirl.errors import ConfigError, NotSupportedError
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.megatron_groups import megatron_groups
 from siirl.parallel.placement import Ranks
@@ -226,68 +225,9 @@ def _token_budgets(cfg: Config, role: ModelRole) -> dict[str, int]:
     return {keys.max_tokens: get(cfg, keys.max_tokens) for keys in batches if get(cfg, keys.dynamic)}
 
 
-def _check_attention_kernels(cfg: Config, role: str, node: ResolvedNode, others: str = "") -> None:
-    """ConfigError for attention kernels that would not be used by a role's model.
-
-    others: why its backend has others, if it has.
-    """
-    model, strategy = role_model(cfg, role), role_group(cfg, role).strategy
-    if model.attention_kernels != FLASH_4:
-        return
-    key = f"{ROLE_GROUPS[role]}.{COMPUTE_DTYPE[strategy]}"
-    if cfg.trainer.device == "cpu":
-        problem = "trainer.device=cpu: it is for GPUs."
-    elif (dtype := get(cfg, key)) != "bfloat16":
-        problem = f"{key}={dtype}: it computes in bfloat16."
-    else:
-        problem = others
-    if problem:
-        raise ConfigError(
-            f"{node}: {ROLES[role].model}.attention_kernels={FLASH_4}: {problem} Set it to torch."
-        )
-
-
-def _check_fsdp(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
-    _check_attention_kernels(cfg, role, node)
-    _check_sequence_ranks(cfg, role, dims, node)
-    _check_expert_ranks(role, dims, node)
-    check_trained_model(cfg, role, str(node))
-    if problems := [*check_fsdp_options(cfg, role, node)]:
-        raise joined(problems)
-
-
-def _check_sequence_ranks(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
-    """PlacementError where the ranks that share a sequence do not divide those that share weights, or all."""
-    group, size = ROLE_GROUPS[role], role_group(cfg, role).fsdp_config.fsdp_size
-    key = f"{group}.ulysses_sequence_parallel_size"
-    for ranks, what in (
-        (dims.world, f"its {dims.world} ranks"),
-        (size, f"{group}.fsdp_config.fsdp_size={size}"),
-    ):
-        if 0 < ranks <= dims.world and ranks % dims.cp:
-            whole = (dims.world, ranks, attention_heads(cfg, role))
-            fits = [n for n in range(1, dims.cp) if not any(number % n for number in whole)]
-            raise PlacementError(
-                f"{node}: {key}={dims.cp} does not divide {what}: the ranks that share a sequence share its "
-                f"model's weights, too. Set {key} to {' or '.join(map(str, fits))}."
-            )
-
-
-def _check_expert_ranks(role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
-    """PlacementError unless experts are dealt to no ranks, or to all that share one copy of the weights."""
-    if dims.ep in (1, dims.weight_shards):
-        return
-    key = f"{ROLE_GROUPS[role]}.fsdp_config.expert_parallel_size"
-    raise PlacementError(
-        f"{node}: {key}={dims.ep}, and {dims.weight_shards} ranks share one copy of the weights: either all "
-        f"of them have some of the experts, or each gathers all. "
-        f"Set it to {' or '.join(map(str, sorted({1, dims.weight_shards})))}."
-    )
-
-
 def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
     cut = f"ranks that cut the stream of tokens (cp {dims.cp}) have attention of their own."
-    _check_attention_kernels(cfg, role, node, cut if dims.cp > 1 else "")
+    check_attention_kernels(cfg, role, node, cut if dims.cp > 1 else "")
     check_trained_model(cfg, role, str(node))
     model = _megatron_model(cfg, role, dims, str(node), node.op.trains)
     dims.check(model.who, range(dims.world), model.section.sequence_parallel)
@@ -360,44 +300,6 @@ def _tensor_parallel_replicas(cfg: Config, role: ModelRole, world: int) -> Paral
     return ParallelDims(world, tp=tp, dp_replicate=max(1, world // tp))
 
 
-def _check_openai(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
-    url = cfg.actor_rollout_ref.rollout.agent.endpoint.url
-    if not (url or "").startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{node}: rollout.agent.endpoint.url={url!r}: rollout.name=openai needs the http(s) address of a "
-            "service, e.g. http://localhost:8000/v1/chat/completions."
-        )
-    if not node.op.is_handed or node.writes:
-        raise DagError(
-            f"{node} has rollout.name=openai: a service speaks in interactions, but not first, and cannot be "
-            "trained (its tokens are unknown). Let the node depend on a rollout of another agent, and give "
-            "its agent no other nodes."
-        )
-
-
-def _check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
-    check_trained_model(cfg, role, str(node))
-    check_vllm_arguments(cfg, node)
-    check_shared_prompts(cfg, node)
-    key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={dims.tp}"
-    if dims.tp > cfg.trainer.n_gpus_per_node:
-        raise PlacementError(
-            f"{node}: {key} is more than trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}: the GPUs of "
-            "one engine are on one machine. Lower it."
-        )
-    shape = read_shape(cfg, role)
-    if isinstance(shape, str) or dims.tp == 1:
-        return
-    for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
-        whole = count % dims.tp == 0 or (count == shape.kv_heads and dims.tp % count == 0)
-        if not whole:
-            fits = [size for size in range(1, dims.tp) if count % size == 0]
-            raise PlacementError(
-                f"{node}: {key} does not divide the model's {count} {what}: each GPU holds whole heads. "
-                f"Set it to {' or '.join(map(str, fits))}."
-            )
-
-
 def _vllm_no_experts(cfg: Config) -> str:
     if cfg.trainer.device == "cpu":
         return "vLLM says which experts computed a token on GPUs only"
@@ -417,7 +319,7 @@ TRAIN_BACKENDS = {
         sends_rows=True,
         shares_prompts=True,
         groups=_fsdp_groups,
-        check=_check_fsdp,
+        check=check_fsdp,
         no_replay=_fsdp_no_replay,
         base_keys=("fsdp_config.model_dtype", "fsdp_config.expert_parallel_size"),
         offloads=("fsdp_config.param_offload",),
@@ -457,7 +359,7 @@ ROLLOUT_BACKENDS = {
         _tensor_parallel_replicas,
         lambda *model: vllm_lines(*model) + writing_lines(*model) + scored_lines(*model),
         groups=_along("tp"),
-        check=_check_vllm,
+        check=check_vllm,
         packages=lambda *model: vllm_version(),
         works_alone=True,
         keeps_kv=True,
@@ -478,7 +380,7 @@ ROLLOUT_BACKENDS = {
         "siirl.engines.rollout.openai_endpoint:OpenAIRollout",
         _replicas,
         lambda *model: [],
-        check=_check_openai,
+        check=check_openai,
         weights=False,
     ),
     "sglang": Backend(

@@ -4,29 +4,10 @@ import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from siirl.compiler.agent_steps import check_windows
 from siirl.compiler.backends import backend_of
-from siirl.compiler.checks.fields import (
-    check_agents,
-    check_critics,
-    check_kept,
-    check_readers,
-    check_resampling,
-    check_reward_models,
-    check_reward_weights,
-    check_sampling,
-    check_writers,
-    prune,
-)
-from siirl.compiler.checks.given_responses import check_given, check_order, check_pairs, check_validation
-from siirl.compiler.checks.image_checks import check_images
-from siirl.compiler.checks.lag_checks import check_kept_kv, check_lag, check_loaders
-from siirl.compiler.checks.low_precision import check_log_prob_bound, check_quantized
-from siirl.compiler.checks.named_values import check_named_values
-from siirl.compiler.checks.replaced_weights import check_weights_in_place
-from siirl.compiler.checks.replayed_routers import check_router_replay
-from siirl.compiler.checks.reward_training import check_reward_training
+from siirl.compiler.checks.fields import check_agents, check_writers, prune
 from siirl.compiler.checks.round_regions import check_rounds
+from siirl.compiler.checks.table import CHECKS
 from siirl.compiler.instructions import Sections
 from siirl.compiler.interactions.credit_reads import turns_of_training, with_credit
 from siirl.compiler.interactions.env_shorthand import with_environments
@@ -46,13 +27,11 @@ from siirl.compiler.plan import (
     RoutePlan,
     sender_groups,
 )
-from siirl.compiler.profiled_nodes import check_profiled
-from siirl.compiler.resolved_node import ResolvedNode, check_node_config, resolve_nodes
+from siirl.compiler.resolved_node import ResolvedNode, resolve_nodes
 from siirl.compiler.serving import heads_of, place_interactions, serving_ranks
-from siirl.compiler.teachers import check_teachers, with_teachers
+from siirl.compiler.teachers import with_teachers
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config import Config
-from siirl.config.checks import contradictions
 from siirl.dag.fields_read import uses_critic
 from siirl.dag.filters import with_filters
 from siirl.dag.graph import Graph, build_graph
@@ -206,28 +185,7 @@ def _check(
 ) -> tuple[Workflow, dict[str, ModelPlan]]:
     """The nodes that are left, and their models. Raises if anything is wrong with them."""
     so_far, kept = len(found), with_moved_rows(whole.without(pruned))
-    found.take(check_kept(kept))
-    found.take(check_critics(kept))
-    found.take(check_sampling(kept))
-    found.take(check_resampling(kept))
-    found.take(check_named_values(kept))
-    found.take(check_lag(kept))
-    found.take(check_given(kept))
-    found.take(check_pairs(kept))
-    found.take(check_teachers(kept, whole))
-    found.take(check_windows(kept))
-    found.take(check_images(kept))
-    found.take(check_router_replay(kept))
-    found.take(check_log_prob_bound(kept))
-    found.take(check_quantized(kept))
-    found.take(check_reward_models(whole))
-    found.take(check_reward_training(kept))
-    found.take(check_reward_weights(whole))
-    found.take(check_profiled(kept))
-    found.take(check_readers(kept.nodes.values(), whole))
-    of_run = {str(problem) for problem in contradictions(whole.run)}
-    for node in kept.nodes.values():
-        found.take(check_node_config(node, of_run))
+    found.ask(CHECKS, "nodes", kept=kept, whole=whole)
     models = plan_models(kept, world_size, found)
     if len(found) > so_far:
         found.close()
@@ -314,11 +272,7 @@ def _emit(
         validation=validation,
     )
     configs = {node.id: node.cfg for node in nodes.values()}
-    found.take(check_loaders(plan))
-    found.take(check_order(plan))
-    found.take(check_validation(plan, workflow.run))
-    found.take(check_kept_kv(plan, configs))
-    found.take(check_weights_in_place(plan, configs))
+    found.ask(CHECKS, "plan", plan=plan, run=workflow.run, configs=configs)
     return plan, configs
 
 

@@ -1,6 +1,6 @@
 """What must hold between nodes: each field has one writer, above its readers; unneeded nodes are pruned."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
@@ -282,12 +282,12 @@ def _one_writer(one: ResolvedNode, other: ResolvedNode) -> str:
     return f"Remove one of the nodes, or give {renamed.id!r} other writes."
 
 
-def check_readers(kept: Iterable[ResolvedNode], workflow: Workflow) -> Iterator[UserError]:
+def check_readers(kept: Workflow, whole: Workflow) -> Iterator[UserError]:
     """What a kept node reads comes with the prompts or from a node above it; said once for each fix."""
-    nodes, ancestors = workflow.nodes, workflow.graph.above
+    nodes, ancestors = whole.nodes, whole.graph.above
     writers = {key: node for node in nodes.values() for key in node.writes}
     agents = {node.agent for node in nodes.values()}
-    for node in kept:
+    for node in kept.nodes.values():
         fixes: set[str] = set()
         for key in node.reads:
             writer = writers.get(key)
@@ -297,7 +297,7 @@ def check_readers(kept: Iterable[ResolvedNode], workflow: Workflow) -> Iterator[
                 what = f"but the DAG has no agent {key.agent}: its agents are {sorted(agents)}."
                 fix = f"agent {key.agent}"
             elif writer is None:
-                fix = _who_could_write(key, node, workflow)
+                fix = _who_could_write(key, node, whole)
                 what = f"which no node writes. {fix}"
             elif writer.id not in ancestors[node.id]:
                 fix = f"Add {writer.id!r} to the dependencies of {node.id!r}."

@@ -96,7 +96,7 @@ def test_engines_on_ranks_without_a_trainer_take_what_is_sent_to_them_in_place(t
         ),
         ((f"{ROLLOUT}.engine_kwargs.vllm={{quantization: fp8}}",), "qwen3", "with quantized weights"),
         (("trainer.rollout_only=true",), "qwen3", "with trainer.rollout_only=true: weights come once"),
-        ((), "phi3", "for a phi3: it was held against vLLM's loaders for llama, qwen2"),
+        ((), "phi3", "for a phi3: it was held against vLLM's loaders for gemma3_text, llama, qwen2"),
     ],
 )
 def test_where_weights_cannot_be_written_in_place_the_check_says_so(keys, kind, words, tmp_path):

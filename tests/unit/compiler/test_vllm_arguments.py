@@ -7,7 +7,7 @@ import torch
 from plan_cases import config
 from transformers import Qwen3Config
 
-from siirl.compiler.checks.vllm_arguments import NOT_GIVEN
+from siirl.compiler.checks.vllm_checks import NOT_GIVEN
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.config import effect_warnings
 from siirl.config.checks import check_config

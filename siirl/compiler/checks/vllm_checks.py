@@ -1,10 +1,15 @@
-"""What cannot be given to vLLM's engine past siirl's keys, and what tokens are guessed for. Pure."""
+"""What must hold for a rollout on vLLM, or on a service: what its engine takes, and how it is cut. Pure."""
 
+from siirl.compiler.checks.model_checks import check_trained_model
+from siirl.compiler.checks.shared_prompt_checks import check_shared_prompts
+from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
-from siirl.errors import ConfigError, NotSupportedError
+from siirl.dag.ops import ModelRole
+from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
 from siirl.models.config_json import model_type_of
 from siirl.models.families import family_of
+from siirl.parallel.dims import ParallelDims
 
 KEY = "actor_rollout_ref.rollout"
 _DRAWS = "siirl draws the tokens by their seeds and says their log-probs. Remove it."
@@ -43,7 +48,47 @@ NOT_GIVEN = {
 """Arguments of vLLM's engine that cannot be given by engine_kwargs.vllm, and why."""
 
 
-def check_vllm_arguments(cfg: Config, node: ResolvedNode) -> None:
+def check_openai(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    """All that must hold for a service that speaks in interactions; raises UserError."""
+    url = cfg.actor_rollout_ref.rollout.agent.endpoint.url
+    if not (url or "").startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{node}: rollout.agent.endpoint.url={url!r}: rollout.name=openai needs the http(s) address of a "
+            "service, e.g. http://localhost:8000/v1/chat/completions."
+        )
+    if not node.op.is_handed or node.writes:
+        raise DagError(
+            f"{node} has rollout.name=openai: a service speaks in interactions, but not first, and cannot be "
+            "trained (its tokens are unknown). Let the node depend on a rollout of another agent, and give "
+            "its agent no other nodes."
+        )
+
+
+def check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    """All that must hold for an engine of vLLM; raises UserError."""
+    check_trained_model(cfg, role, str(node))
+    _check_arguments(cfg, node)
+    check_shared_prompts(cfg, node)
+    key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={dims.tp}"
+    if dims.tp > cfg.trainer.n_gpus_per_node:
+        raise PlacementError(
+            f"{node}: {key} is more than trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}: the GPUs of "
+            "one engine are on one machine. Lower it."
+        )
+    shape = read_shape(cfg, role)
+    if isinstance(shape, str) or dims.tp == 1:
+        return
+    for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
+        whole = count % dims.tp == 0 or (count == shape.kv_heads and dims.tp % count == 0)
+        if not whole:
+            fits = [size for size in range(1, dims.tp) if count % size == 0]
+            raise PlacementError(
+                f"{node}: {key} does not divide the model's {count} {what}: each GPU holds whole heads. "
+                f"Set it to {' or '.join(map(str, fits))}."
+            )
+
+
+def _check_arguments(cfg: Config, node: ResolvedNode) -> None:
     """Raise for arguments that would undo what siirl tells vLLM, and for guesses that were not seen."""
     rollout = cfg.actor_rollout_ref.rollout
     for name, why in NOT_GIVEN.items():

@@ -1,0 +1,71 @@
+"""All checks of a compiled workflow, in the order in which they are told; each is beside what it checks.
+
+"nodes": of the nodes that are left when idle ones are pruned (`kept`), and of all of them (`whole`).
+"plan": of the plan, and the configuration of each of its nodes (`configs`).
+"""
+
+from collections.abc import Iterator
+
+from siirl.compiler.agent_steps import check_windows
+from siirl.compiler.checks.fields import (
+    check_critics,
+    check_kept,
+    check_readers,
+    check_resampling,
+    check_reward_models,
+    check_reward_weights,
+    check_sampling,
+)
+from siirl.compiler.checks.given_responses import check_given, check_order, check_pairs, check_validation
+from siirl.compiler.checks.image_checks import check_images
+from siirl.compiler.checks.lag_checks import check_kept_kv, check_lag, check_loaders
+from siirl.compiler.checks.low_precision import check_log_prob_bound, check_quantized
+from siirl.compiler.checks.named_values import check_named_values
+from siirl.compiler.checks.replaced_weights import check_weights_in_place
+from siirl.compiler.checks.replayed_routers import check_router_replay
+from siirl.compiler.checks.reward_training import check_reward_training
+from siirl.compiler.profiled_nodes import check_profiled
+from siirl.compiler.resolved_node import check_node_config
+from siirl.compiler.teachers import check_teachers
+from siirl.compiler.workflow import Workflow
+from siirl.config.checks import contradictions
+from siirl.errors import UserError
+from siirl.findings import Check
+
+KEPT, WHOLE = ("kept",), ("whole",)
+
+
+def check_node_configs(kept: Workflow) -> Iterator[UserError]:
+    """Contradictions in the configurations of nodes that are not in the run's own."""
+    of_run = {str(problem) for problem in contradictions(kept.run)}
+    for node in kept.nodes.values():
+        yield from check_node_config(node, of_run)
+
+
+CHECKS = (
+    Check("nodes", KEPT, check_kept),
+    Check("nodes", KEPT, check_critics),
+    Check("nodes", KEPT, check_sampling),
+    Check("nodes", KEPT, check_resampling),
+    Check("nodes", KEPT, check_named_values),
+    Check("nodes", KEPT, check_lag),
+    Check("nodes", KEPT, check_given),
+    Check("nodes", KEPT, check_pairs),
+    Check("nodes", ("kept", "whole"), check_teachers),
+    Check("nodes", KEPT, check_windows),
+    Check("nodes", KEPT, check_images),
+    Check("nodes", KEPT, check_router_replay),
+    Check("nodes", KEPT, check_log_prob_bound),
+    Check("nodes", KEPT, check_quantized),
+    Check("nodes", WHOLE, check_reward_models),
+    Check("nodes", KEPT, check_reward_training),
+    Check("nodes", WHOLE, check_reward_weights),
+    Check("nodes", KEPT, check_profiled),
+    Check("nodes", ("kept", "whole"), check_readers),
+    Check("nodes", KEPT, check_node_configs),
+    Check("plan", ("plan",), check_loaders),
+    Check("plan", ("plan",), check_order),
+    Check("plan", ("plan", "run"), check_validation),
+    Check("plan", ("plan", "configs"), check_kept_kv),
+    Check("plan", ("plan", "configs"), check_weights_in_place),
+)
