@@ -1,20 +1,20 @@
 """Checks between keys that need no DAG."""
 
+import itertools
 import math
-import re
 from collections.abc import Callable, Iterator
 
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
-from siirl.config.contradictions import CONTRADICTIONS
+from siirl.config.contradictions import CONTRADICTIONS, about
 from siirl.config.resolve import get
 from siirl.config.roles import ROLES, sequence_ranks, token_budget
-from siirl.config.root import Config, all_keys
+from siirl.config.root import Config
 from siirl.config.tree import default_config, with_broken
 from siirl.errors import ConfigError, UserError, joined
 from siirl.findings import Findings
 from siirl.network import is_loopback
 
-_KEY = re.compile(r"[\w.]+")
+MINI_BATCH = ".ppo_mini_batch_size"
 
 
 def check_config(cfg: Config) -> None:
@@ -37,47 +37,47 @@ def find_contradictions(
     trains: whether the workflow trains the model of a group; mini-batches of others are cut by nobody. It is
     asked only where they would be refused.
     """
-    problems = [problem for problem in contradictions(cfg) if _concerns(str(problem), trains)]
+    problems = [problem for problem in contradictions(cfg) if _concerns(problem, trains)]
     for problem in problems:
         found.add(problem)
-    subjects = (_KEY.match(str(problem)) for problem in problems)
-    return with_broken(cfg, (key[0] for key in subjects if key and key[0] in all_keys()))
+    return with_broken(cfg, (key for problem in problems for key in problem.breaks))
 
 
-def _concerns(problem: str, trains: Callable[[str], bool]) -> bool:
-    group, is_of_mini_batch, _ = problem.partition(".ppo_mini_batch_size=")
-    return not is_of_mini_batch or " " in group or trains(group)
+def _concerns(problem: UserError, trains: Callable[[str], bool]) -> bool:
+    groups = [key.removesuffix(MINI_BATCH) for key in problem.breaks if key.endswith(MINI_BATCH)]
+    return all(trains(group) for group in groups)
 
 
 def contradictions(cfg: Config) -> list[UserError]:
     """What is wrong between keys, each by itself."""
     found = Findings()
-    checks = [check(cfg) for check in COMPUTED]
+    for check in COMPUTED:
+        found.take(check(cfg))
     for groups, rows in CONTRADICTIONS.items():
-        checks += [row.problems(cfg, group) for group in groups for row in rows]
-    for problems in checks:
-        found.take(map(ConfigError, problems))
+        for group, row in itertools.product(groups, rows):
+            found.take(row.problems(cfg, group))
     return found.problems
 
 
-def _batch(cfg: Config) -> Iterator[str]:
+def _batch(cfg: Config) -> Iterator[ConfigError]:
     batch, mini = cfg.data.train_batch_size, cfg.actor_rollout_ref.actor.ppo_mini_batch_size
     yield from _mini_batches("actor_rollout_ref.actor", mini, batch)
     if cfg.critic.ppo_mini_batch_size != mini and cfg.algorithm.may_use_critic:
         yield from _mini_batches("critic", cfg.critic.ppo_mini_batch_size, batch)
 
 
-def _mini_batches(group: str, mini: int, batch: int) -> Iterator[str]:
+def _mini_batches(group: str, mini: int, batch: int) -> Iterator[ConfigError]:
     if batch % mini:
         why = "is larger than" if mini > batch else "does not divide"
         fix = next(size for size in range(min(mini, batch), 0, -1) if batch % size == 0)
-        yield (
+        yield about(
+            f"{group}.ppo_mini_batch_size",
             f"{group}.ppo_mini_batch_size={mini} {why} data.train_batch_size={batch}: a training step is cut "
-            f"into whole mini-batches of prompts. Set {group}.ppo_mini_batch_size={fix}, or another divisor."
+            f"into whole mini-batches of prompts. Set {group}.ppo_mini_batch_size={fix}, or another divisor.",
         )
 
 
-def _budgets(cfg: Config) -> Iterator[str]:
+def _budgets(cfg: Config) -> Iterator[ConfigError]:
     rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length
     for name, role in ROLES.items():
@@ -88,95 +88,109 @@ def _budgets(cfg: Config) -> Iterator[str]:
             least = -(-longest // ranks)
             if get(cfg, keys.dynamic) and token_budget(cfg, name, keys) < longest:
                 shared = f" on each of the {ranks} ranks that share it" if ranks > 1 else ""
-                yield (
+                yield about(
+                    keys.max_tokens,
                     f"{keys.max_tokens}={budget}{shared} is less than the longest row, prompt "
                     f"{rollout.prompt_length} + response {rollout.response_length} = {longest} tokens: a row "
-                    f"is never split over micro-batches. Set {keys.max_tokens}={least} or more."
+                    f"is never split over micro-batches. Set {keys.max_tokens}={least} or more.",
                 )
 
 
-def _loss(cfg: Config) -> Iterator[str]:
+def _loss(cfg: Config) -> Iterator[ConfigError]:
     actor = cfg.actor_rollout_ref.actor
     mode = actor.policy_loss.loss_mode
     for name, key in LOSSES.get(mode, OWN_LOSS).instead.items():
         full = f"actor_rollout_ref.actor.{name}"
         if full in cfg.explicit and get(cfg, full) != get(default_config(), full):
-            yield (
+            yield about(
+                full,
                 f"actor_rollout_ref.actor.{name}={getattr(actor, name):g} with policy_loss.loss_mode={mode}: "
                 "its bounds are divergences, not ratios, and have keys of their own. Set "
-                f"actor_rollout_ref.actor.policy_loss.{key} instead."
+                f"actor_rollout_ref.actor.policy_loss.{key} instead.",
             )
 
 
-def _parts(cfg: Config) -> Iterator[str]:
+def _parts(cfg: Config) -> Iterator[ConfigError]:
     algorithm, key = cfg.algorithm, "algorithm.gdpo_rewards"
     if not algorithm.estimator.compares_parts:
         return
     if not algorithm.gdpo_rewards:
-        yield (
+        yield about(
+            key,
             f"{key} is empty with algorithm.adv_estimator={algorithm.adv_estimator}: it compares rewards "
-            "one by one. Set NAME: WEIGHT for each, e.g. algorithm.gdpo_rewards={score: 1, format: 0.5}."
+            "one by one. Set NAME: WEIGHT for each, e.g. algorithm.gdpo_rewards={score: 1, format: 0.5}.",
         )
     for name, weight in algorithm.gdpo_rewards.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            yield f"{key}.{name}={weight}: expected a weight, a finite number."
+            yield about(f"{key}.{name}", f"{key}.{name}={weight}: expected a weight, a finite number.")
     shaped = {
         "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
         "reward_model.overlong_buffer.enable": cfg.reward_model.overlong_buffer.enable,
     }
     for other in (name for name, used in shaped.items() if used):
-        yield (
+        yield about(
+            other,
             f"{other}=true with algorithm.adv_estimator={algorithm.adv_estimator}: it reads the rewards that "
-            f"gdpo_rewards names, so a change of the token rewards would count nothing. Set {other}=false."
+            f"gdpo_rewards names, so a change of the token rewards would count nothing. Set {other}=false.",
         )
 
 
-def _resampling(cfg: Config) -> Iterator[str]:
+def _resampling(cfg: Config) -> Iterator[ConfigError]:
     if not cfg.algorithm.use_pf_ppo:
         return
     known = {"reweight_method": ("pow", "max_min", "max_random"), "weight_pow": None}
     for name, value in cfg.algorithm.pf_ppo.items():
         choices = known.get(name, ())
         if choices == ():
-            yield f"algorithm.pf_ppo.{name} is not a key of PF-PPO: set {' or '.join(known)}."
+            yield about(
+                f"algorithm.pf_ppo.{name}",
+                f"algorithm.pf_ppo.{name} is not a key of PF-PPO: set {' or '.join(known)}.",
+            )
         elif choices is not None and value not in choices:
-            yield f"algorithm.pf_ppo.{name}={value}: unknown name; the known ones are {', '.join(choices)}."
+            yield about(
+                f"algorithm.pf_ppo.{name}",
+                f"algorithm.pf_ppo.{name}={value}: unknown name; the known ones are {', '.join(choices)}.",
+            )
 
 
-def _prometheus(cfg: Config) -> Iterator[str]:
+def _prometheus(cfg: Config) -> Iterator[ConfigError]:
     address = cfg.trainer.prometheus_address
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        yield (
+        yield about(
+            "trainer.prometheus_address",
             f"trainer.prometheus_address={address!r} is not host:port with a port of at most 65535. Set e.g. "
-            "trainer.prometheus_address=127.0.0.1:9464."
+            "trainer.prometheus_address=127.0.0.1:9464.",
         )
     elif "prometheus" in cfg.trainer.logger and not (is_loopback(host) or cfg.trainer.prometheus_token_env):
-        yield (
+        yield about(
+            "trainer.prometheus_address",
             f"trainer.prometheus_address={address}: other machines could read the metrics without a token. "
             "Put a secret into an environment variable and name it by trainer.prometheus_token_env (in "
             "Prometheus: authorization: {credentials: ...}); or set trainer.prometheus_address="
-            f"127.0.0.1:{port}."
+            f"127.0.0.1:{port}.",
         )
 
 
-def _serve(cfg: Config) -> Iterator[str]:
+def _serve(cfg: Config) -> Iterator[ConfigError]:
     serve = cfg.actor_rollout_ref.serve
     key = "actor_rollout_ref.serve"
     host, _, port = serve.address.rpartition(":")
     if serve.command and serve.listen:
-        yield (
+        yield about(
+            f"{key}.command",
             f"{key}.command={serve.command!r} and {key}.listen=True: either siirl starts what plays an "
-            "episode, or it waits for it. Remove one of them."
+            "episode, or it waits for it. Remove one of them.",
         )
     if not host or not port.isdecimal() or int(port) > 65535:
-        yield (
+        yield about(
+            f"{key}.address",
             f"{key}.address={serve.address!r} is not host:port with a port of at most 65535. Set e.g. "
-            f"{key}.address=127.0.0.1:8100."
+            f"{key}.address=127.0.0.1:8100.",
         )
 
 
-def _profiler(cfg: Config) -> Iterator[str]:
+def _profiler(cfg: Config) -> Iterator[ConfigError]:
     profiler, trainer = cfg.profiler, cfg.trainer
     if not profiler.enable:
         return
@@ -184,17 +198,22 @@ def _profiler(cfg: Config) -> Iterator[str]:
     beyond = [rank for rank in profiler.ranks if rank >= ranks and not profiler.all_ranks]
     if not profiler.profile_steps or (last is not None and min(profiler.profile_steps) > last):
         steps = ",".join(map(str, profiler.profile_steps))
-        yield (
+        yield about(
+            "profiler.profile_steps",
             f"profiler.profile_steps=[{steps}] with trainer.total_training_steps={last}: no step would be "
-            "recorded. Set profiler.profile_steps to steps of the run, the first of which is 1."
+            "recorded. Set profiler.profile_steps to steps of the run, the first of which is 1.",
         )
     if not (profiler.ranks or profiler.all_ranks):
-        yield "profiler.ranks=[]: no rank would be recorded. Name some, or set profiler.all_ranks=true."
+        yield about(
+            "profiler.ranks",
+            "profiler.ranks=[]: no rank would be recorded. Name some, or set profiler.all_ranks=true.",
+        )
     elif beyond:
-        yield (
+        yield about(
+            "profiler.ranks",
             f"profiler.ranks=[{','.join(map(str, profiler.ranks))}]: the run has the ranks 0 to {ranks - 1} "
             f"(trainer.nnodes={trainer.nnodes}, trainer.n_gpus_per_node={trainer.n_gpus_per_node}). Leave "
-            f"out {', '.join(map(str, beyond))}."
+            f"out {', '.join(map(str, beyond))}.",
         )
 
 

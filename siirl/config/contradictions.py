@@ -9,6 +9,7 @@ from siirl.config.actor import ROW_DIVERGENCES
 from siirl.config.resolve import get
 from siirl.config.root import TOP_GROUPS, Config, all_keys
 from siirl.config.values import show
+from siirl.errors import ConfigError
 
 PLACEHOLDER = re.compile(r"\{([\w.]*)(=?)\}")
 
@@ -22,18 +23,33 @@ class Contradiction:
     text: str
     """{key=} is a key with its value, {key} its value, {} the group, to which keys are relative (or full)."""
 
-    def problems(self, cfg: Config, group: str) -> Iterator[str]:
-        """What is said of a group ("": all of the configuration), if it has such values and is used."""
+    def problems(self, cfg: Config, group: str) -> Iterator[ConfigError]:
+        """What is wrong with a group ("": all of the configuration), if it has such values and is used."""
         uses = {"critic": cfg.algorithm.may_use_critic, "reward_model": cfg.reward_model.enable}
         used = uses.get(group, True)
         if used and self.holds(get(cfg, group) if group else cfg):
-            yield PLACEHOLDER.sub(lambda found: _shown(cfg, group, *found.groups()), self.text)
+            subject = PLACEHOLDER.sub(lambda found: _full(group, found[1]), self.text.partition(" ")[0])
+            text = PLACEHOLDER.sub(lambda found: _shown(cfg, group, *found.groups()), self.text)
+            yield about(subject.rstrip(":,"), text)
+
+
+def about(key: str, text: str) -> ConfigError:
+    """What is wrong with the value of a key; of no single one, if all of them have another name."""
+    error = ConfigError(text)
+    error.breaks = (key,) if key in all_keys() else ()
+    return error
+
+
+def _full(group: str, name: str) -> str:
+    if not name:
+        return group
+    return name if name.split(".")[0] in TOP_GROUPS else f"{group}.{name}"
 
 
 def _shown(cfg: Config, group: str, name: str, equals: str) -> str:
     if not name:
         return group
-    full = name if name.split(".")[0] in TOP_GROUPS else f"{group}.{name}"
+    full = _full(group, name)
     value = get(cfg, full)
     text = f"{value:g}" if isinstance(value, float) else show(all_keys()[full], value)
     return f"{full}={text}" if equals else text

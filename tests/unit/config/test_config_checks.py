@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from dataclasses import replace
 from typing import get_args, get_origin
 
@@ -212,8 +213,10 @@ def test_every_contradiction_names_keys_that_there_are():
     cfg = configured(["algorithm.adv_estimator=gae", "reward_model.enable=True"])
     for groups, rows in CONTRADICTIONS.items():
         for group, row in itertools.product(groups, rows):
-            (said,) = replace(row, holds=lambda _: True).problems(cfg, group)
+            (problem,) = replace(row, holds=lambda _: True).problems(cfg, group)
+            said, first = str(problem), re.match(r"[\w.]+", str(problem))[0]
             assert "{" not in said and any(key in said for key in all_keys()), said
+            assert problem.breaks == ((first,) if first in all_keys() else ()), said
 
 
 def test_all_contradictions_are_reported_at_once():
