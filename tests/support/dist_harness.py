@@ -41,9 +41,8 @@ def run_workers(
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=deadline_s), wait_for_workers=False)
     call = pickle.dumps((fn, args))
-    branch = (
-        "vllm" if b"vllm" in call and forked_starts.fits(os.environ) and not forked_starts.asks.real else ""
-    )
+    forks = b"vllm" in call and forked_starts.may_fork() and forked_starts.fits(os.environ)
+    branch = "vllm" if forks else ""
     job = {
         "call": call,
         "world_size": world_size,

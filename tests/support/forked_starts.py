@@ -98,9 +98,15 @@ def install(environment: Mapping[str, str]) -> None:
     """From now on this process, whose nursery began with this environment, starts by forks."""
     global base
     base = dict(environment)
-    if os.environ.get("SIIRL_TEST_STARTS") != "real" and sys.platform == "linux":
+    if may_fork():
         subprocess.Popen = ForkingPopen
         multiprocessing.util.spawnv_passfds = spawn
+
+
+def may_fork() -> bool:
+    """Whether commands are forked here. Not beside GPUs: who has imported vLLM may hold one, and not fork."""
+    asked = os.environ.get("SIIRL_TEST_STARTS") != "real" and not asks.real
+    return asked and sys.platform == "linux" and not any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class ForkingPopen(REAL):
