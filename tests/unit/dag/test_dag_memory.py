@@ -84,7 +84,7 @@ def test_states_of_a_trained_model_are_sharded_and_offload_moves_them_to_the_hos
     [
         (None, "cannot be read (FileNotFoundError)"),
         ("{", "cannot be read (JSONDecodeError)"),
-        ('{"model_type": "gpt2"}', "model_type 'gpt2' is none of llama"),
+        ('{"model_type": "gpt2"}', "model_type 'gpt2' is none of cwm, deepseek_v2"),
         ('{"model_type": "llama", "hidden_size": null}', "has no hidden_size"),
     ],
 )
