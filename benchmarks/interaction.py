@@ -48,15 +48,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from siirl.agents.contexts import Limits
 from siirl.agents.environments import HostedEnvironment
 from siirl.agents.episode import Episode
-from siirl.agents.policy import Generated, Policy
+from siirl.agents.policy import Policy
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Speaker, run_all, turn_seed
 from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import InteractionPlan, ModelPlan, StagePlan
 from siirl.config import load_config
+from siirl.data.completion import Completion, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import Request, RolloutEngine, SamplingParams
+from siirl.engines.rollout.base import RolloutEngine
 from siirl.parallel.dims import ParallelDims
 
 AGENTS = 2
@@ -88,7 +89,7 @@ class Lecture:
         }
         self._barrier = asyncio.Barrier(len(lengths)) if barrier else None
 
-    async def generate(self, prompt: list[int], params: Any, seed: int, seen: Seen = NO_IMAGES) -> Generated:
+    async def generate(self, prompt: list[int], params: Any, seed: int, seen: Seen = NO_IMAGES) -> Completion:
         if self._barrier is not None:
             await self._barrier.wait()
         return await self._policy.generate(prompt, replace(params, max_tokens=self._tokens[seed]), seed, seen)
@@ -219,7 +220,7 @@ def play(
     prompts = [renderer.start(chat)[0] for chat in chats]
     plan = talk(len(lengths[0]))
     before = time.perf_counter(), cpu_seconds(engine)
-    with StreamClient(engine.stream, Request, engine.name, 600.0) as policy:
+    with StreamClient(engine.stream, engine.name, 600.0) as policy:
         lecture = Lecture(policy, lengths, barrier)
         speaker = Speaker(lecture, SamplingParams(1, ignore_eos=True), renderer, Limits(1 << 20, 1 << 20))
         speakers = {stage.node: speaker for stage in plan.stages if stage.kind == "agent"}

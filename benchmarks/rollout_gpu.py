@@ -136,8 +136,8 @@ def ours(args: argparse.Namespace, folder: Path, *keys: str) -> Kind:
     from safetensors.torch import load_file
 
     from siirl.compiler.plan import ModelPlan
+    from siirl.data.completion import SamplingParams
     from siirl.engines.engine_registry import make_rollout_engine
-    from siirl.engines.rollout.base import SamplingParams
     from siirl.parallel.dims import ParallelDims
 
     plan = ModelPlan(

@@ -41,8 +41,8 @@ from report_file import Report, end_by_signals, on_change, run_job, run_ranks, w
 
 from siirl.compiler.plan import LinkPlan, ModelPlan
 from siirl.config import Config, load_config
+from siirl.data.completion import SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
 from siirl.engines.weights.engine_loader import EngineWeights
 from siirl.engines.weights.link import make_link

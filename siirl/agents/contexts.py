@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from siirl.agents.message_form import OwnTurn
-from siirl.agents.policy import Generated
 from siirl.agents.renderer import Chat, ChatRenderer, Spoken, TokenizedText
 from siirl.agents.shown import images_in
 from siirl.data.chosen_experts import longer
+from siirl.data.completion import Completion
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.dialect.tool_formats import ToolParser
 from siirl.errors import EpisodeFailed
@@ -77,7 +77,7 @@ class TokenSequence:
         self.seen = self.seen_after(seen)
         self._add(tokens, False, [0.0] * len(tokens), -1, [-1] * len(tokens))
 
-    def speak(self, turn: Generated, number: int) -> None:
+    def speak(self, turn: Completion, number: int) -> None:
         """Add the tokens of a turn."""
         self.finish_reason = turn.finish_reason
         self.experts = longer(self.experts, turn.experts)
@@ -224,7 +224,7 @@ class Context:
     def speak(
         self,
         opening: TurnPrompt,
-        generated: Generated,
+        generated: Completion,
         turn: int,
         as_message: AsMessage = as_said,
         parse: ToolParser | None = None,

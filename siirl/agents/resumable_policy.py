@@ -2,12 +2,10 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from siirl.agents.policy import PAUSED, Generated
 from siirl.agents.stream_client import StreamClient
-from siirl.data.chosen_experts import longer
+from siirl.data.completion import Completion, PartialCompletion, Request, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
 
 
@@ -32,22 +30,13 @@ class StreamGate:
         if self._client is not None:
             self._client.pause()
 
-    async def ask(
-        self,
-        key: str,
-        prompt: list[int],
-        params: Any,
-        seed: int,
-        seen: Seen,
-        start: int,
-        kv_version: int | None,
-    ) -> Generated:
-        """See StreamClient.generate; waits until the line is open."""
+    async def ask(self, request: Request) -> Completion:
+        """See StreamClient; waits until the gate is open."""
         await self._opened.wait()
         assert self._client is not None
         self.num_asked += 1
         try:
-            return await self._client.generate(prompt, params, seed, seen, start, key, kv_version)
+            return await self._client.ask(request)
         finally:
             self.num_asked -= 1
 
@@ -56,36 +45,22 @@ class StreamGate:
 class ResumablePolicy:
     """The Policy of one episode, whose turns outlive a rollout."""
 
-    line: StreamGate
+    gate: StreamGate
 
     key: str
-    """The episode, unique among those of the line."""
+    """The episode, unique among those of the gate."""
 
-    heard: Callable[[Generated], None]
+    heard: Callable[[Completion], None]
     """Is told each part of a turn, when it comes."""
 
-    async def generate(self, prompt: list[int], params: Any, seed: int, seen: Seen = NO_IMAGES) -> Generated:
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, seed: int, seen: Seen = NO_IMAGES
+    ) -> Completion:
         """See Policy. Under equal weights the turn is what it would have been without pauses."""
-        turn = Generated([], [], PAUSED, -1)
-        while turn.finish_reason == PAUSED:
-            done = len(turn.token_ids)
-            rest = replace(params, max_tokens=params.max_tokens - done)
-            begun = turn.weight_version if done else None
-            tokens = [*prompt, *turn.token_ids]
-            part = await self.line.ask(self.key, tokens, rest, seed, seen, done, begun)
+        turn, so_far = Request(self.key, prompt, params, seed, seen=seen), PartialCompletion()
+        while True:
+            part = await self.gate.ask(so_far.rest(turn))
             self.heard(part)
-            turn = joined(turn, part)
-        return turn
-
-
-def joined(turn: Generated, part: Generated) -> Generated:
-    """A turn and the part of it that was sampled after that."""
-    versions = turn.token_versions + part.token_versions
-    return Generated(
-        turn.token_ids + part.token_ids,
-        turn.log_probs + part.log_probs,
-        part.finish_reason,
-        min(versions, default=part.weight_version),
-        versions if len(set(versions)) > 1 else [],
-        longer(turn.experts, part.experts),
-    )
+            so_far.extend(part)
+            if so_far.finish_reason is not None:
+                return so_far.completion(part.weight_version)

@@ -3,9 +3,10 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, Protocol
 
-from siirl.agents.policy import PAUSED, Generated
+from siirl.data.completion import PAUSED, Completion, Key, Request, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.errors import DeadlineError, EpisodeFailed, RolloutError
 
@@ -19,20 +20,18 @@ class Stream(Protocol):
     @property
     def num_pending(self) -> int: ...
 
-    def submit(self, requests: Sequence[Any]) -> None: ...
+    def submit(self, requests: Sequence[Request]) -> None: ...
 
-    def collect(self, timeout_s: float) -> list[tuple[Any, Any]]:
-        """By key an EpisodeFailed, or what has the fields of Generated: the engine's Completion."""
-        ...
+    def collect(self, timeout_s: float) -> Sequence[tuple[Key, Completion | EpisodeFailed]]: ...
 
-    def pause(self) -> Sequence[tuple[Any, Any]]:
+    def pause(self) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
         """What `collect` would give of everything that is pending, complete or "paused"."""
         ...
 
     def close(self) -> None: ...
 
 
-Waiter = asyncio.Future[Generated]
+Waiter = asyncio.Future[Completion]
 """A coroutine waits for it, on its own event loop."""
 
 
@@ -49,27 +48,25 @@ class StreamClient:
     def __init__(
         self,
         open_stream: Callable[[], Stream],
-        make_request: Callable[..., Any],
         name: str,
         deadline_s: float,
         patience_s: float = 0.0,
     ) -> None:
         """open_stream: called, like the stream, in the client's thread (`engine.stream`).
 
-        make_request: the stream's request of (key, prompt, params, seed, start=, kv_version=, seen=).
         name: of the policy.
         deadline_s: how long `close` waits for a call of the stream to return. patience_s: how long it waits,
         after answers, for what comes of them, before it lets the stream go on: one that works inside
         `collect` would read everything that is pending anew.
         """
-        self._open_stream, self._make_request = open_stream, make_request
-        self._name, self._deadline_s, self._patience_s = name, deadline_s, patience_s
+        self._open_stream, self._name = open_stream, name
+        self._deadline_s, self._patience_s = deadline_s, patience_s
         self._news = threading.Condition()
-        self._asked: list[Any] = []  # since the last round of their loop
+        self._asked: list[Request] = []  # since the last round of their loop
         self._round: asyncio.AbstractEventLoop | None = None
-        self._ready: list[Any] = []  # for the thread to submit
-        self._waiters: dict[int | str, Waiter] = {}
-        self._num_asked = 0
+        self._ready: list[Request] = []  # for the thread to submit
+        self._waiters: dict[Key, Waiter] = {}
+        self._numbers = count()
         self._end: BaseException | None = None  # why nobody is answered any more
         self._pausing = False
         self._thread = threading.Thread(target=self._run, name=f"client of {name}", daemon=True)
@@ -78,32 +75,26 @@ class StreamClient:
     async def generate(
         self,
         prompt: list[int],
-        params: Any,
+        params: SamplingParams,
         seed: int,
         seen: Seen = NO_IMAGES,
         start: int = 0,
-        key: str | None = None,
-        kv_version: int | None = None,
-    ) -> Generated:
-        """See Policy. Raises what the stream raised; RolloutError after `close`.
+    ) -> Completion:
+        """See Policy; errors of `ask`. start: see Request."""
+        return await self.ask(Request(next(self._numbers), prompt, params, seed, start=start, seen=seen))
 
-        start, kv_version, seen: see Request. key: of it, unique among those unanswered; by default a number.
-        """
+    async def ask(self, request: Request) -> Completion:
+        """What the stream answers. Raises what it raised; RolloutError after `close`."""
         loop = asyncio.get_running_loop()
         future: Waiter = loop.create_future()
         with self._news:
             if self._end is not None:
                 raise self._end
-            name = self._num_asked if key is None else key
-            self._num_asked += 1
             if not self._asked or self._round is not loop:
                 self._round = loop
                 loop.call_soon(self._pass_round)
-            request = self._make_request(
-                name, prompt, params, seed, start=start, kv_version=kv_version, seen=seen
-            )
             self._asked.append(request)
-            self._waiters[name] = future
+            self._waiters[request.key] = future
         return await future
 
     def pause(self) -> None:
@@ -151,7 +142,7 @@ class StreamClient:
                 self._end, self._pausing = error, False
         with self._news:
             waiters, self._waiters = list(self._waiters.values()), {}
-        end = Generated([], [], PAUSED, -1) if self._pausing else self._end
+        end = Completion([], [], PAUSED, -1) if self._pausing else self._end
         _tell([(waiter, end) for waiter in waiters])
 
     def _wait_for_news(self) -> None:
@@ -178,18 +169,15 @@ class StreamClient:
             stream.submit(ready)
         return True
 
-    def _answer(self, answers: Sequence[tuple[int | str, Any]]) -> bool:
+    def _answer(self, answers: Sequence[tuple[Key, Completion | EpisodeFailed]]) -> bool:
         """Tell whoever waits; whether there was something to tell."""
         with self._news:
-            waiters = [self._waiters.pop(key) for key, _ in answers]
-        results = [
-            said if isinstance(said, EpisodeFailed) else Generated(**vars(said)) for _, said in answers
-        ]
-        _tell(list(zip(waiters, results, strict=True)))
-        return bool(results)
+            told = [(self._waiters.pop(key), said) for key, said in answers]
+        _tell(told)
+        return bool(told)
 
 
-def _tell(results: Sequence[tuple[Waiter, Generated | BaseException | None]]) -> None:
+def _tell(results: Sequence[tuple[Waiter, Completion | BaseException | None]]) -> None:
     """Settle futures from any thread, those of a loop by one wake-up. Cancelled ones hear nothing."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Any]] = {}
     for waiter, result in results:
@@ -199,7 +187,7 @@ def _tell(results: Sequence[tuple[Waiter, Generated | BaseException | None]]) ->
             loop.call_soon_threadsafe(_settle, settled)
 
 
-def _settle(results: Sequence[tuple[Waiter, Generated | BaseException]]) -> None:
+def _settle(results: Sequence[tuple[Waiter, Completion | BaseException]]) -> None:
     for waiter, result in results:
         if waiter.done():
             continue

@@ -302,7 +302,7 @@ def _tells(node: ResolvedNode) -> bool:
 def _node_plan(
     node: ResolvedNode, graph: Graph, more: dict[str, int], models: dict[str, ModelPlan]
 ) -> NodePlan:
-    lag = node.cfg.actor_rollout_ref.rollout.max_lag if node.op.runs_ahead else 0
+    lag = node.cfg.actor_rollout_ref.rollout.max_lag if node.op.may_lag else 0
     return NodePlan(
         name=node.id,
         agent=node.agent,

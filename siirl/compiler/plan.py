@@ -50,6 +50,11 @@ class NodePlan:
         """SERVICES that its code gets by keyword."""
         return self.own_needs or self.spec.needs
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether it keeps rows from step to step, which are part of a checkpoint."""
+        return self.max_lag > 0 or "buffer" in self.needs
+
 
 @dataclass(frozen=True)
 class ModelPlan:

@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 _OLDER = {"decodes_on": "runs_in_background"}
 """Names of fields in the plans of older runs -> today's."""
+_OLDER_OPS = {"partial_rollout": "rollout", "partial_interaction": "interaction"}
+"""Names of ops in those -> today's."""
 
 
 def encode(value: Any) -> str:
@@ -68,6 +70,8 @@ def _unpack(value: Any, hint: Any) -> Any:
         kind = next(option for option in args if option.__name__ == value["do"])
         return _unpack({name: item for name, item in value.items() if name != "do"}, kind)
     if dataclasses.is_dataclass(hint):
+        if "op" in value:
+            value = value | {"op": _OLDER_OPS.get(value["op"], value["op"])}
         kinds = _fields(typing.cast(type, hint))
         given: dict[str, Any] = value
         today = {_OLDER.get(name, name): item for name, item in given.items()}

@@ -78,7 +78,8 @@ class DataConfig:
     train_batch_size: int = key(1024, "prompts of a training step, over all ranks", low=1)
     gen_batch_size: int | None = key(
         None,
-        "prompts of one round of dynamic sampling; null: train_batch_size",
+        "prompts of one round of dynamic sampling; null: train_batch_size. With rollout.max_lag, prompts "
+        "that are loaded at once: a round then gives what the batch lacks, as groups left over would age",
         when="algorithm.filter_groups.enable",
         low=1,
     )

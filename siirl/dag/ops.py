@@ -119,14 +119,9 @@ class OpSpec:
         return bool(self.collects)
 
     @property
-    def keeps_rows(self) -> bool:
-        """Whether it keeps rows from step to step, which are part of a checkpoint."""
-        return not {"buffer", "in_flight"}.isdisjoint(self.needs)
-
-    @property
-    def runs_ahead(self) -> bool:
+    def may_lag(self) -> bool:
         """Whether what it gives in a step may be of prompts of earlier ones, as responses go on from step to
-        step."""
+        step: with rollout.max_lag."""
         return "in_flight" in self.needs
 
     @property
@@ -168,17 +163,13 @@ ROLLOUT = OpSpec(
     with_images(*_PROMPT),
     with_experts(*ROLLOUT_FIELDS),
     "generate:rollout",
-    needs=("engine",),
+    needs=("engine", "in_flight"),
     model="rollout",
     split="group",
     changes_rows=True,
     is_rollout=True,
     unique="rollout",
 )
-PARTIAL_ROLLOUT = replace(
-    ROLLOUT, name="partial_rollout", code="partial_rollout:partial_rollout", needs=("engine", "in_flight")
-)
-"""A rollout whose responses may go on in the next steps (rollout.max_lag)."""
 REPLAY = replace(
     ROLLOUT, name="replay", reads=fixed(*_PROMPT), code="replay:replay", needs=("recordings",), model=None
 )
@@ -203,17 +194,17 @@ INTERACTION = replace(
         *experts_by(cfg, "R3"),
     ),
     code="interaction:interaction",
-    needs=("interaction",),
-)
-"""The rollout that an interaction begins with: it plays the episodes, and gives the rows of its own agent."""
-PARTIAL_INTERACTION = replace(
-    INTERACTION,
-    name="partial_interaction",
-    code="partial_interaction:partial_interaction",
     needs=("interaction", "in_flight"),
 )
-"""An interaction whose episodes may go on in the next steps (rollout.max_lag)."""
-TURNS = replace(INTERACTION, name="turns", reads=fixed(), code="interaction:turns", is_handed=True)
+"""The rollout that an interaction begins with: it plays the episodes, and gives the rows of its own agent."""
+TURNS = replace(
+    INTERACTION,
+    name="turns",
+    reads=fixed(),
+    code="interaction:turns",
+    needs=("interaction",),
+    is_handed=True,
+)
 """Another rollout of an interaction: it gives the rows of its agent, prompts included."""
 FROZEN_TURNS = replace(TURNS, writes=fixed())
 """A rollout of an interaction whose agent is not trained."""
@@ -410,7 +401,7 @@ CUSTOM = OpSpec("custom", fixed(), fixed(), "function_reward:custom_op")
 OPS: dict[str, OpSpec] = {
     op.name: op
     for op in (
-        *(ROLLOUT, PARTIAL_ROLLOUT, REPLAY, DATASET_ROLLOUT, INTERACTION, PARTIAL_INTERACTION, TURNS),
+        *(ROLLOUT, REPLAY, DATASET_ROLLOUT, INTERACTION, TURNS),
         *(ENVIRONMENT, GREEDY_ROLLOUT),
         *(FUNCTION_REWARD, BASELINE_REWARD, MODEL_REWARD, JUDGE_REWARD, JUDGE_SERVICE, COMBINE_REWARDS),
         *(ADVANTAGE, OLD_LOG_PROB, LATER_OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, PREFERENCE_TRAIN),
@@ -426,7 +417,7 @@ def _sampler(cfg: Config) -> OpSpec:
         return REPLAY
     if cfg.actor_rollout_ref.rollout.gives_data:
         return DATASET_ROLLOUT
-    return PARTIAL_ROLLOUT if cfg.actor_rollout_ref.rollout.max_lag else ROLLOUT
+    return ROLLOUT
 
 
 def _sampling(cfg: Config) -> OpSpec:

@@ -168,7 +168,7 @@ class DAGWorker:
         loader, plan = self.loaders[ins.loader], self.plan.loaders[ins.loader]
         if not record.validate:
             reader = self.nodes.get(plan.node)
-            if reader is None or not reader.plan.spec.runs_ahead:
+            if reader is None or not reader.plan.max_lag:
                 loaded = loader.train.next_batch()
             else:
                 in_flight = reader.services["in_flight"]
@@ -304,7 +304,7 @@ class DAGWorker:
         """The rows that nodes keep between steps: node -> JSON of each shard. Collective over all ranks."""
         mine = {}
         for name, node in self.nodes.items():
-            layout = self.plan.layouts[self.plan.run_of(name).source] if node.plan.spec.keeps_rows else None
+            layout = self.plan.layouts[self.plan.run_of(name).source] if node.plan.keeps_rows else None
             if layout is not None and layout.is_shard_leader(self.rank):
                 mine[name] = (layout.shard_of(self.rank), node.buffer.state())
         parts: list[Any] = [None] * self.plan.world_size
@@ -317,7 +317,7 @@ class DAGWorker:
     def load_buffers(self, states: dict[str, list[dict[str, Any]]]) -> None:
         """Give this rank its share of the rows that nodes kept when `buffer_states` was called."""
         for name in self.nodes.keys() & states.keys():
-            if not self.nodes[name].plan.spec.keeps_rows:
+            if not self.nodes[name].plan.keeps_rows:
                 _require_none(name, states[name])
                 continue
             layout = self.plan.layouts[self.plan.run_of(name).source]

@@ -22,33 +22,33 @@ none of their rows may be read past it, which the compiler checks. A node may st
 waits for the end of the rounds.
 
 
-With `rollout.max_lag` the op of a rollout is `partial_rollout` (`siirl/nodes/partial_rollout.py`): a delay
-line. A step loads one batch of prompts and gives one batch of groups, those that were begun first among the
-complete ones; the first step loads more, by `rollout.surplus`, the last ones load nothing
-(`LoaderPlan.ahead`). In the rounds of dynamic sampling it gives as many groups as the batch lacks
-(`siirl/dag_worker/rounds.py`), given to the shards in turn, so none stays in the filter and ages there. So
-everything below it sees the batch of a step as ever. Before they load, its ranks agree on how many batches:
-what the one that lacks most needs. What is in work lies in `RolloutsInFlight` (`siirl/nodes/in_flight.py`),
-a buffer of the node and so part of a checkpoint: prompts on all ranks of a shard, tokens on the first. The
-bound is held by waiting for what would be too old in the next step. As each step gives one batch and at
-most L batches are behind it, that is never more than a batch. With `rollout.stale=restart` a step does not
-wait, and the next one begins such groups anew; with `drop` it gives them up first. Where the engine shares
-its device (`NodePlan.runs_in_background` is false), the stream is paused at the end of a step: the engine
-forgets the requests, which are asked again as the ends of prompts (`Request.start` says how many draws were
-made), so nothing of them is on the device while others train. With `rollout.keep_kv` they find their keys
-and values in vLLM's prefix cache, which an update then leaves as it is: `Request.kv_version` is the salt.
-Else the stream stays open and gives way (`RolloutEngine.stream`): `load_weights` and `generate` hold its
-requests and let them go on, and the engine's process keeps what completes until its worker reads it. So the
-worker needs no second thread and the plan no further instruction: the rank waits in its next SyncWeights
-while its engine decodes.
+With `rollout.max_lag` a rollout (`siirl/nodes/generate.py`) has a delay line; without, as in validation, its
+completions are those of the engine's stream, drained. With it a step loads one batch of prompts and gives one
+batch of groups, those that were begun first among the complete ones; the first step loads more, by
+`rollout.surplus`, the last ones load nothing (`LoaderPlan.ahead`). In the rounds of dynamic sampling it gives
+as many groups as the batch lacks (`siirl/dag_worker/rounds.py`), given to the shards in turn, so none stays
+in the filter and ages there. So everything below it sees the batch of a step as ever. Before they load, its
+ranks agree on how many batches: what the one that lacks most needs. What is in work lies in
+`RolloutsInFlight` (`siirl/nodes/rollouts_in_flight.py`), a buffer of the node and so part of a checkpoint:
+prompts on all ranks of a shard, tokens on the first. The bound is held by waiting for what would be too old
+in the next step. As each step gives one batch and at most L batches are behind it, that is never more than a
+batch. With `rollout.stale=restart` a step does not wait, and the next one begins such groups anew; with
+`drop` it gives them up first. Where the engine shares its device (`NodePlan.runs_in_background` is false),
+the stream is paused at the end of a step: the engine forgets the requests, which are asked again as the ends
+of prompts (`Request.start` says how many draws were made), so nothing of them is on the device while others
+train. With `rollout.keep_kv` they find their keys and values in vLLM's prefix cache, which an update then
+leaves as it is: `Request.kv_version` is the salt. Else the stream stays open and gives way
+(`RolloutEngine.stream`): `load_weights` and `generate` hold its requests and let them go on, and the engine's
+process keeps what completes until its worker reads it. So the worker needs no second thread and the plan no
+further instruction: the rank waits in its next SyncWeights while its engine decodes.
 
-Interactions go on in the same way: their op is then `partial_interaction`, and the delay line holds
-episodes (`EpisodesInFlight`, `siirl/nodes/episodes_in_flight.py`). An episode is a task of an event loop
-that outlives a step and runs in steps only. It asks a `ResumablePolicy`, which keeps what a paused turn had,
-waits for the next step's client, and asks for the rest. Streams, their clients and Serves are opened anew in
-each step, so a rank that serves knows of no lag; a driver takes back its own requests of a shared stream
-(`Pause`, `siirl/engines/rollout/remote.py`). What both kinds share: who leaves and when a step may end
-(`deadlines.py`), and the prompts that are loaded ahead (`prompts_in_flight.py`).
+Interactions (`siirl/nodes/interaction.py`) go on in the same way: the delay line then holds episodes
+(`EpisodesInFlight`, `siirl/nodes/episodes_in_flight.py`). An episode is a task of an event loop that outlives
+a step and runs in steps only. It asks a `ResumablePolicy`, which keeps what a paused turn had, waits for the
+next step's client, and asks for the rest. Streams, their clients and Serves are opened anew in each step, so
+a rank that serves knows of no lag; a driver takes back its own requests of a shared stream (`Pause`,
+`siirl/engines/rollout/remote.py`). What both kinds share: who leaves and when a step may end
+(`deadlines.py`), and the prompts that are loaded ahead (`in_flight.py`).
 
 
 - **Replay** (`rollout.name=replay`) is another op in the rollout's place, without a model: no engine, no

@@ -5,10 +5,11 @@ from concurrent.futures import Future
 import torch
 from tensordict import TensorDict
 
-from siirl.data.rows import pad_stack
-from siirl.engines.rollout.base import RolloutEngine, SamplingParams
+from siirl.data.completion import SamplingParams
+from siirl.data.rows import pad_stack, seen_of
+from siirl.engines.rollout.base import RolloutEngine
 from siirl.nodes.context import OpContext
-from siirl.nodes.generate import completions_of, prompt_seed
+from siirl.nodes.generate import prompt_seed, prompt_tokens
 from siirl.rewards.scorer import RewardScorer
 from siirl.types import FIELDS
 
@@ -24,7 +25,7 @@ def greedy_rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> T
         ignore_eos=rollout_cfg.ignore_eos,
     )
     seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]
-    found = [samples[0].token_ids for samples in completions_of(engine, rows, params, seeds)]
+    found = [one.token_ids for (one,) in engine.generate(prompt_tokens(rows), params, seeds, seen_of(rows))]
     lengths = torch.tensor([len(ids) for ids in found], dtype=torch.int64)
     ids = pad_stack(found, FIELDS["baseline_response_ids"])
     return TensorDict(

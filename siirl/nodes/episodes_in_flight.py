@@ -3,8 +3,8 @@
 consumes: prompts, and in each step the engines. produces: the episodes of one batch of prompts, those that
 were begun first. waits for: the episodes, until a batch of groups is over. unblocked by: their ends.
 
-Between steps no event loop runs and no engine is asked: a turn keeps the tokens that it has (HeldPolicy), an
-environment stays as it is, and what it is doing goes on in its thread.
+Between steps no event loop runs and no engine is asked: a turn keeps the tokens that it has
+(ResumablePolicy), an environment stays as it is, and what it is doing goes on in its thread.
 """
 
 import asyncio
@@ -18,15 +18,13 @@ import torch
 from tensordict import TensorDict
 
 from siirl.agents.episode import Episode
-from siirl.agents.policy import Generated
 from siirl.agents.resumable_policy import ResumablePolicy, StreamGate
 from siirl.agents.runner import Game, Played, interruptible, run_episode
 from siirl.agents.stream_client import StreamClient
 from siirl.data.buffer import ORDER
+from siirl.data.completion import Completion, Key
 from siirl.data.rows import take_rows
-from siirl.engines.rollout.base import Key
-from siirl.nodes.deadlines import is_enough, leaving
-from siirl.nodes.prompts_in_flight import PromptsInFlight
+from siirl.nodes.in_flight import InFlight
 
 Begin = Callable[[TensorDict, list[int]], list[list[tuple[Episode, list[int]]]]]
 """(prompts, number of the batch of each) -> the episodes of each prompt, with the tokens of their prompts."""
@@ -70,7 +68,7 @@ class FinishedEpisodes:
     """Policy -> version of its weights -> the last training step that sampled with them."""
 
 
-class EpisodesInFlight(PromptsInFlight):
+class EpisodesInFlight(InFlight[HeldEpisode]):
     """The prompts of one driver that have been loaded and not been given, with their episodes so far.
 
     Of an episode a checkpoint holds the prompt: after a resume it begins anew, with the seeds that it had.
@@ -84,21 +82,20 @@ class EpisodesInFlight(PromptsInFlight):
         step_size: int | None = None,
         stale: str = "wait",
     ) -> None:
-        """See PromptsInFlight."""
+        """See InFlight."""
         super().__init__(max_lag, surplus, batch_size, step_size, stale)
         self._batches: dict[int, int] = {}  # ORDER of a group -> number of its batch, which the seeds are of
-        self._groups: dict[int, list[HeldEpisode]] = {}
         self._num_restarted = 0
         self._runner: asyncio.Runner | None = None
         self._news = asyncio.Event()
         self._lines: dict[str, tuple[StreamGate, ...]] = {}
-        self._step_of: dict[str, dict[int, int]] = {}  # see Left
+        self._step_of: dict[str, dict[int, int]] = {}  # see FinishedEpisodes
         self._game: Game | None = None
         self._step = 0
         self._failure: BaseException | None = None
         self._lock = threading.Lock()  # of what follows, which threads of the engines read
         self._num_open: dict[int, int] = {}
-        self._oldest: dict[int, int] = {}
+        self._firsts: dict[int, int] = {}  # ORDER of a group -> the step of its oldest token
         self._ended_turns: set[Key] = set()
         self._ending = False
 
@@ -161,10 +158,10 @@ class EpisodesInFlight(PromptsInFlight):
     def state(self) -> dict[str, Any]:
         """See RowBuffer: the prompts of the episodes."""
         batches = [self._batches[order] for order in self._orders()]
-        return super().state() | {"batches": batches, "begun": list(self._groups)}
+        return super().state() | {"batches": batches, "begun": list(self.work)}
 
     def load_state(self, states: Sequence[dict[str, Any]], shard: int, num_shards: int) -> None:
-        """See PromptsInFlight."""
+        """See InFlight."""
         super().load_state(states, shard, num_shards)
         known: dict[int, int] = {}
         for state in states:
@@ -179,12 +176,7 @@ class EpisodesInFlight(PromptsInFlight):
         runner, self._runner = self._runner, None
         if runner is not None:
             runner.close()
-        self._groups, self._num_open, self._oldest = {}, {}, {}
-
-    def _too_old(self, step: int) -> list[int]:
-        """See PromptsInFlight."""
-        firsts = {order: [one.first_step or step for one in group] for order, group in self._groups.items()}
-        return [order for order, found in firsts.items() if min(found) < step - self._max_lag]
+        self.work, self._num_open, self._firsts = {}, {}, {}
 
     def _restart(self, orders: Sequence[int]) -> None:
         """Have groups begin anew, with the seeds that they had."""
@@ -192,16 +184,16 @@ class EpisodesInFlight(PromptsInFlight):
         self._num_restarted += len(orders)
 
     def _forget(self, orders: Sequence[int]) -> None:
-        """See PromptsInFlight."""
+        """See InFlight."""
         self._end(orders)
         for order in orders:
             del self._batches[order]
 
     def _end(self, orders: Sequence[int]) -> None:
         """End the episodes of groups, and their environments."""
-        held = [one for order in orders for one in self._groups.pop(order)]
+        held = [one for order in orders for one in self.work.pop(order)]
         for order in orders:
-            del self._num_open[order], self._oldest[order]
+            del self._num_open[order], self._firsts[order]
         if held:
             assert self._runner is not None
             self._runner.run(interruptible(_cancelled([one.task for one in held])))
@@ -223,30 +215,28 @@ class EpisodesInFlight(PromptsInFlight):
         """Begin the episodes of the groups whose turn it is."""
         with self._lock:
             self._ended_turns = set()
-            self._oldest = {order: self._first_step(order) for order in self._groups}
-        new = [order for order in self._active() if order not in self._groups]
+            self._firsts = {order: self._oldest(order, self._step) for order in self.work}
+        new = [order for order in self._active() if order not in self.work]
         if not new or self.rows is None:
             return
         rows = take_rows(self.rows, torch.isin(self.rows[ORDER], torch.tensor(new)))
         rows = take_rows(rows, rows[ORDER].argsort())
         for order, episodes in zip(new, begin(rows, [self._batches[order] for order in new]), strict=True):
             with self._lock:
-                self._num_open[order], self._oldest[order] = len(episodes), self._step
-            self._groups[order] = [
-                self._held(game, order, number, *one) for number, one in enumerate(episodes)
-            ]
+                self._num_open[order], self._firsts[order] = len(episodes), self._step
+            self.work[order] = [self._held(game, order, number, *one) for number, one in enumerate(episodes)]
 
     def _held(self, game: Game, order: int, number: int, episode: Episode, prompt: list[int]) -> HeldEpisode:
         """Begin an episode, the task of which it is."""
         key = f"{order}/{number}"
 
-        def heard(policy: str, part: Generated) -> None:
+        def heard(policy: str, part: Completion) -> None:
             with self._lock:
                 self._ended_turns.discard(key)
                 if part.token_ids:
                     self._step_of[policy] |= dict.fromkeys(part.token_versions, self._step)
                     held.first_step, held.last_step = held.first_step or self._step, self._step
-                    self._oldest[order] = min(self._oldest[order], held.first_step)
+                    self._firsts[order] = min(self._firsts[order], held.first_step)
 
         def ended(task: asyncio.Task[Played]) -> None:
             with self._lock:
@@ -271,19 +261,14 @@ class EpisodesInFlight(PromptsInFlight):
             return self._is_enough(self._num_open)
 
     def _is_enough(self, num_open: dict[int, int]) -> bool:
-        return is_enough(num_open, self._oldest, self._num_leaving, self._steady, self._step, self._bound)
-
-    def _first_step(self, order: int) -> int:
-        """When the first token of a group was sampled; now, if there is none."""
-        return min(one.first_step or self._step for one in self._groups[order])
+        return self._may_end(num_open, lambda: self._firsts, self._step)
 
     def _leave(self) -> FinishedEpisodes:
-        chosen = leaving(self._num_open, self._oldest, self._num_leaving)
-        groups = [self._groups.pop(order) for order in chosen]
+        chosen = self._chosen(self._num_open, self._step)
+        groups = [self.work.pop(order) for order in chosen]
         for order in chosen:
-            del self._num_open[order], self._oldest[order], self._batches[order]
+            del self._num_open[order], self._firsts[order], self._batches[order]
         lags = [self._step - (one.first_step or self._step) for group in groups for one in group]
-        assert max(lags, default=0) <= self._max_lag, f"rows of {max(lags)} steps ago"
         prompts = self.give_prompts(chosen)
         played = []
         for slot, group in zip(prompts["group_id"].tolist(), groups, strict=True):

@@ -1,7 +1,12 @@
-"""The rollout op: prompts in, n sampled responses of each out."""
+"""The rollout op: prompts in, n sampled responses of each out, at once or some steps later.
+
+Sources of the lag: "APRIL: Active partial rollouts in reinforcement learning" (2025), "AReaL" (2025).
+"""
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from tensordict import TensorDict
@@ -9,22 +14,35 @@ from tensordict import TensorDict
 from siirl.config import Config
 from siirl.dag.fields_read import experts_by
 from siirl.data.chosen_experts import expert_columns
+from siirl.data.completion import Completion, SamplingParams
 from siirl.data.rows import pad_stack, seen_of, take_rows
-from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams
+from siirl.engines.rollout.base import RolloutEngine
 from siirl.models.config_json import as_built
 from siirl.models.sizes import router_choices
-from siirl.nodes.context import OpContext
+from siirl.nodes.context import OpContext, StepInfo
+from siirl.nodes.lag_report import report_lag, report_token_lag
 from siirl.nodes.recording import dump_rollouts
+from siirl.nodes.rollouts_in_flight import FinishedGroups, RolloutsInFlight
 from siirl.types import FIELDS, FINISH_LENGTH, FINISH_STOP
 
 
-def rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> TensorDict:
-    """One row per sample: the prompt's fields repeated, and the response's. No communication."""
-    params = sampling_params(ctx.cfg, ctx.dialect.stop_ids, ctx.validate)
-    seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]
-    completions = completions_of(engine, rows, params, seeds)
-    samples = [sample for prompt in completions for sample in prompt]
+def rollout(
+    ctx: OpContext, rows: TensorDict, engine: RolloutEngine, in_flight: RolloutsInFlight | None
+) -> TensorDict:
+    """One row per sample: the prompt's fields repeated, and the response's. No communication but within the
+    shard.
 
+    in_flight: of a rollout with a lag. Rows are then the prompts that were loaded, maybe several batches or
+    none; what it gives is of as many prompts as a batch has, or still lacks, of this step or some steps
+    before. Without it, and in validation, which has prompts of its own, it is of these prompts.
+    """
+    params = sampling_params(ctx.cfg, ctx.dialect.stop_ids, ctx.validate)
+    if in_flight is None or ctx.validate:
+        seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]
+        found = engine.generate(prompt_tokens(rows), params, seeds, seen_of(rows))
+        samples = [sample for prompt in found for sample in prompt]
+    else:
+        rows, samples = _with_lag(ctx, rows, engine, in_flight, params)
     out = samples_of(rows, params.n, response_columns(samples))
     add_experts(ctx.cfg, out, [sample.experts for sample in samples])
     report(ctx, out)
@@ -33,13 +51,25 @@ def rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> TensorDi
     return out
 
 
-def completions_of(
-    engine: RolloutEngine, rows: TensorDict, params: SamplingParams, seeds: list[int]
-) -> list[list[Completion]]:
-    """What an engine says to each prompt, with its images if it may have some."""
-    if "images" not in rows.keys():
-        return engine.generate(prompt_tokens(rows), params, seeds)
-    return engine.generate_seeing(prompt_tokens(rows), seen_of(rows), params, seeds)
+def _with_lag(
+    ctx: OpContext,
+    rows: TensorDict,
+    engine: RolloutEngine,
+    in_flight: RolloutsInFlight,
+    params: SamplingParams,
+) -> tuple[TensorDict, list[Completion]]:
+    """The prompts that leave now, and the completions of each. Collective over the ranks of the shard."""
+    in_flight.admit(
+        rows, ctx.step, lambda batch, slot: prompt_seed(replace(ctx, now=StepInfo(batch, False)), slot)
+    )
+    taken: FinishedGroups = engine.share(in_flight.sample(params, ctx.step) if engine.leads else None)
+    prompts = in_flight.give(taken)
+    lags = [ctx.step - (one.first_step or ctx.step) for one in taken.responses]
+    num_partial = sum(len(set(one.steps)) > 1 for one in taken.responses)
+    report_token_lag(ctx, Counter(step for one in taken.responses for step in one.steps))
+    dropped, left = in_flight.drain_dropped(), in_flight.num_more(ctx.step)
+    report_lag(ctx, lags, num_partial, taken.num_restarted, dropped, left)
+    return prompts, [one.completion() for one in taken.responses]
 
 
 def prompt_tokens(rows: TensorDict) -> list[list[int]]:

@@ -1,335 +1,256 @@
-"""Prompts of a rollout whose responses go on from step to step: what of them is there, and who leaves."""
+"""A delay line: prompts that are loaded ahead, what there is of each, and who leaves some steps later.
 
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+Of a prompt there is a group of work: n responses (rollouts_in_flight.py), or n episodes
+(episodes_in_flight.py), each of which knows the step of its first token.
 
+With dynamic sampling a step has several rounds, and each gives the groups that the batch still lacks: the
+step_size of them in the first round, as many as the filter has dropped in the next ones. So the filter never
+keeps a group for a later step, a group trains in the step in which it leaves the line, and whoever leaves the
+line within the bound trains within it. The last step gives the groups that were loaded first, and no others
+have begun by then; prompts that a batch of the loader had too many stay unread, and are counted.
+
+Shards load whole batches and give parts of them: the groups that leave are dealt to the shards in turn, so
+that each has loaded all that it must give. All load the same batches. Where groups are dropped
+(rollout.stale=drop), the shard that lacks the most says how many, and what the others have too many waits.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from siirl.data.buffer import ORDER
-from siirl.data.chosen_experts import longer
-from siirl.data.rows import seen_of
-from siirl.data.seen import Seen
-from siirl.engines.rollout.base import (
-    Completion,
-    Key,
-    Request,
-    RolloutEngine,
-    RolloutStream,
-    SamplingParams,
-)
-from siirl.errors import EpisodeFailed, RolloutError
-from siirl.nodes.deadlines import is_enough, leaving
-from siirl.nodes.prompts_in_flight import PromptsInFlight
-
-POLL_S = 0.5
+from siirl.data.buffer import ORDER, RowBuffer, rows_of_state
+from siirl.data.loader import PromptLoader, dealing_order
+from siirl.data.rows import take_rows
+from siirl.errors import DataError
+from siirl.nodes.deadlines import Oldest, is_enough, leaving
 
 
-@dataclass
-class Response:
-    """One response of a prompt, so far."""
-
-    seed: int
-    """Of its prompt."""
-
-    number: int
-    """Among the responses of its prompt."""
-
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-    versions: list[int] = field(default_factory=list)
-    """Of the weights that sampled each token."""
-
-    steps: list[int] = field(default_factory=list)
-    """The training step whose weights sampled each token; ascending."""
-
-    experts: str | None = None
-    """What tokens were computed by when they were first read, see Completion; in hex digits."""
-
-    finish_reason: str | None = None
-    """None: it goes on."""
+class Unit(Protocol):
+    """One of the n of a prompt: a response, or an episode."""
 
     @property
     def first_step(self) -> int | None:
-        """That of its first token; None without one."""
-        return self.steps[0] if self.steps else None
-
-    def extend(self, part: Completion, step_of: Callable[[int], int]) -> None:
-        """Add what was sampled of it. step_of: version of weights -> the step that they are those of."""
-        self.experts = longer(self.experts, part.experts and part.experts.hex())
-        self.token_ids += part.token_ids
-        self.log_probs += part.log_probs
-        self.versions += part.token_versions
-        known = {version: step_of(version) for version in set(part.token_versions)}
-        self.steps += [known[version] for version in part.token_versions]
-        self.finish_reason = None if part.finish_reason == "paused" else part.finish_reason
+        """The training step in which its first token was sampled; None without one."""
+        ...
 
 
-@dataclass
-class FinishedGroups:
-    """Groups that are complete and leave: what the ranks of a shard tell each other."""
-
-    orders: list[int]
-    responses: list[Response]
-    """n of each group, in the order of the groups."""
-
-    num_restarted: int
-    """Groups that were begun anew, as a token of theirs was older than the bound."""
-
-    def encode(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def decode(cls, values: dict[str, Any]) -> "FinishedGroups":
-        responses = [Response(**response) for response in values["responses"]]
-        return cls(values["orders"], responses, values["num_restarted"])
+Work = TypeVar("Work", bound=Unit)
 
 
-class RolloutsInFlight(PromptsInFlight):
-    """The prompts of one shard that have been loaded and not been given, with their responses so far.
+class InFlight(RowBuffer, Generic[Work]):
+    """The prompts of one shard that have been loaded and not been given, and the work of each.
 
-    The first rank of a shard, which has the engine's stream, keeps the responses.
+    Each step loads as many as it gives, the first step loads more, the last ones load less. Ranks of one
+    shard keep the same prompts.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
-        n: int,
         max_lag: int,
         surplus: float,
         batch_size: int,
         step_size: int | None = None,
         stale: str = "wait",
-        runs_in_background: bool = False,
     ) -> None:
-        """n: responses of each prompt. runs_in_background: the engine goes on between the steps, while others
-        train.
-
-        The rest as of PromptsInFlight.
+        """See rollout.max_lag, rollout.surplus and rollout.stale. batch_size: prompts that the loader gives
+        at once, over all shards. step_size: those that train in a step, where that is another number.
         """
-        super().__init__(max_lag, surplus, batch_size, step_size, stale)
-        self._engine, self._n, self._runs_in_background = engine, n, runs_in_background
-        self._stream: RolloutStream | None = None  # while requests may be pending
-        self._running: dict[Key, int] = {}  # requests that are -> the step in which they were submitted
-        self._version_of: dict[int, int] = {}  # step -> version of the engine's weights
-        self.responses: dict[int, list[Response]] = {}
-        """ORDER of a group -> its n responses; on the first rank of the shard."""
+        super().__init__()
+        self._max_lag, self._surplus, self._batch_size = max_lag, surplus, batch_size
+        self._step_size, self._stale = step_size or batch_size, stale
+        self._bound = max_lag if stale == "wait" else 0  # 0: what stays need not leave in time
+        self._num_given = 0  # groups that have left, over all shards
+        self._num_dropped = 0  # groups that were given up since the last report
+        self._last_batch = 0  # number of the last batch that was loaded
+        self._num_loading = self._num_leaving = self._num_active = 0  # batches; groups, of this shard
+        self._wanted = 0  # groups that leave now, over all shards
+        self._steady = 0  # groups of this shard that leave in every step, or more
+        self._group_ids: list[int] = []
+        self._told = (0, 0)
+        self.work: dict[int, list[Work]] = {}
+        """ORDER of a group -> its n responses or episodes, where they are kept and have begun."""
 
-    def admit(self, rows: TensorDict, step: int, seed_of: Callable[[int, int], int]) -> None:
-        """Take the prompts that were loaded, whose group_ids go on from batch to batch.
+    def num_missing(self, loader: PromptLoader, step: int, last_step: int, wanted: int | None = None) -> int:
+        """How many batches this shard lacks for what leaves now and the surplus; drops what is too old.
 
-        seed_of: (number of the batch, group_id in it) -> seed; the first batch of a run has number 1.
+        wanted: groups that leave, over all shards, where that is not the whole of a step. Each rank of the
+        node asks, in every round; collective over the ranks of a shard where groups are dropped.
         """
-        for batch, orders in self._admitted(rows, step):
-            for slot, order in orders.items():
-                seed = seed_of(batch, slot)
-                self.responses[order] = [Response(seed, i) for i in range(self._n)]
+        if self._stale == "drop":
+            self._drop(self._too_old(step))
+        self._wanted = wanted or self._step_size
+        owners = _owners(self._batch_size, loader.num_shards)
+        window = [owners[at % self._batch_size] for at in range(self._first, self._first + self._wanted)]
+        self._num_leaving = window.count(loader.shard)
+        before = sum(owner < loader.shard for owner in window)
+        dealt = dealing_order(self._wanted, loader.mini_batch_size)
+        self._group_ids = sorted(dealt[before : before + self._num_leaving].tolist())
+        self._steady = _least(owners, loader.shard, self._step_size)
+        ahead = min(self._surplus, last_step - step)
+        self._num_active = self._num_leaving + int(ahead * self._steady)
+        needed = math.ceil(self._wanted + ahead * self._step_size)
+        mine = sum(owners[(self._first + at) % self._batch_size] == loader.shard for at in range(needed))
+        return max(0, math.ceil((mine - len(self.orders())) / (owners.count(loader.shard) or 1)))
 
-    def sample(self, params: SamplingParams, step: int) -> FinishedGroups:
-        """Let responses go on until a batch of groups can leave. On the first rank of the shard.
+    def load(self, loader: PromptLoader, num_batches: int) -> TensorDict:
+        """The next batches. num_batches: the most that any shard misses, so that all that begins is trained
+        and all shards have read the same."""
+        self._num_loading = num_batches
+        return loader.next_batch(num_batches)
 
-        RolloutError as of the engine's stream, also for a prompt that cannot run. What is not complete is
-        paused, unless the engine decodes on.
-        """
-        kept = {k: version for k, version in self._version_of.items() if step - k <= self._max_lag}
-        self._version_of = kept | {step: self._engine.weight_version}
-        num_restarted = self._restart_stale(params.max_tokens, step)
-        active = self._active()
-        unfinished = {
-            _key(order, one): order
-            for order in active
-            for one in self.responses[order]
-            if one.finish_reason is None
-        }
-        num_open = dict.fromkeys(active, 0) | dict(Counter(unfinished.values()))
-        missing = set(unfinished)
+    @property
+    def _first(self) -> int:
+        """The place in a batch of the group that leaves next, over all shards."""
+        return self._num_given % self._batch_size
 
-        def ended(keys: Iterable[Key]) -> bool:
-            """Note responses that have completed, maybe said twice; whether a batch can leave."""
-            for key in missing.intersection(keys):
-                missing.remove(key)
-                num_open[unfinished[str(key)]] -= 1
-            return self._is_enough(num_open, step)
-
-        if self._stream is None:
-            self._stream = self._engine.stream(
-                lambda keys: bool(keys) and ended(keys), runs_in_background=self._runs_in_background
-            )
-        self._submit([key for key in unfinished if key not in self._running], params, step)
-        while not ended(()):
-            self._require(self._stream)
-            ended(self._extend(self._stream.collect(POLL_S)))
-        if not self._runs_in_background:
-            ended(self.pause())
-        return self._leave(num_open, step, num_restarted)
-
-    def pause(self) -> list[Key]:
-        """Take back from the engine what is not complete; which responses have completed meanwhile."""
-        if self._stream is None:
-            return []
-        stream, self._stream = self._stream, None
-        return self._extend(stream.pause())
-
-    def _submit(self, keys: Sequence[Key], params: SamplingParams, step: int) -> None:
-        assert self._stream is not None
-        prompts, seen = self._prompts(), self._seen()
-        named = self._named(keys).items()
-        self._stream.submit(
-            [_request(key, prompts[order], seen[order], one, params) for key, (order, one) in named]
-        )
-        self._running |= dict.fromkeys(keys, step)
-
-    def _extend(self, answers: Sequence[tuple[Key, Completion | EpisodeFailed]]) -> list[Key]:
-        """Add to responses what was sampled of them; which of them are complete."""
-        ended = []
-        for key, answer in answers:
-            del self._running[key]
-            _, one = self._named([key])[key]
-            one.extend(_complete(answer), self._step_of)
-            if one.finish_reason is not None:
-                ended.append(key)
-        return ended
-
-    def _step_of(self, version: int) -> int:
-        """The last step whose weights are of a version; new ones are those of the next step."""
-        steps = [step for step, known in self._version_of.items() if known == version]
-        return max(steps, default=max(self._version_of) + 1)
-
-    def _named(self, keys: Iterable[Key]) -> dict[Key, tuple[int, Response]]:
-        """Groups and responses by the keys of their requests."""
-        places = {key: map(int, str(key).split("/")) for key in keys}
-        return {key: (order, self.responses[order][number]) for key, (order, number) in places.items()}
-
-    def give(self, taken: FinishedGroups) -> TensorDict:
+    def give_prompts(self, orders: Sequence[int]) -> TensorDict:
         """The prompts of the groups that leave, numbered over all shards. On all ranks of the shard."""
-        for order in taken.orders:
-            self.responses.pop(order, None)
-        return self.give_prompts(taken.orders)
+        out = self.remove(torch.tensor(orders, dtype=torch.int64))
+        out = take_rows(out, out[ORDER].argsort()).exclude(ORDER)
+        out["group_id"] = torch.tensor(self._group_ids, dtype=torch.int64)
+        out["row_id"] = out["group_id"].clone()
+        self._num_given += self._wanted
+        return out
+
+    def num_more(self, step: int) -> int:
+        """How many groups stay; after the first round of a step, how many more than after the one before."""
+        told = self._told[1] if self._told[0] == step else 0
+        self._told = (step, len(self.orders()))
+        return self._told[1] - told
+
+    def drain_dropped(self) -> int:
+        """How many groups were given up since the last call."""
+        dropped, self._num_dropped = self._num_dropped, 0
+        return dropped
 
     def state(self) -> dict[str, Any]:
-        """See RowBuffer; what runs is taken back."""
-        self.pause()
-        responses = [[asdict(one) for one in self.responses[order]] for order in self._orders()]
-        return super().state() | {"responses": responses}
+        """See RowBuffer."""
+        kept = {"num_given": self._num_given, "last_batch": self._last_batch}
+        return super().state() | kept | {"batch_size": self._batch_size}
 
     def load_state(self, states: Sequence[dict[str, Any]], shard: int, num_shards: int) -> None:
-        """See PromptsInFlight. Groups with another number of responses than n begin anew."""
+        """See RowBuffer: of as many shards as before each goes on with its own; DataError for states of
+        another batch size, and for prompts of which is not told how many have left before them.
+        """
+        sizes = {state.get("batch_size", self._batch_size) for state in states if state["columns"]}
+        if sizes - {self._batch_size}:
+            raise DataError(
+                f"the checkpoint holds prompts in flight of batches of {sizes.pop()}, data.train_batch_size "
+                f"is {self._batch_size} (or data.gen_batch_size, with dynamic sampling): they cannot be "
+                "dealt out. Resume with the batch size of before."
+            )
+        if any(state["columns"] and "num_given" not in state for state in states):
+            raise DataError(
+                "the checkpoint holds prompts in flight and not how many have left before them: another "
+                "version of siirl has saved it, and some would be trained twice. Resume with that version, "
+                "or start anew with trainer.resume_mode=disable."
+            )
+        self._load_work(states)
+        self._num_given = max((state.get("num_given", 0) for state in states), default=0)
+        self._last_batch = max((state.get("last_batch", 0) for state in states), default=0)
         super().load_state(states, shard, num_shards)
-        self.responses = {order: self.responses[order] for order in self._orders()}
+        made = next((state for state in states if state["columns"]), None)
+        if self.rows is None and made is not None:
+            self.rows = take_rows(rows_of_state(made), [])
 
-    def _load_work(self, states: Sequence[dict[str, Any]]) -> None:
-        """See PromptsInFlight."""
-        for state in states:
-            orders = sorted(set(state["columns"].get(ORDER, {"values": []})["values"]))
-            for order, group in zip(orders, state.get("responses", ()), strict=True):
-                self.responses[order] = [Response(**one) for one in group]
-                if len(group) != self._n:
-                    self._begin_anew(order)
-
-    def _prompts(self) -> dict[int, list[int]]:
-        """ORDER -> the tokens of its prompt."""
-        if self.rows is None:
-            return {}
-        columns = (self.rows[name].tolist() for name in (ORDER, "prompt_ids", "prompt_length"))
-        return {order: ids[len(ids) - length :] for order, ids, length in zip(*columns, strict=True)}
-
-    def _seen(self) -> dict[int, Seen]:
-        """ORDER -> the images of its prompt."""
-        if self.rows is None:
-            return {}
-        return dict(zip(self.rows[ORDER].tolist(), seen_of(self.rows), strict=True))
+    def _admitted(self, rows: TensorDict, step: int) -> Iterator[tuple[int, dict[int, int]]]:
+        """Take the prompts that were loaded, whose group_ids go on from batch to batch; of each batch its
+        number and, by group_id in it, the ORDERs of its groups. The first batch of a run has number 1.
+        """
+        self._last_batch = self._last_batch or step - 1
+        for number in range(self._num_loading):
+            part = take_rows(rows, rows["group_id"] // self._batch_size == number)
+            for name in ("group_id", "row_id"):
+                part[name] = part[name] % self._batch_size
+            self._last_batch += 1
+            slots = part["group_id"].tolist()
+            self.add(part)
+            orders = self._orders()[-len(part) :] if len(part) else ()
+            yield self._last_batch, dict(zip(slots, orders, strict=True))
+        self._num_loading = 0
 
     def _oldest(self, order: int, step: int) -> int:
-        """The step of a group's oldest token, also of one that is not told yet; `step` if it has none."""
-        return min(
-            one.first_step or self._running.get(_key(order, one), step) for one in self.responses[order]
-        )
-
-    def _in_turn(self, orders: Sequence[int]) -> list[int]:
-        """See PromptsInFlight."""
-        return sorted(orders, key=lambda order: (self._oldest(order, sys.maxsize), order))
+        """The step of a group's oldest token; `step` if it has none."""
+        return min(one.first_step or step for one in self.work[order])
 
     def _too_old(self, step: int) -> list[int]:
-        """See PromptsInFlight."""
-        found = [order for order in self.responses if self._oldest(order, step) < step - self._max_lag]
-        return self._engine.share(found if self._engine.leads else None)
+        """The ORDERs of the groups with a token older than the bound; equal on all ranks of a shard."""
+        return [order for order in self.work if self._oldest(order, step) < step - self._max_lag]
+
+    def _may_end(self, num_open: Mapping[int, int], oldest: Callable[[], Oldest], step: int) -> bool:
+        """Whether the step may end; see deadlines.py. oldest: asked where enough groups are complete only."""
+        complete = sum(not left for left in num_open.values())
+        if complete < min(self._num_leaving, len(num_open)):
+            return False
+        return is_enough(num_open, oldest(), self._num_leaving, self._steady, step, self._bound)
+
+    def _chosen(self, num_open: Mapping[int, int], step: int) -> list[int]:
+        """The ORDERs of the groups that leave now; all are within the bound."""
+        oldest = {order: self._oldest(order, step) for order in num_open}
+        found = leaving(num_open, oldest, self._num_leaving)
+        ages = [step - oldest[order] for order in found]
+        assert max(ages, default=0) <= self._max_lag, f"rows of {max(ages)} steps ago"
+        return found
 
     def _forget(self, orders: Sequence[int]) -> None:
-        """See PromptsInFlight."""
-        self._take_back(orders)
-        for order in orders:
-            del self.responses[order]
+        """Let go of what there is of these groups besides their prompts."""
+        raise NotImplementedError
 
-    def _restart_stale(self, max_tokens: int, step: int) -> int:
-        """Begin the groups anew that cannot be trained any more; how many they are.
+    def _drop(self, orders: Sequence[int]) -> None:
+        """Give groups up, their prompts too."""
+        if orders:
+            self._forget(orders)
+            self.remove(torch.tensor(orders, dtype=torch.int64))
+            self._num_dropped += len(orders)
 
-        Where steps wait, none is older than the bound while it and the number of shards stay the same.
+    def _load_work(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take what there is of all groups besides their prompts, before they are dealt to the shards."""
+
+    def _in_turn(self, orders: Sequence[int]) -> list[int]:
+        """ORDERs as they are worked on: what was begun first comes first."""
+        return sorted(orders)
+
+    def _active(self) -> list[int]:
+        """The ORDERs of the groups that are in work: those that leave and the surplus.
+
+        While the number of shards stays the same, what is begun has the lowest ORDERs. Dealt to others it may
+        lie behind what nobody has begun, and must leave before that: later it would be too old, or left over.
         """
-        stale = [
-            order
-            for order, group in self.responses.items()
-            if self._oldest(order, step) < step - self._max_lag
-            or any(one.finish_reason is None and len(one.token_ids) >= max_tokens for one in group)
-        ]
-        self._take_back(stale)
-        for order in stale:
-            self._begin_anew(order)
-        return len(stale)
+        return sorted(self._in_turn(self._orders())[: self._num_active])
 
-    def _begin_anew(self, order: int) -> None:
-        """With the seed that it had."""
-        seed = self.responses[order][0].seed
-        self.responses[order] = [Response(seed, number) for number in range(self._n)]
+    def _share(self, orders: Tensor, shard: int, num_shards: int) -> Tensor:
+        """See RowBuffer: dealt in the turn in which the shards will give them."""
+        owners = _owners(self._batch_size, num_shards)
+        in_turn = enumerate(self._in_turn(orders.tolist()), self._first)
+        mine = [order for place, order in in_turn if owners[place % self._batch_size] == shard]
+        return torch.tensor(sorted(mine), dtype=torch.int64)
 
-    def _take_back(self, orders: Sequence[int]) -> None:
-        """Have nothing of these groups run."""
-        keys = {_key(order, one) for order in orders for one in self.responses[order]} & self._running.keys()
-        if keys:
-            assert self._stream is not None
-            self._extend(self._stream.pause(keys))
-
-    def _is_enough(self, num_open: dict[int, int], step: int) -> bool:
-        """Whether the step may end; see deadlines.py."""
-        oldest, leave = self._oldest_of(num_open, step), self._num_leaving
-        return is_enough(num_open, oldest, leave, self._steady, step, self._bound)
-
-    def _oldest_of(self, orders: Iterable[int], step: int) -> dict[int, int]:
-        return {order: self._oldest(order, step) for order in orders}
-
-    def _leave(self, num_open: dict[int, int], step: int, num_restarted: int) -> FinishedGroups:
-        chosen = leaving(num_open, self._oldest_of(num_open, step), self._num_leaving)
-        lags = [step - self._oldest(order, step) for order in chosen]
-        assert max(lags, default=0) <= self._max_lag, f"rows of {max(lags)} steps ago"
-        return FinishedGroups(
-            chosen, [one for order in chosen for one in self.responses[order]], num_restarted
-        )
-
-    def _require(self, stream: RolloutStream) -> None:
-        if not stream.num_pending:
-            raise RolloutError(
-                f"rollout engine {self._engine.name!r}: {self._num_leaving} groups are wanted, "
-                f"{len(self._orders())} are there, and no request runs."
-            )
+    def _orders(self) -> list[int]:
+        return self.orders().tolist()
 
 
-def _key(order: int, one: Response) -> str:
-    """Name of a response's request."""
-    return f"{order}/{one.number}"
+@functools.cache
+def _owners(batch_size: int, num_shards: int) -> tuple[int, ...]:
+    """Which shard has each group of a batch, in the turn in which they leave: each as evenly as it can.
+
+    A shard has as many as the loader gives it of a batch.
+    """
+    counts = [batch_size * (s + 1) // num_shards - batch_size * s // num_shards for s in range(num_shards)]
+    places = [(Fraction(2 * i + 1, count), shard) for shard, count in enumerate(counts) for i in range(count)]
+    return tuple(shard for _, shard in sorted(places))
 
 
-def _request(key: Key, prompt: list[int], seen: Seen, one: Response, params: SamplingParams) -> Request:
-    """The rest of a response."""
-    done = len(one.token_ids)
-    rest = replace(params, n=1, max_tokens=params.max_tokens - done)
-    begun = one.versions[0] if done else None
-    return Request(key, [*prompt, *one.token_ids], rest, one.seed, one.number, done, begun, seen)
-
-
-def _complete(answer: Completion | EpisodeFailed) -> Completion:
-    """An answer that is one; RolloutError for a prompt that cannot run."""
-    if isinstance(answer, EpisodeFailed):
-        raise RolloutError(str(answer))
-    return answer
+def _least(owners: Sequence[int], shard: int, length: int) -> int:
+    """The least number of groups of a shard among so many that leave in a row."""
+    mine = [owner == shard for owner in owners]
+    laps, rest = divmod(length, len(mine))
+    sums = [0]
+    for place in range(2 * len(mine)):
+        sums.append(sums[-1] + mine[place % len(mine)])
+    return laps * sum(mine) + min(sums[at + rest] - sums[at] for at in range(len(mine)))

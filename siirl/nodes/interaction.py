@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,11 @@ import torch
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from siirl.agents.contexts import Limits, TokenSequence
+from siirl.agents.contexts import Limits
 from siirl.agents.environments import HostedEnvironment, load_environment
 from siirl.agents.episode import Episode
-from siirl.agents.policy import ENDED
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Played, Speaker, run_all
-from siirl.agents.shown import as_written
 from siirl.agents.tool_use import ToolUse, tool_use
 from siirl.compiler.interactions.stages import process_call
 from siirl.compiler.plan import InteractionPlan, StagePlan
@@ -25,13 +23,14 @@ from siirl.config import Config
 from siirl.config.serve import VERIFIERS
 from siirl.config.trainer import TrainerConfig
 from siirl.data.image_reader import ImageReader
-from siirl.data.rows import make_rows, objects, seen_of
+from siirl.data.rows import objects, seen_of
 from siirl.dialect.dialect import Dialect, dialect_of, untold_tools
 from siirl.dialect.template import template_options
 from siirl.dialect.tool_formats import AUTO, tool_parser
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError, UserCodeError
 from siirl.nodes.context import OpContext, sum_over_ranks
+from siirl.nodes.episodes_in_flight import EpisodesInFlight
 from siirl.nodes.generate import (
     add_experts,
     prompt_tokens,
@@ -39,17 +38,9 @@ from siirl.nodes.generate import (
     sampling_params,
     seed_of,
 )
-from siirl.nodes.lag_report import report_token_lag
+from siirl.nodes.interaction_rows import report_episodes, rows_of, spoken_rows
+from siirl.nodes.lag_report import report_lag, report_token_lag
 from siirl.nodes.streams import Streams
-from siirl.observe.metrics import MOST_TURNS, Metrics
-from siirl.types import (
-    FINISH_LENGTH,
-    FINISH_STOP,
-    IMAGE_FIELDS,
-    INTERACTION_FIELDS,
-    PROMPT_FIELDS,
-    ROLLOUT_FIELDS,
-)
 from siirl.user_code.load_object import load_object
 from siirl.user_code.signatures import Call
 from siirl.user_code.source import check_loaded
@@ -217,19 +208,47 @@ def _listen_address(
     )
 
 
-def interaction(ctx: OpContext, rows: TensorDict, interaction: Interaction) -> TensorDict:
+def interaction(
+    ctx: OpContext, rows: TensorDict, interaction: Interaction, in_flight: EpisodesInFlight | None
+) -> TensorDict:
     """Play n episodes of each prompt; the rows of this agent, those of the others are kept for `turns`.
 
+    in_flight: of an interaction with a lag. Rows are then the prompts that were loaded, maybe several batches
+    or none; what it gives is of as many prompts as a batch has, of this step or some steps before. Without
+    it, and in validation, which plays its own prompts while others wait, it is of these prompts.
     Communicates with the engines of policies on other ranks, and over ctx.group, the ranks that play.
     RolloutError if every episode of all these ranks fails, or user code raises (then a UserCodeError); as
     Streams.open does, too. A rank whose own episodes all fail goes on without rows.
     """
     n = samples_of_prompt(ctx)
-    episodes = episodes_of(ctx, interaction, rows, n, [ctx.step] * len(rows))
-    prompts = [tokens for tokens in prompt_tokens(rows) for _ in range(n)]
-    with interaction.streams.open() as policies:
-        played = run_all(game_of(interaction, policies, ctx.validate), episodes, prompts)
+    if in_flight is None or ctx.validate:
+        episodes = episodes_of(ctx, interaction, rows, n, [ctx.step] * len(rows))
+        prompts = [tokens for tokens in prompt_tokens(rows) for _ in range(n)]
+        with interaction.streams.open() as policies:
+            played = run_all(game_of(interaction, policies, ctx.validate), episodes, prompts)
+    else:
+        rows, played = _with_lag(ctx, rows, interaction, in_flight, n)
     return give_rows(ctx, interaction, rows, played, n)
+
+
+def _with_lag(
+    ctx: OpContext, rows: TensorDict, shared: Interaction, in_flight: EpisodesInFlight, n: int
+) -> tuple[TensorDict, list[Played]]:
+    """The prompts that leave now, and their episodes."""
+
+    def begin(prompts: TensorDict, batches: list[int]) -> list[list[tuple[Episode, list[int]]]]:
+        episodes = iter(episodes_of(ctx, shared, prompts, n, batches))
+        return [[(next(episodes), tokens) for _ in range(n)] for tokens in prompt_tokens(prompts)]
+
+    in_flight.admit(rows, ctx.step)
+    with shared.streams.open(in_flight.may_end) as stream_clients:
+        left = in_flight.play(
+            stream_clients, lambda gates: game_of(shared, gates, validate=False), begin, ctx.step
+        )
+    shared.step_of = left.step_of
+    dropped = in_flight.drain_dropped()
+    report_lag(ctx, left.lags, left.num_partial, left.num_restarted, dropped, left.num_in_flight)
+    return left.prompts, left.played
 
 
 def give_rows(
@@ -247,7 +266,7 @@ def give_rows(
     agents = {s.policy for s in shared.plan.stages if s.rows or s.node == shared.plan.entry}
     shared.rows = {agent: rows_of(shared.plan, agent, finished, rows, n) for agent in agents}
     shared.experts = {
-        agent: [row.experts for *_, row in _spoken(shared.plan, agent, finished)] for agent in agents
+        agent: [row.experts for *_, row in spoken_rows(shared.plan, agent, finished)] for agent in agents
     }
     return turns(ctx, rows, shared)
 
@@ -391,116 +410,3 @@ def _warn_of_full_contexts(ctx: OpContext, shared: Interaction, finished: list[P
         _when(ctx),
         full[0].episode.ended,
     )
-
-
-def rows_of(
-    plan: InteractionPlan, policy: int, played: list[Played], prompts: TensorDict, n: int
-) -> TensorDict:
-    """The rows of all that speak with a policy: PROMPT_FIELDS, ROLLOUT_FIELDS and INTERACTION_FIELDS.
-
-    row_id: episode_id * rows of an episode + rows of earlier speakers at most + number of the row.
-    """
-    num_speakers = sum(stage.policy == policy for stage in plan.stages)
-    sources = {int(group): index for index, group in enumerate(prompts["group_id"].tolist())}
-    samples = prompts["sample_index"].tolist()
-    seeing = IMAGE_FIELDS if "images" in prompts.keys() else ()
-    columns: dict[str, list[Any]] = {
-        name: [] for name in (*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS, *seeing)
-    }
-    shown = {one.episode.episode_id: one.episode.conversation() for one in played}
-    for episode, position, speaker, number, row in _spoken(plan, policy, played):
-        conversation = shown[episode.episode_id]
-        values = {
-            "row_id": (episode.episode_id * num_speakers + position) * plan.most_turns + number,
-            "group_id": episode.group_id,
-            "sample_index": samples[sources[episode.group_id]],
-            "prompt_ids": row.prompt_ids,
-            "prompt_length": len(row.prompt_ids),
-            "raw_prompt": as_written(row.messages),
-            "data_source": episode.task["data_source"],
-            "ground_truth": episode.task["ground_truth"],
-            "extra_info": {
-                **(episode.task["extra_info"] or {}),
-                "agent": speaker,
-                "episode_id": episode.episode_id,
-                "conversation": conversation,
-                "ended": episode.ended,
-            },
-            "response_ids": row.ids,
-            "response_length": len(row.ids),
-            "response_mask": row.assistant_mask,
-            "finish_reason": FINISH_STOP if row.finish_reason in ENDED else FINISH_LENGTH,
-            "weight_version": row.versions,
-            "rollout_log_prob": row.log_probs,
-            "episode_id": episode.episode_id,
-            "speaker": speaker,
-            "turn_id": row.turn_ids,
-            "env_reward": row.rewards,
-            "conversation": conversation,
-            "images": list(row.seen.images),
-            "image_starts": list(row.seen.starts),
-        }
-        for name, column in columns.items():
-            column.append(values[name])
-    return make_rows(columns)
-
-
-def _spoken(
-    plan: InteractionPlan, policy: int, played: list[Played]
-) -> Iterator[tuple[Episode, int, int, int, TokenSequence]]:
-    """The rows of a policy: episode, place of the speaker among those of the policy, speaker, number, row."""
-    speakers = [stage.agent for stage in plan.stages if stage.policy == policy]
-    for one in played:
-        for position, speaker in enumerate(speakers):
-            context = one.contexts.get(speaker)
-            for number, row in enumerate(context.rows) if context else ():
-                yield one.episode, position, speaker, number, row
-
-
-def report_episodes(
-    ctx: OpContext, plan: InteractionPlan, played: list[Played], finished: list[Played]
-) -> None:
-    """Numbers of the episodes, of each node's turns, and of the first turns of the episode."""
-    metrics = Metrics()
-    metrics.sum("interaction/episodes", len(played))
-    metrics.mean("interaction/failed", len(played) - len(finished), len(played))
-    for one in played:
-        if one.kind is not None:
-            metrics.sum(f"interaction/failed/{one.kind}", 1)
-        if one.num_left:
-            metrics.sum("interaction/left", one.num_left)
-    for one in finished:
-        num_turns = sum(message.turn is not None for message in one.episode.messages)
-        metrics.mean("interaction/turns", num_turns)
-        metrics.max("interaction/turns_max", num_turns)
-        metrics.mean("interaction/context_full", one.full)
-        metrics.mean("interaction/env_done", one.episode.done)
-        metrics.mean("interaction/env_reward", sum(message.reward for message in one.episode.messages))
-        _report_turns(metrics, one)
-        for stage in plan.stages:
-            if stage.kind == "agent":
-                spoken = [message for message in one.episode.messages if message.turn is not None]
-                count = sum(message.node == stage.node for message in spoken)
-                metrics.mean(f"interaction/{stage.node}/turns", count)
-        for agent, context in one.contexts.items():
-            metrics.mean(f"interaction/agent_{agent}/rows", len(context.rows))
-            metrics.mean(f"interaction/agent_{agent}/cut_messages", context.num_truncated)
-            if context.num_rewritten:
-                metrics.sum("interaction/rewritten_rows", context.num_rewritten)
-    ctx.metrics.merge(metrics, "val/" if ctx.validate else "")
-
-
-def _report_turns(metrics: Metrics, one: Played) -> None:
-    for message in one.episode.messages:
-        if message.turn is None:
-            continue
-        for name in (message.node, f"turn_{min(message.turn, MOST_TURNS)}"):
-            metrics.mean(f"interaction/{name}/length", message.info["tokens"])
-            metrics.mean(f"interaction/{name}/finished", message.info["finish_reason"] in ENDED)
-            metrics.mean(f"interaction/{name}/env_reward", message.reward)
-        if "tool_calls" in message.info:
-            for where in ("interaction", f"interaction/{message.node}"):
-                metrics.sum(f"{where}/tool_calls", message.info["tool_calls"])
-                metrics.sum(f"{where}/tool_errors", len(message.info["tool_errors"]))
-        for kind in message.info.get("tool_errors", ()):
-            metrics.sum(f"interaction/tool_errors/{kind}", 1)

@@ -4,11 +4,12 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.data.chat import encode_prompts
+from siirl.data.completion import SamplingParams
 from siirl.data.rows import make_rows, objects
 from siirl.data.said import raw_texts, said_in
 from siirl.dialect.dialect import dialect_of_model
 from siirl.dialect.parts import read_turn
-from siirl.engines.rollout.base import RolloutEngine, SamplingParams
+from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.weights.target import load_stored
 from siirl.nodes.context import OpContext
 from siirl.nodes.function_reward import finished

@@ -12,9 +12,9 @@ from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import LocalNode, Op
 from siirl.nodes.episodes_in_flight import EpisodesInFlight
-from siirl.nodes.in_flight import RolloutsInFlight
+from siirl.nodes.in_flight import InFlight
 from siirl.nodes.interaction import Interaction
-from siirl.nodes.prompts_in_flight import PromptsInFlight
+from siirl.nodes.rollouts_in_flight import RolloutsInFlight
 from siirl.rewards.conversations import ConversationEncoder, reward_tokenizer
 from siirl.rewards.judge import Judge
 from siirl.rewards.scorer import RewardScorer
@@ -52,9 +52,11 @@ SERVICES: dict[str, Callable[[LocalNode, OnRank], Any]] = {
 """Name of what an op needs -> how it is made."""
 
 
-def _in_flight(node: LocalNode, rank: OnRank) -> PromptsInFlight:
-    """What the node keeps from step to step: it takes the place of its buffer."""
+def _in_flight(node: LocalNode, rank: OnRank) -> InFlight | None:
+    """What the node keeps from step to step: it takes the place of its buffer. None without a lag."""
     rollout = node.cfg.actor_rollout_ref.rollout
+    if not node.plan.max_lag:
+        return None
     batch = batch_of(node.cfg)
     sizes = {"batch_size": batch.generated, "step_size": batch.prompts}
     if "interaction" in node.plan.needs:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import InteractionPlan
-from siirl.engines.rollout.base import Interrupt, Request, RolloutEngine
+from siirl.engines.rollout.base import Interrupt, RolloutEngine
 from siirl.engines.rollout.remote import Address, RemoteStream, StreamServer, gather_addresses
 from siirl.errors import PeerError
 
@@ -100,9 +100,7 @@ class Streams:
 
         served = self._plan.clients(name, head)
         open_stream = connect if served else functools.partial(self._engines[name].stream, interrupt)
-        return StreamClient(
-            open_stream, Request, name, self._deadline_s, 0.0 if interrupt is None else PATIENCE_S
-        )
+        return StreamClient(open_stream, name, self._deadline_s, 0.0 if interrupt is None else PATIENCE_S)
 
     def _serving(self) -> list["Service"]:
         """Start to serve other drivers."""

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from siirl.compiler.backends import ROLLOUT_BACKENDS
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
+from siirl.data.completion import Request, SamplingParams
 from siirl.dialect.dialect import derive
 from siirl.dialect.template import ChatTemplate
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.errors import ConfigError, EpisodeFailed, RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims

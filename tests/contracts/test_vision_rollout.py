@@ -14,10 +14,10 @@ from train_engine_cases import Scenario
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
+from siirl.data.completion import Completion, Request, SamplingParams
 from siirl.data.image_reader import ImageReader
 from siirl.data.seen import Seen
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.engines.rollout.vllm.vllm_rollout import VLLMRollout
 from siirl.parallel.dims import ParallelDims
 
@@ -99,7 +99,7 @@ def test_log_probs_are_those_of_hugging_face_and_tokens_do_not_depend_on_the_bat
     reference, folder, engine, prompts, placed
 ):
     params = SamplingParams(max_tokens=6, n=8, temperature=HOT, ignore_eos=True)
-    found, gaps = engine.generate_seeing(prompts, placed, params, SEEDS), []
+    found, gaps = engine.generate(prompts, params, SEEDS, placed), []
     assert vision.IMAGE in {token for one in found for sample in one for token in sample.token_ids}
     for prompt, seen, samples in zip(prompts, SEEN, found, strict=True):
         for sample in (one for one in samples if vision.TWIN not in one.token_ids[:-1]):
@@ -109,7 +109,7 @@ def test_log_probs_are_those_of_hugging_face_and_tokens_do_not_depend_on_the_bat
     if isinstance(engine, VLLMRollout):
         record(case_of(type_of(folder), Scenario("", 1), SAMPLED), max(gaps))
     for index in (2, 4):
-        (alone,) = engine.generate_seeing([prompts[index]], [placed[index]], params, [SEEDS[index]])
+        (alone,) = engine.generate([prompts[index]], params, [SEEDS[index]], [placed[index]])
         assert tokens(alone) == tokens(found[index])
     assert tokens(found[1]) != tokens(found[2]), "the same tokens with other images"
 
@@ -121,7 +121,7 @@ def tokens(samples: list[Completion]) -> list[list[int]]:
 def test_a_response_goes_on_behind_its_images(reference, folder, engine, prompts, placed):
     """As if it had not stopped; also behind a sampled token of an image, which is none of the prompt's."""
     params = SamplingParams(max_tokens=6, temperature=HOT, ignore_eos=True)
-    whole = [one for (one,) in engine.generate_seeing(prompts, placed, params, SEEDS)]
+    whole = [one for (one,) in engine.generate(prompts, params, SEEDS, placed)]
     rest, stream, begun = replace(params, max_tokens=3), engine.stream(), [9, vision.IMAGE, 11]
     for row, (prompt, one) in enumerate(zip(prompts, whole, strict=True)):
         for key, tokens in ((f"{row} again", one.token_ids[:3]), (f"{row} other", begun)):
@@ -140,7 +140,7 @@ def test_a_response_goes_on_behind_its_images(reference, folder, engine, prompts
 
 
 def test_greedy_tokens_are_those_that_hugging_face_generates(reference, folder, engine, prompts, placed):
-    found = engine.generate_seeing(prompts, placed, SamplingParams(max_tokens=5, temperature=0.0), SEEDS)
+    found = engine.generate(prompts, SamplingParams(max_tokens=5, temperature=0.0), SEEDS, placed)
     for prompt, seen, (sample,) in zip(prompts, SEEN, found, strict=True):
         answer: list[int] = []
         for _ in range(5):
@@ -155,7 +155,7 @@ def test_equal_tokens_with_other_images_share_no_cache(reference, folder, engine
     params, prompt = SamplingParams(max_tokens=2, temperature=HOT), []
     for seen in ((PAGE, PAGE, PAGE), (other, PAGE, PAGE), (PAGE, PAGE, other), (PAGE, PAGE, PAGE)):
         prompt = vision.prompt_of(reader, seen)
-        ((sample,),) = engine.generate_seeing([prompt], [vision.seen_in(reader, prompt, seen)], params, [7])
+        ((sample,),) = engine.generate([prompt], params, [7], [vision.seen_in(reader, prompt, seen)])
         wanted = log_probs(reference, folder, prompt, seen, sample.token_ids)
         assert sample.log_probs == pytest.approx(wanted, abs=1e-5)
     assert len(prompt) > 32
@@ -167,7 +167,7 @@ def test_images_are_read_again_by_new_weights_of_the_tower(reference, folder, en
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
     def sampled() -> list[Completion]:
-        return [one for (one,) in engine.generate_seeing(prompts, placed, params, SEEDS)]
+        return [one for (one,) in engine.generate(prompts, params, SEEDS, placed)]
 
     before = sampled()
     engine.load_weights(moved.items(), 4)

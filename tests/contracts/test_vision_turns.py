@@ -20,9 +20,9 @@ from siirl.agents.tool_use import ToolUse
 from siirl.agents.tools import Toolbox, ToolLimits
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
+from siirl.data.completion import SamplingParams
 from siirl.data.image_reader import ImageReader
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.parallel.dims import ParallelDims
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -132,7 +132,7 @@ def test_episodes_with_an_image_each_turn_are_what_hugging_face_says_of_the_whol
         stage("game", None, back_to="talk", max_turns=TURNS - 1, following="last"),
         stage("last", 0),
     ]
-    with StreamClient(engine.stream, Request, engine.name, 60.0) as policy:
+    with StreamClient(engine.stream, engine.name, 60.0) as policy:
         speaker = speaker_of(folder, policy)
         speakers = {"talk": speaker, "last": speaker}
         played = play(stages, speakers, make_env=make_env, num_episodes=NUM_EPISODES)
@@ -169,6 +169,6 @@ def test_a_tools_images_are_read_before_the_next_turn(engine, folder):
             return Parsed(text, [ToolCall("look", {})] if next(calls) % TURNS < TURNS - 1 else [])
 
     use = ToolUse(Toolbox({"look": Camera()}), Calling(), ToolLimits(sees=True), 9)
-    with StreamClient(engine.stream, Request, engine.name, 60.0) as policy:
+    with StreamClient(engine.stream, engine.name, 60.0) as policy:
         played = play([stage("talk", 0)], {"talk": speaker_of(folder, policy, use)}, num_episodes=1)
     assert check_rows(folder, played) == [TURNS - 1]

@@ -13,9 +13,9 @@ import torch
 from fixtures_tiny import make_tiny_model_dir
 
 from siirl.config import load_config
-from siirl.engines.rollout.base import SamplingParams
+from siirl.data.completion import Request, SamplingParams
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
-from siirl.engines.rollout.served.messages import Generate, Start
+from siirl.engines.rollout.served.messages import Start, Submit
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment
 from siirl.model_files.hf_config import load_hf_config
 
@@ -89,6 +89,15 @@ def test_an_engine_leaves_no_file_no_socket_and_no_shared_memory(
         time.sleep(0.1)
 
 
+def answers_of(process):
+    """What it says to a request."""
+    process.expect()
+    process.send(Submit([Request("s_0", [5, 6, 7], SamplingParams(max_tokens=4), 0)], None))
+    while not (found := process.listen(1.0)):
+        pass
+    return found[0].answers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how"), [("Worker_TP1", "SIGKILL"), ("Worker_TP1", "SIGSTOP"), ("EngineCore", "SIGKILL")]
@@ -98,13 +107,12 @@ def test_an_engine_of_two_ranks_that_loses_a_process_says_which(name, how, model
     below = psutil.Process(process.pid).children(recursive=True)
     (victim,) = (one for one in below if "".join(one.cmdline()).strip() == f"VLLM::{name}")
     try:
-        asked = Generate([[5, 6, 7]], SamplingParams(max_tokens=4), [[0]], None)
-        assert len(process.ask(asked).responses) == 1
+        assert len(answers_of(process)) == 1
         began_s = time.monotonic()
         victim.send_signal(signal.Signals[how])
         done = {"SIGKILL": "killed by signal", "SIGSTOP": "stopped by signal"}[how]
         with pytest.raises(EngineLost, match=rf"its process VLLM::{name} \(pid {victim.pid}\) is .*: {done}"):
-            process.ask(asked)
+            answers_of(process)
         assert time.monotonic() - began_s < 30
     finally:
         process.kill()

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from siirl.compiler.plan import LinkPlan, ModelPlan, sender_groups
 from siirl.config import load_config
+from siirl.data.completion import SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.served import served_rollout
 from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.engines.rollout.served.messages import Call

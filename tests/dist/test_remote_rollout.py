@@ -10,8 +10,8 @@ from fixtures_tiny import make_tiny_model_dir
 from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
+from siirl.data.completion import SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.remote import RemoteStream, StreamServer, gather_addresses
 from siirl.parallel.dims import ParallelDims
 
@@ -47,9 +47,7 @@ def one_drives_one_serves(rank, world_size, model_dir):
         return None
     heard = []
     for _ in range(2):
-        with StreamClient(
-            lambda: RemoteStream(addresses[1], rank, 30.0), Request, "agent_1.rollout", 30.0
-        ) as policy:
+        with StreamClient(lambda: RemoteStream(addresses[1], rank, 30.0), "agent_1.rollout", 30.0) as policy:
             heard.append(asyncio.run(all_turns(policy)))
     own = engine.generate(PROMPTS, PARAMS, range(len(PROMPTS)))
     return heard, [sample for (sample,) in own]

@@ -25,7 +25,7 @@ def loses_engine(rank, world_size, arguments, output):
     """
     from siirl.engines.rollout.served.engine_process import EngineProcess
     from siirl.engines.rollout.served.recovery import RecoveringEngine
-    from siirl.nodes.in_flight import RolloutsInFlight
+    from siirl.nodes.rollouts_in_flight import RolloutsInFlight
 
     times = {"step": 0, "ended": {}}
     send, restart, sample = EngineProcess.send, RecoveringEngine._restart, RolloutsInFlight.sample

@@ -11,7 +11,7 @@ from http.client import HTTPConnection
 
 import pytest
 import torch
-from episode_cases import Letters, Params
+from episode_cases import Letters
 from fuzzing import NASTY, SEED
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -22,11 +22,11 @@ from siirl.agents.contexts import ChatRenderer, Limits
 from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
 from siirl.agents.outside.program import SessionInfo
 from siirl.agents.outside.programs import Programs, starter
-from siirl.agents.policy import Generated
 from siirl.agents.runner import Played, Speaker, run_all
+from siirl.data.completion import Completion, SamplingParams
 from siirl.data.rows import make_rows
 from siirl.dialect.tool_formats import TOOL_FORMATS
-from siirl.nodes.interaction import rows_of
+from siirl.nodes.interaction_rows import rows_of
 
 pytestmark = pytest.mark.heavy
 OF_AN_EPISODE = 50
@@ -142,7 +142,7 @@ class Talker:
         small = [raw for raw in RAW.values() if len(raw) < 6000]
         text = CALLED[self.form] % self.rng.choice(small) if self.rng.random() < 0.5 else "so"
         tokens = [ord(char) for char in text[: params.max_tokens]] + [3]
-        return Generated(tokens, [-1.0] * len(tokens), "stop", 5)
+        return Completion(tokens, [-1.0] * len(tokens), "stop", 5)
 
 
 LISTS = {"type": "object", "properties": {"x": {"type": "array"}}}
@@ -239,7 +239,7 @@ def test_whatever_requests_hold_no_run_ends_and_each_is_answered(num_requests, f
     endpoint = Endpoint(starter(program), ProgramLimits(600.0, 1000, 4))
     programs = Programs(endpoint, TOOL_FORMATS[form], False)
     limits = Limits(30000, 20000)
-    one = Speaker(Talker(form), Params(9000), ChatRenderer(Templated(), {}), limits)
+    one = Speaker(Talker(form), SamplingParams(max_tokens=9000), ChatRenderer(Templated(), {}), limits)
     game = game_of({"a": one}, programs)
     episodes = [episode(index, index=index) for index in range(number)]
     try:

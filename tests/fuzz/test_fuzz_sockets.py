@@ -19,20 +19,18 @@ from siirl.agents.outside.chat_wire import BadRequest, reward_of
 from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
 from siirl.agents.outside.program import SessionInfo
 from siirl.agents.outside.programs import Programs, starter
-from siirl.agents.policy import Generated
 from siirl.agents.runner import run_all
+from siirl.data.completion import Completion, Request, SamplingParams
 from siirl.dialect.formats.json_calls import hermes
-from siirl.engines.rollout.base import Completion, Request, SamplingParams
-from siirl.engines.rollout.remote import (
-    Address,
+from siirl.engines.rollout.remote import Address, RemoteStream, StreamServer
+from siirl.engines.rollout.served.messages import (
     Alive,
+    Answer,
     Done,
     Failed,
     Finished,
     Hello,
     Pause,
-    RemoteStream,
-    StreamServer,
     Submit,
     Unanswered,
 )
@@ -71,7 +69,7 @@ class Echo:
 REQUEST = Request("a", [5, 6], SamplingParams(max_tokens=3), 1)
 COMPLETION = Completion([5, 6], [-1.0, -1.0], "stop", 1)
 FROM_CLIENT = (Hello(7), Submit([REQUEST]), Pause(), Alive(), Failed("no"), Done())
-FROM_SERVER = (Finished("a", COMPLETION), Unanswered("a", "no", "env"), Alive(), Failed("no"))
+FROM_SERVER = (Finished([Answer("a", COMPLETION)]), Unanswered("a", "no", "env"), Alive(), Failed("no"))
 
 
 def framed(data: bytes) -> bytes:
@@ -178,7 +176,7 @@ class Talker:
 
     async def generate(self, prompt, params, seed, seen=None):
         tokens = [ord(char) for char in '<tool_call>{"name": "f", "arguments": {}}</tool_call>'] + [3]
-        return Generated(tokens, [-1.0] * len(tokens), "stop", 5)
+        return Completion(tokens, [-1.0] * len(tokens), "stop", 5)
 
 
 MESSAGES = [

@@ -14,8 +14,8 @@ from job_harness import Finished, Inputs, overrides
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
+from siirl.data.completion import Request, SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.parallel.dims import ParallelDims
 
 pytestmark = [

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
+from siirl.data.completion import SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import SamplingParams
 from siirl.parallel.dims import ParallelDims
 
 pytestmark = [

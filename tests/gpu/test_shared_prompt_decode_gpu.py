@@ -9,8 +9,8 @@ from fixtures_tiny import make_tiny_model_dir
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
+from siirl.data.completion import SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import SamplingParams
 from siirl.parallel.dims import ParallelDims
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

@@ -18,9 +18,9 @@ from train_engine_cases import Scenario
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
+from siirl.data.completion import SamplingParams
 from siirl.data.image_reader import ImageReader
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import SamplingParams
 from siirl.parallel.dims import ParallelDims
 
 pytestmark = [
@@ -84,7 +84,7 @@ def test_vllm_says_of_images_what_hugging_face_does(folder, tmp_path, dtype, bou
     prompts = [vision.prompt_of(reader, seen) for seen in SEEN]
     placed = [vision.seen_in(reader, *one) for one in zip(prompts, SEEN, strict=True)]
     params = SamplingParams(max_tokens=6, n=8, temperature=1.0, ignore_eos=True)
-    found = engine.generate_seeing(prompts, placed, params, [1, 2, 3, 4, 5, 6])
+    found = engine.generate(prompts, params, [1, 2, 3, 4, 5, 6], placed)
     engine.close()
     reference, distances = vision.hf_model(folder).to("cuda"), []
     for prompt, seen, samples in zip(prompts, SEEN, found, strict=True):

@@ -171,6 +171,13 @@ def test_a_template_compiles_to_the_stored_plan(name):
     assert plan.to_json() == stored
 
 
+def test_plans_of_runs_before_a_rollout_with_a_lag_was_a_rollout_are_read():
+    stored = (GOLDEN / "grpo_lag_on_2.json").read_text()
+    older = stored.replace('"op": "rollout"', '"op": "partial_rollout"')
+    older = older.replace("runs_in_background", "decodes_on")
+    assert older != stored and Plan.from_json(older) == Plan.from_json(stored)
+
+
 def test_every_template_has_a_stored_plan_and_fits_on_a_screen():
     for template in TEMPLATES.glob("*.yaml"):
         assert any(name.startswith(template.stem) for name in CASES), template

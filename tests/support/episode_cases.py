@@ -1,14 +1,13 @@
 """Episodes without models: a vocabulary of characters, policies that say their lines, stages of a game."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from siirl.agents.contexts import Limits
 from siirl.agents.episode import Episode
-from siirl.agents.policy import Generated
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Played, Speaker, run_all
 from siirl.compiler.plan import InteractionPlan, StagePlan
+from siirl.data.completion import Completion, SamplingParams
 
 END = 3  # the token that ends a turn
 
@@ -56,12 +55,7 @@ class Script:
         line = self.lines.pop(0)
         cut = line.endswith("...")
         tokens = [ord(char) for char in line.removesuffix("...")] + ([] if cut else [END])
-        return Generated(tokens, [-1.0] * len(tokens), "length" if cut else "stop", 5)
-
-
-@dataclass(frozen=True)
-class Params:
-    max_tokens: int = 1000
+        return Completion(tokens, [-1.0] * len(tokens), "length" if cut else "stop", 5)
 
 
 def stage(node: str, agent: int | None, **options: Any) -> StagePlan:
@@ -81,7 +75,9 @@ def stage(node: str, agent: int | None, **options: Any) -> StagePlan:
 def speaker(policy: Any, limits: Limits | None = None, tools: Any = None, **options: Any) -> Speaker:
     """Whoever speaks with a policy, of Letters and with room for all."""
     renderer = ChatRenderer(Letters(), {}, tools.toolbox.schemas if tools else ())
-    return Speaker(policy, Params(), renderer, limits or Limits(500, 500), tools=tools, **options)
+    return Speaker(
+        policy, SamplingParams(max_tokens=1000), renderer, limits or Limits(500, 500), tools=tools, **options
+    )
 
 
 def play(

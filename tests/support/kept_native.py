@@ -6,8 +6,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from siirl.engines.rollout.base import Completion
-from siirl.engines.rollout.served.messages import UNKNOWN, Response
+from siirl.data.completion import Completion
+from siirl.engines.rollout.served.messages import UNKNOWN, Answer
 
 
 class NativeEngine:
@@ -37,7 +37,7 @@ class NativeEngine:
 
     def _said(self, name, request):
         number = request.params.max_tokens
-        return Response(name, Completion([7] * number, [-1.0] * number, "length", UNKNOWN), 0)
+        return Answer(name, Completion([7] * number, [-1.0] * number, "length", UNKNOWN), 0)
 
     def abort(self, names):
         for name in names:

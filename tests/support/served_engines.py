@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
+from siirl.data.completion import Completion, Request, SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.errors import RolloutError
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.process_groups import ProcessGroupManager

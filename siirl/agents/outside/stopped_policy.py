@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
-from siirl.agents.policy import STOP_STRING, Generated, Policy
-from siirl.agents.resumable_policy import joined
+from siirl.agents.policy import STOP_STRING, Policy
 from siirl.agents.stream_client import StreamClient
+from siirl.data.completion import Completion, PartialCompletion, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
 
 FIRST_PART = 64
@@ -33,22 +32,27 @@ class StoppedPolicy:
     ) -> None:
         """stop: texts. decode: tokens of a turn to its text. tell: gets the text, each time there is more."""
         self._policy, self._stop, self._decode, self._tell = policy, tuple(stop), decode, tell
-        self.generated: Generated | None = None
+        self.generated: Completion | None = None
         self.ended_by: str | None = None
         """Which text ended it."""
 
-    async def generate(self, prompt: list[int], params: Any, seed: int, seen: Seen = NO_IMAGES) -> Generated:
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, seed: int, seen: Seen = NO_IMAGES
+    ) -> Completion:
         """See Policy. finish_reason is "stop_string" where a text ended the turn."""
-        policy, turn, size = self._policy, None, FIRST_PART if self._stop else params.max_tokens
+        policy, so_far = self._policy, PartialCompletion()
+        size = FIRST_PART if self._stop else params.max_tokens
         size = size if self._tell is None else FIRST_TOLD
         while self.generated is None:
             if isinstance(policy, StreamClient):
-                done = turn.token_ids if turn is not None else []
-                wanted = replace(params, max_tokens=min(size, params.max_tokens - len(done)))
-                part = await policy.generate([*prompt, *done], wanted, seed, seen, start=len(done))
+                done = len(so_far.token_ids)
+                wanted = replace(params, max_tokens=min(size, params.max_tokens - done))
+                tokens = [*prompt, *so_far.token_ids]
+                part = await policy.generate(tokens, wanted, seed, seen, start=done)
             else:
                 part, wanted = await policy.generate(prompt, params, seed, seen), params
-            turn = part if turn is None else joined(turn, part)
+            so_far.extend(part)
+            turn = so_far.completion(part.weight_version)
             cut = self._cut(turn, len(prompt)) if self._stop else turn
             goes_on = part.finish_reason == "length" and len(turn.token_ids) < params.max_tokens
             if self.ended_by is not None or not goes_on or wanted is params:
@@ -60,7 +64,7 @@ class StoppedPolicy:
                 size = max(min(size, MOST_TOLD), len(turn.token_ids) // 8)
         return self.generated
 
-    def _cut(self, turn: Generated, num_read: int) -> Generated:
+    def _cut(self, turn: Completion, num_read: int) -> Completion:
         ids = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
         text = self._decode(ids)
         found = [stop for stop in self._stop if stop in text]

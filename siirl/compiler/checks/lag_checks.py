@@ -22,7 +22,7 @@ def check_lag(kept: Workflow) -> Iterator[UserError]:
         lag = f"{node}: actor_rollout_ref.rollout.max_lag={rollout.max_lag}"
         if kept.run.trainer.rollout_only:
             yield DagError(f"{lag} with trainer.rollout_only=true: no weights change. Remove it.")
-        elif not node.op.runs_ahead and node.id not in kept.stages:
+        elif not node.op.may_lag and node.id not in kept.stages:
             yield DagError(
                 f"{lag} with rollout.name={rollout.name}: it samples nothing that could go on. Remove it."
             )

@@ -22,7 +22,7 @@ from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Interactions, Nodes, Workflow
 from siirl.config.resolve import get
 from siirl.dag.graph import Graph
-from siirl.dag.ops import FROZEN_TURNS, INTERACTION, PARTIAL_INTERACTION, SHARED_TURNS, TURNS, OpSpec
+from siirl.dag.ops import FROZEN_TURNS, INTERACTION, SHARED_TURNS, TURNS, OpSpec
 from siirl.errors import DagError, NotSupportedError
 from siirl.types import FieldKey
 
@@ -88,7 +88,7 @@ def _as_members(nodes: Nodes, interactions: Interactions) -> Nodes:
             if stage.kind == "agent":
                 silent = FROZEN_TURNS if stage.policy == stage.agent else SHARED_TURNS
                 ops[stage.node] = TURNS if stage.rows else silent
-        ops[plan.entry] = PARTIAL_INTERACTION if rollout_cfg(nodes[plan.entry]).max_lag else INTERACTION
+        ops[plan.entry] = INTERACTION
     return {name: _with_op(node, ops[name]) if name in ops else node for name, node in nodes.items()}
 
 

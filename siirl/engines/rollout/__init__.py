@@ -82,17 +82,17 @@ not know the difference: messages, beats, recovery, temporary folders.
   under torchrun and Ray, where no process of the launcher's that outlives the workers starts engines.
 - Not SGLang's: its `NativeEngine` has no `renew`, so nothing of it stays.
 
-**Streams.** `RolloutEngine.stream()` takes requests while others run and answers each as it completes, with
-what `generate` would say to it. vLLM's process admits requests between its steps and caches prefixes. The
-HF engine, the plain reference for small models, runs in waves: what has come in is one call of `generate`
-(`WaveStream`), whose prompts are read anew in each turn. Batching between decode steps and slots that kept
+**Streams.** An engine is a stream: `RolloutEngine.stream()` takes requests while others run and answers each
+as it completes. `generate` is a stream of its own that is drained, written once in the base class. vLLM's
+process admits requests between its steps and caches prefixes. The HF engine, the plain reference for small
+models, runs in waves: what has come in is decoded together (`WaveStream`), whose prompts are read anew in
+each turn. Batching between decode steps and slots that kept
 what they had read were worth 1.1x in conversations on a GPU, and took 690 lines: who wants throughput takes
 vLLM, on a CPU too. `siirl/agents/stream_client.py` turns a stream into the awaitable policy of an episode.
 `remote.py` serves a stream to other ranks over TCP, behind a random token of the run; `openai_endpoint.py`
 makes an engine of a chat service, whose "tokens" are characters from which the messages can be read back.
 
 What crosses a socket is a `Message` (`channel.py`): a struct for each kind, which holds `Request` and
-`Completion` as they are. A field that one of these gets reaches vLLM's process and other ranks without
-another line; `Generated` of `siirl/agents/policy.py`, which may not see engines, names those of Completion
-once more.
+`Completion` (`siirl/data/completion.py`) as they are. A field that one of these gets reaches vLLM's process,
+other ranks, agents and rows without another line.
 """

@@ -5,117 +5,20 @@ An engine belongs to one data-parallel shard of its node; methods are local to t
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from siirl.data.chosen_experts import longer
+from siirl.data.completion import Completion, Key, PartialCompletion, Request, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError, RolloutError
 from siirl.observe.metrics import Metrics
 
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to sample; ConfigError for values that cannot be sampled with."""
-
-    max_tokens: int
-    """Most tokens of a response."""
-    n: int = 1
-    """Responses of each prompt."""
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_k: int = -1
-    """Most likely tokens that are drawn from; -1: all."""
-    top_p: float = 1.0
-    """Probability of the most likely tokens that are drawn from; 1.0: all."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Each ends a response and stays in it."""
-    ignore_eos: bool = False
-    """Never stop early."""
-
-    def __post_init__(self) -> None:
-        wrong = [
-            f"{name}={value}: must be {bound}"
-            for name, value, bound, holds in (
-                ("max_tokens", self.max_tokens, "at least 1", self.max_tokens >= 1),
-                ("n", self.n, "at least 1", self.n >= 1),
-                (
-                    "temperature",
-                    self.temperature,
-                    "0 (greedy) or above",
-                    0 <= self.temperature < float("inf"),
-                ),
-                ("top_k", self.top_k, "at least 1, or -1 for no limit", self.top_k >= -1),
-                ("top_p", self.top_p, "above 0 and at most 1", 0 < self.top_p <= 1),
-            )
-            if not holds
-        ]
-        if wrong:
-            raise ConfigError(f"sampling parameters out of range: {'; '.join(wrong)}.")
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One sampled response."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    """Of each sampled token, in nats, under the distribution at the sampling temperature, before top-k/top-p
-    (what the trainer computes at that temperature; for greedy decoding: at temperature 1)."""
-    finish_reason: str
-    """ "stop" (a stop token was sampled) or "length"; "paused" for what `pause` cut off."""
-    weight_version: int
-    """Of the weights that sampled it, the oldest if there were several."""
-
-    versions: list[int] = field(default_factory=list)
-    """Of the weights that sampled each token, where they were not the same for all."""
-    experts: bytes | None = None
-    """Of each token of prompt and response but the last, which nothing read: what it was computed by, layer
-    by layer, int16. None where actor.router_replay does not ask for it."""
-
-    @property
-    def token_versions(self) -> list[int]:
-        """Of the weights that sampled each token."""
-        return self.versions or [self.weight_version] * len(self.token_ids)
-
-
-Key = int | str
-
-
-@dataclass(frozen=True)
-class Request:
-    """One response that is wanted of a stream, or the rest of one.
-
-    Its completion is sample number `sample` of `generate([prompt], params, [seed])`; params.n is 1 (else
-    RolloutError).
-    """
-
-    key: Key
-    """The asker's name for it, unique among those unanswered."""
-    prompt: Sequence[int]
-    params: SamplingParams
-    seed: int
-    """Of the prompt: all its samples have the same."""
-    sample: int = 0
-    """Its number among the samples of the prompt."""
-    start: int = 0
-    """Tokens at the end of the prompt that were sampled for this response before it was paused. What follows
-    draws the numbers that it would have drawn."""
-    kv_version: int | None = None
-    """Of the weights that sampled the first of those tokens; None: there is none. An engine that keeps keys
-    and values (rollout.keep_kv) looks among those of requests that began under the same weights."""
-    seen: Seen = NO_IMAGES
-    """The images among its tokens."""
-
-    def __post_init__(self) -> None:
-        if self.params.n != 1:
-            raise RolloutError(
-                f"request {self.key!r} asks for n={self.params.n} responses: a request of a stream has one. "
-                "Submit a request, with a seed of its own, for each."
-            )
+DRAIN_S = 0.5
+"""Longest wait for an answer before a stream that is drained is asked again."""
 
 
 class RolloutStream(ABC):
@@ -215,31 +118,61 @@ class RolloutEngine(ABC):
         """What the next `load_weights` must bring; the same on all ranks of the model."""
         return "merged"
 
-    @abstractmethod
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        """n completions of each prompt, in order. seeds: one 64-bit int per prompt.
-
-        The result for a prompt depends on (weights, prompt, params, its seed) alone: not on the other
-        prompts of the call nor their order, up to float rounding. Zero prompts give an empty list.
-        """
-
-    def generate_seeing(
         self,
         prompts: Sequence[Sequence[int]],
-        seen: Sequence[Seen],
         params: SamplingParams,
         seeds: Sequence[int],
+        seen: Sequence[Seen] = (),
     ) -> list[list[Completion]]:
-        """As `generate`, of prompts with images among their tokens; maybe none.
+        """n completions of each prompt, in order: what a stream of their requests gives until it is empty.
 
-        NotSupportedError for an engine that takes none.
+        seeds: one 64-bit int per prompt. seen: the images among the tokens of each; (): none has one.
+        The result for a prompt depends on (weights, prompt, params, its seed) alone: not on the other
+        prompts of the call nor their order, up to float rounding. Zero prompts give an empty list.
+        Collective over the ranks of the shard. RolloutError before the first complete sync, for a prompt
+        that cannot run, for log-probs that are not finite, and when the engine dies, hangs or fails;
+        NotSupportedError or ConfigError for an engine that takes no images.
         """
-        raise NotSupportedError(
-            f"not supported yet: rollout engine {self.name!r} with images in prompts. Use "
-            "rollout.name=hf or vllm."
-        )
+        if len(seeds) != len(prompts):
+            raise RolloutError(f"{len(prompts)} prompts and {len(seeds)} seeds: each prompt needs one seed.")
+        self.check_idle("generate")
+        one = replace(params, n=1)
+        requests = [
+            Request(f"sample {sample} of prompt {number}", prompt, one, seed, sample, seen=shown)
+            for number, (prompt, seed, shown) in enumerate(
+                zip(prompts, seeds, seen or [NO_IMAGES] * len(prompts), strict=True)
+            )
+            for sample in range(params.n)
+        ]
+        for refused in self.check_requests(requests, ()).values():
+            raise RolloutError(str(refused))
+        if not requests:
+            return []
+        with self.alone(len(requests)):
+            found = self.share(self._drained(requests) if self.leads else None)
+        return [found[start : start + params.n] for start in range(0, len(found), params.n)]
+
+    def _drained(self, requests: Sequence[Request]) -> list[Completion]:
+        """The completion of each request, by a stream of their own."""
+        stream, found = self.new_stream(None), {}
+        try:
+            stream.submit(requests)
+            while stream.num_pending:
+                for key, answer in stream.collect(DRAIN_S):
+                    if isinstance(answer, EpisodeFailed):
+                        raise RolloutError(str(answer)) from answer
+                    found[key] = answer
+        except BaseException:
+            with suppress(RolloutError, ConfigError):  # what went wrong before says more
+                stream.close()
+            raise
+        stream.close()
+        return [found[request.key] for request in requests]
+
+    def alone(self, num_requests: int) -> AbstractContextManager[None]:
+        """Around `generate`: what runs in the background is held; nothing by default."""
+        return nullcontext()
 
     def score(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], top_k: int
@@ -250,23 +183,6 @@ class RolloutEngine(ABC):
         of the top_k likeliest, the likeliest first. NotSupportedError for an engine that cannot.
         """
         raise NotSupportedError(f"not supported yet: rollout engine {self.name!r} as a teacher")
-
-    def run_wave(
-        self, requests: Sequence[Request], interrupt: Callable[[list[int]], bool] | None
-    ) -> list[Completion]:
-        """A completion of each request, which differ in max_tokens at most: what a WaveStream asks.
-
-        interrupt: is told the positions of requests that have completed since it was asked last; true: the
-        others end as they are, with finish_reason "paused". By default a call of `generate`, which cannot be
-        interrupted; NotSupportedError for requests that it cannot answer.
-        """
-        params = requests[0].params
-        if any((r.sample, r.start, r.params, *r.seen.images) != (0, 0, params) for r in requests):
-            raise NotSupportedError(
-                f"not supported yet: rollout engine {self.name!r}: parts of responses, or images in a stream"
-            )
-        prompts, seeds = [request.prompt for request in requests], [request.seed for request in requests]
-        return [completion for (completion,) in self.generate(prompts, params, seeds)]
 
     def stream(self, interrupt: Interrupt | None = None, runs_in_background: bool = False) -> RolloutStream:
         """A new stream of requests; the one before is closed. On the first rank of a shard.
@@ -283,12 +199,12 @@ class RolloutEngine(ABC):
         self._stream.runs_in_background = runs_in_background
         return self._stream
 
+    @abstractmethod
     def new_stream(self, interrupt: Interrupt | None) -> RolloutStream:
-        """The engine's kind of stream; by default waves: one call for all that has come since."""
-        return WaveStream(self, interrupt)
+        """A stream of the engine's kind, beside those that are open."""
 
     def share(self, value: Any) -> Any:
-        """What the first rank of the shard gives, on all its ranks; a JSON value. Collective over them."""
+        """What the first rank of the shard gives, on all its ranks; plain values and records. Collective."""
         return value
 
     def check_idle(self, what: str, even_giving_way: bool = False) -> None:
@@ -350,57 +266,22 @@ class RolloutEngine(ABC):
         return None
 
 
-MOST_NAMED = 8
-"""Requests whose keys an error names."""
-
-
-@dataclass
-class Unfinished:
-    """A request of a stream, and its response so far."""
-
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    experts: bytes | None = None
-
-    def extend(self, part: Completion) -> None:
-        """Add what was sampled of it."""
-        self.experts = longer(self.experts, part.experts)
-        self.token_ids += part.token_ids
-        self.log_probs += part.log_probs
-        self.versions += part.token_versions
-
-    def rest(self) -> Request:
-        """What is still wanted."""
-        done = len(self.token_ids)
-        if not done:
-            return self.request
-        return replace(
-            self.request,
-            prompt=[*self.request.prompt, *self.token_ids],
-            params=replace(self.request.params, max_tokens=self.request.params.max_tokens - done),
-            start=self.request.start + done,
-            kv_version=self.versions[0] if self.request.kv_version is None else self.request.kv_version,
-        )
-
-    def so_far(self, reason: str, version: int) -> Completion:
-        """What there is of it. version: of the engine's weights, where no token says more."""
-        oldest = min(self.versions, default=version)
-        mixed = self.versions if len(set(self.versions)) > 1 else []
-        return Completion(self.token_ids, self.log_probs, reason, oldest, mixed, self.experts)
+SampleWave = Callable[[Sequence[Request], Interrupt | None], list[Completion]]
+"""A completion of each request, which differ in max_tokens and what is drawn at most. The interrupt is told
+the keys of requests that have completed since it was asked last; if it says so, the others end as they are,
+PAUSED."""
 
 
 class WaveStream(RolloutStream):
-    """A stream over `run_wave`: what has come in runs as one call, a wave, which `collect` waits for.
+    """The stream of an engine that works inside `collect`: what has come in is one call, a wave.
 
     What an interrupted wave leaves runs in the next one, as the end of its prompt.
     """
 
-    def __init__(self, engine: RolloutEngine, interrupt: Interrupt | None = None) -> None:
-        """See RolloutEngine.stream."""
-        self._engine, self._interrupt = engine, interrupt
-        self._waiting: dict[Key, Unfinished] = {}
+    def __init__(self, engine: RolloutEngine, sample: SampleWave, interrupt: Interrupt | None) -> None:
+        """interrupt: see RolloutEngine.stream."""
+        self._engine, self._sample, self._interrupt = engine, sample, interrupt
+        self._waiting: dict[Key, tuple[Request, PartialCompletion]] = {}
         self._refused: dict[Key, EpisodeFailed] = {}
 
     @property
@@ -411,44 +292,31 @@ class WaveStream(RolloutStream):
         """See RolloutStream."""
         refused = self._engine.check_requests(requests, [*self._waiting, *self._refused])
         self._refused |= refused
-        self._waiting |= {r.key: Unfinished(r) for r in requests if r.key not in refused}
+        self._waiting |= {r.key: (r, PartialCompletion()) for r in requests if r.key not in refused}
 
     def collect(self, timeout_s: float) -> list[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream; takes as long as the wave, whatever timeout_s."""
         answers: list[tuple[Key, Completion | EpisodeFailed]] = list(self._refused.items())
         waiting, self._waiting, self._refused = self._waiting, {}, {}
-        unfinished: dict[Key, Unfinished] = {}
         by_params: dict[SamplingParams, list[Request]] = {}
-        for one in waiting.values():
-            by_params.setdefault(replace(one.request.params, max_tokens=1), []).append(one.rest())
+        for request, so_far in waiting.values():
+            by_params.setdefault(replace(request.params, max_tokens=1), []).append(so_far.rest(request))
         for requests in by_params.values():
-            for request, part in zip(requests, self._run(requests), strict=True):
-                one = waiting[request.key]
-                one.extend(part)
-                if part.finish_reason == "paused":
-                    unfinished[request.key] = one
+            for request, part in zip(requests, self._sample(requests, self._interrupt), strict=True):
+                _, so_far = waiting[request.key]
+                so_far.extend(part)
+                if so_far.finish_reason is None:
+                    self._waiting[request.key] = waiting[request.key]
                 else:
-                    answers.append((request.key, one.so_far(part.finish_reason, part.weight_version)))
-        self._waiting = unfinished
+                    answers.append((request.key, so_far.completion(part.weight_version)))
         return answers
-
-    def _run(self, requests: list[Request]) -> list[Completion]:
-        """Answers of one wave; an engine's errors count prompts: say whose they are."""
-        keys, asked = [request.key for request in requests], self._interrupt
-        interrupt = None if asked is None else lambda ended: asked([keys[position] for position in ended])
-        try:
-            return self._engine.run_wave(requests, interrupt)
-        except RolloutError as error:
-            named = ", ".join(map(repr, keys[:MOST_NAMED]))
-            more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
-            raise RolloutError(f"{error} Prompts 0, 1, ... are those of requests {named}{more}.") from error
 
     def pause(self, keys: Collection[Key] | None = None) -> list[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream."""
         answers: list[tuple[Key, Completion | EpisodeFailed]] = list(self._refused.items())
         version, self._refused = self._engine.weight_version, {}
         for key in [key for key in self._waiting if keys is None or key in keys]:
-            answers.append((key, self._waiting.pop(key).so_far("paused", version)))
+            answers.append((key, self._waiting.pop(key)[1].completion(version)))
         return answers
 
     def close(self) -> None:

@@ -7,7 +7,8 @@ from typing import Literal
 from transformers import PretrainedConfig
 
 from siirl.config import Config
-from siirl.engines.rollout.base import Completion, Key, Request, SamplingParams, check_keys
+from siirl.data.completion import Completion, Key, Request, SamplingParams
+from siirl.engines.rollout.base import check_keys
 from siirl.errors import EpisodeFailed, RolloutError
 
 WeightState = Literal["empty", "loading", "ready", "asleep"]
@@ -15,8 +16,6 @@ WeightState = Literal["empty", "loading", "ready", "asleep"]
 
 COMPLETE = {"stop", "length"}
 """How responses end."""
-PAUSED = "paused"
-"""What is said of one that was stopped, to go on later."""
 
 _NO_WEIGHTS = {
     "empty": "none have arrived yet",
@@ -36,20 +35,6 @@ class CallLimits:
     max_context: int
     """Positions of prompt and response together."""
 
-    def check(
-        self,
-        state: WeightState,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        seeds: Sequence[int] | Sequence[Sequence[int]],
-    ) -> None:
-        """RolloutError unless the engine has weights and can run every prompt."""
-        self.check_weights(state)
-        if len(seeds) != len(prompts):
-            raise RolloutError(f"{len(prompts)} prompts and {len(seeds)} seeds: each prompt needs one seed.")
-        for index, prompt in enumerate(prompts):
-            self.check_prompt(f"prompt {index}", prompt, params)
-
     def check_requests(
         self, state: WeightState, requests: Sequence[Request], pending: Iterable[Key]
     ) -> dict[Key, EpisodeFailed]:
@@ -60,9 +45,13 @@ class CallLimits:
         self.check_weights(state)
         check_keys(requests, pending)
         refused: dict[Key, EpisodeFailed] = {}
+        fitting = None
         for request in requests:
+            if fitting is not None and request.prompt is fitting.prompt and request.params is fitting.params:
+                continue  # one more sample of it
             try:
                 self.check_prompt(f"prompt of request {request.key!r}", request.prompt, request.params)
+                fitting = request
             except RolloutError as error:
                 refused[request.key] = EpisodeFailed(str(error), kind="request")
         return refused
@@ -103,13 +92,6 @@ def check_finite(samples: Iterable[tuple[str, Completion]], dtype: str) -> None:
                 f"{completion.weight_version}: the weights overflow in {dtype}, or hold NaN. "
                 "Lower the learning rate, or set actor_rollout_ref.rollout.dtype=float32."
             )
-
-
-def check_complete_responses(finish_reasons: Iterable[str], engine: str) -> None:
-    """RolloutError for responses that ended in another way than by a stop token or their length."""
-    odd = sorted(set(finish_reasons) - COMPLETE)
-    if odd:
-        raise RolloutError(f"rollout engine {engine!r} ended responses with {', '.join(odd)}: incomplete.")
 
 
 def max_model_len(cfg: Config, hf_config: PretrainedConfig) -> int:

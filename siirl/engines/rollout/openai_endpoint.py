@@ -11,16 +11,8 @@ from torch import Tensor
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-from siirl.engines.rollout.base import (
-    Completion,
-    Interrupt,
-    Key,
-    Request,
-    RolloutEngine,
-    RolloutStream,
-    SamplingParams,
-    check_keys,
-)
+from siirl.data.completion import Completion, Key, Request
+from siirl.engines.rollout.base import Interrupt, RolloutEngine, RolloutStream, check_keys
 from siirl.errors import EndpointError, EpisodeFailed, NotSupportedError, RolloutError
 from siirl.http_service import Endpoint, EndpointSettings
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -89,13 +81,6 @@ class OpenAIRollout(RolloutEngine):
             )
         )
         self._pool = ThreadPoolExecutor(service.max_concurrent, thread_name_prefix=f"endpoint of {plan.name}")
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        """See RolloutEngine, for n = 1. EpisodeFailed for a prompt that gets no answer."""
-        asked = [Request(key, prompt, params, seeds[key]) for key, prompt in enumerate(prompts)]
-        return [[completion] for completion in self._pool.map(self.answer, asked)]
 
     def new_stream(self, interrupt: Interrupt | None) -> RolloutStream:
         """See RolloutEngine: up to endpoint.max_concurrent requests at once."""

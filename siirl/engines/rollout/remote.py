@@ -23,65 +23,28 @@ from typing import Any
 import torch.distributed as dist
 
 from siirl.access import MOST_STRANGERS, UnauthenticatedConnections, shut
-from siirl.engines.rollout.base import Completion, Interrupt, Key, Request, RolloutStream, check_keys
-from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
+from siirl.data.completion import Completion, Key, Request
+from siirl.engines.rollout.base import Interrupt, RolloutStream, check_keys
+from siirl.engines.rollout.channel import Channel, ChannelClosed
+from siirl.engines.rollout.served.messages import (
+    Alive,
+    Answer,
+    Done,
+    Failed,
+    Finished,
+    FromClient,
+    FromServer,
+    Hello,
+    Pause,
+    Submit,
+    Unanswered,
+)
 from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
 from siirl.network import own_host
 from siirl.observe.printable import printable
 
 ALIVE_EVERY_S, POLL_S, COLLECT_S, HELLO_S, GOODBYE_S = 1.0, 0.5, 0.002, 10.0, 2.0
 TOKEN_BYTES = 32
-
-
-class Hello(Message):
-    """Which rank opens a stream."""
-
-    rank: int
-
-
-class Submit(Message):
-    """Requests of a client."""
-
-    requests: list[Request]
-
-
-class Finished(Message):
-    """The completion of a request."""
-
-    key: Key
-    completion: Completion
-
-
-class Unanswered(Message):
-    """A request that failed alone."""
-
-    key: Key
-    reason: str
-    """Of its EpisodeFailed."""
-    why: str
-    """The kind of its EpisodeFailed."""
-
-
-class Alive(Message):
-    """The sender works, and has nothing else to say."""
-
-
-class Failed(Message):
-    """The sender cannot go on."""
-
-    reason: str
-
-
-class Pause(Message):
-    """The client takes back all that it has asked."""
-
-
-class Done(Message):
-    """The client closes its stream."""
-
-
-FromClient = Hello | Submit | Pause | Alive | Failed | Done
-FromServer = Finished | Unanswered | Alive | Failed
 
 
 @dataclass(frozen=True)
@@ -401,16 +364,19 @@ class RemoteStream(RolloutStream):
         match message:
             case Failed(reason):
                 raise PeerError(f"{self._server()} failed: {reason}")
-            case Finished(key, completion):
-                answer = completion
+            case Finished(answers):
+                found: list[tuple[Key, Completion | EpisodeFailed]] = [
+                    (one.key, one.completion) for one in answers
+                ]
             case Unanswered(key, reason, why):
-                answer = EpisodeFailed(reason, why)
+                found = [(key, EpisodeFailed(reason, why))]
             case _:
                 return []
-        if key not in self._pending:
-            raise PeerError(f"{self._server()} answers {key!r}, which nobody has asked. Look at its log.")
-        self._pending.remove(key)
-        return [(key, answer)]
+        for key, _ in found:
+            if key not in self._pending:
+                raise PeerError(f"{self._server()} answers {key!r}, which nobody has asked. Look at its log.")
+            self._pending.remove(key)
+        return found
 
     def _send(self, message: FromClient) -> None:
         try:
@@ -450,4 +416,4 @@ def _configure(sock: socket.socket, deadline_s: float) -> None:
 def _answer(key: Key, answer: Completion | EpisodeFailed) -> Finished | Unanswered:
     if isinstance(answer, EpisodeFailed):
         return Unanswered(key, printable(str(answer)), answer.kind)
-    return Finished(key, answer)
+    return Finished([Answer(key, answer)])

@@ -5,9 +5,9 @@ from fixtures_tiny import make_tiny_tokenizer
 from transformers import AutoTokenizer
 
 from siirl.agents.contexts import Context, Limits
-from siirl.agents.policy import Generated
 from siirl.agents.renderer import ChatRenderer
 from siirl.data.chat import encode_prompts
+from siirl.data.completion import Completion
 from siirl.dialect.tool_formats import TOOL_FORMATS
 from siirl.errors import DataError
 
@@ -95,7 +95,7 @@ def test_what_a_template_leaves_out_silently_is_the_users(renderer):
 
 def test_a_row_grows_by_several_messages_at_once(renderer):
     context = Context(renderer(STRICT), Limits(100, 100))
-    context.speak(context.begin([ASKED, SOLVED]), Generated([ord("y")], [0.0], "length", 0), 0)
+    context.speak(context.begin([ASKED, SOLVED]), Completion([ord("y")], [0.0], "length", 0), 0)
     mine = {"role": "assistant", "content": "y"}
     tokens = context.begin([ASKED, SOLVED, mine, SOLVED, ASKED]).tokens
     assert len(context.rows) == 1 and said(tokens) == "u=q\n\n3;a=y;u=3\n\nq;a="
@@ -147,7 +147,7 @@ def test_a_turn_end_of_two_tokens_is_not_repeated_whichever_of_them_was_said(ren
     opening = context.begin([ASKED])
     tokens = [ord(letter) for letter in turn]
     stopped = "length" if turn == "yes" else "stop"
-    answer = context.speak(opening, Generated(tokens, [0.0] * len(tokens), stopped, 0), 0)
+    answer = context.speak(opening, Completion(tokens, [0.0] * len(tokens), stopped, 0), 0)
     read = context.begin([ASKED, {"role": "assistant", "content": answer}, SOLVED]).tokens
     assert said(read) == whole
 
@@ -169,7 +169,7 @@ FORGETFUL = """{%- for message in messages -%}
 def spoken(context, messages, text):
     tokens = [ord(letter) for letter in text]
     return context.speak(
-        context.begin(messages), Generated(tokens, [0.0] * len(tokens), "length", 0), 0, parse=hermes
+        context.begin(messages), Completion(tokens, [0.0] * len(tokens), "length", 0), 0, parse=hermes
     )
 
 

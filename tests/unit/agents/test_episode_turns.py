@@ -12,8 +12,8 @@ from template_cases import TemplateTokenizer, dialect_of
 
 from siirl.agents.contexts import Limits
 from siirl.agents.environments import HostedEnvironment
-from siirl.agents.policy import Generated
 from siirl.agents.renderer import ChatRenderer
+from siirl.data.completion import Completion
 from siirl.errors import EpisodeFailed, RolloutError
 
 
@@ -172,7 +172,7 @@ def test_tokens_that_no_text_gives_back_are_kept_as_they_were_sampled():
     class Odd(Script):
         async def generate(self, prompt, params, seed, seen=None):
             await super().generate(prompt, params, seed)
-            return Generated([65, END, 66, END], [-1.0, -2.0, -3.0, -4.0], "stop", 5)
+            return Completion([65, END, 66, END], [-1.0, -2.0, -3.0, -4.0], "stop", 5)
 
     stages, speakers = two([Odd("", ""), Script("2", "4")], back_to="a", max_turns=2)
     (one,) = play(stages, speakers)
@@ -280,7 +280,7 @@ def test_a_route_goes_back_no_more_often_than_the_loop_allows():
 def test_a_policy_that_says_nothing_costs_the_episode(tokens, log_probs):
     class Broken:
         async def generate(self, prompt, params, seed, seen=None):
-            return Generated(tokens, log_probs, "stop", 1)
+            return Completion(tokens, log_probs, "stop", 1)
 
     (one,) = play([stage("a", 0)], {"a": speaker(Broken())})
     assert one.kind == "policy" and "the policy gave" in one.episode.error
@@ -324,7 +324,7 @@ def test_nothing_that_others_hear_is_joined_over_a_token_that_was_left_out(heard
             read.append(vocabulary.decode(prompt))
             text, reason = lines[self.name].pop(0)
             tokens = vocabulary.encode(text + "</s>" * (reason == "stop"))
-            return Generated(tokens, [-1.0] * len(tokens), reason, 0)
+            return Completion(tokens, [-1.0] * len(tokens), reason, 0)
 
     class Acts:
         def reset(self, task, seed):

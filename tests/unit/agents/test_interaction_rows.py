@@ -13,15 +13,14 @@ from transformers import AutoTokenizer
 from siirl.agents.contexts import Limits
 from siirl.agents.environments import load_environment
 from siirl.agents.episode import Episode
-from siirl.agents.policy import Generated
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Speaker, run_all, turn_seed
 from siirl.compiler.compile import compile_plan
 from siirl.dag.spec import DagBuilder
+from siirl.data.completion import Completion, SamplingParams
 from siirl.data.rows import make_rows, objects
-from siirl.engines.rollout.base import SamplingParams
 from siirl.errors import RolloutError
-from siirl.nodes.interaction import rows_of
+from siirl.nodes.interaction_rows import rows_of
 from siirl.types import FINISH_LENGTH, FINISH_STOP
 from siirl.user_code.load_object import load_object
 
@@ -91,7 +90,7 @@ class Script:
         position = self.said[first] = self.said.get(first, -1) + 1
         tokens = self.tokenizer.encode(self.texts[position]) + ([] if self.cut else [EOS])
         log_probs = [-float(index + 1) for index in range(len(tokens))]
-        return Generated(tokens, log_probs, "length" if self.cut else "stop", 7 + position)
+        return Completion(tokens, log_probs, "length" if self.cut else "stop", 7 + position)
 
 
 def chain(num_agents: int, **options) -> DagBuilder:

@@ -1,7 +1,6 @@
 """External agents over real HTTP on this machine: what they are asked, what they say, and what goes wrong."""
 
 import asyncio
-import dataclasses
 import time
 
 import pytest
@@ -10,13 +9,12 @@ from http_harness import serving
 
 from siirl import http_service
 from siirl.agents.contexts import Context, Limits
-from siirl.agents.policy import Generated
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
+from siirl.data.completion import Completion, SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.engines.rollout.openai_endpoint import BEGIN, Messages
 from siirl.errors import EpisodeFailed, NotSupportedError
 from siirl.parallel.dims import ParallelDims
@@ -54,7 +52,7 @@ def ask_all(engine, chats):
         return await asyncio.gather(*turns, return_exceptions=True)
 
     try:
-        with StreamClient(engine.stream, Request, engine.name, 10.0) as policy:
+        with StreamClient(engine.stream, engine.name, 10.0) as policy:
             return asyncio.run(everything(policy))
     finally:
         engine.close()
@@ -85,7 +83,7 @@ def test_what_was_said_before_comes_back_as_messages():
     vocabulary = Messages()
     context = Context(ChatRenderer(vocabulary, {}), Limits(1 << 30, 1 << 30))
     tokens = vocabulary.encode("hi there\ue002")
-    context.speak(context.begin(CHAT), Generated(tokens, [0.0] * len(tokens), "stop", 0), 0)
+    context.speak(context.begin(CHAT), Completion(tokens, [0.0] * len(tokens), "stop", 0), 0)
     more = [{"role": "assistant", "content": "hi there"}, {"role": "user", "content": "and now?"}]
     prompt = context.begin([*CHAT, *more]).tokens
     assert vocabulary.messages(prompt) == [*CHAT, *more] and len(context.rows) == 1
@@ -134,11 +132,6 @@ def test_a_service_that_says_nothing_is_left_at_its_deadline():
     with serving(lambda message: time.sleep(1) or says("late")) as service:
         (failed,) = ask_all(engine_at(service.url, "max_tries=1", "timeout_s=0.2"), [CHAT])
     assert isinstance(failed, EpisodeFailed) and "timed out" in str(failed)
-
-
-def test_agents_know_a_turn_by_the_fields_of_a_completion():
-    names = [[field.name for field in dataclasses.fields(kind)] for kind in (Generated, Completion)]
-    assert names[0] == names[1]
 
 
 def test_tools_of_an_external_agent_are_refused():

@@ -15,11 +15,10 @@ from siirl.agents.contexts import Limits
 from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
 from siirl.agents.outside.programs import Programs, starter
 from siirl.agents.outside.stopped_policy import StoppedPolicy
-from siirl.agents.policy import Generated
 from siirl.agents.runner import run_all
 from siirl.agents.stream_client import StreamClient
+from siirl.data.completion import Completion, SamplingParams
 from siirl.dialect.formats.json_calls import hermes
-from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.errors import EpisodeFailed
 
 USER = {"role": "user", "content": "q"}
@@ -31,7 +30,7 @@ class Counted(Script):
     async def generate(self, prompt, params, seed, seen=None):
         turn = await super().generate(prompt, params, seed, seen)
         log_probs = [-float(index + 1) for index in range(len(turn.token_ids))]
-        return Generated(turn.token_ids, log_probs, turn.finish_reason, 5, [], None)
+        return Completion(turn.token_ids, log_probs, turn.finish_reason, 5, [], None)
 
 
 def by(ask, *lines, history="as_template", max_requests=64):
@@ -124,7 +123,7 @@ def test_what_experts_and_versions_say_of_dropped_tokens_is_dropped():
         async def generate(self, prompt, params, seed, seen=None):
             ids, width = [ord(letter) for letter in "ab stop cd"], 6
             experts = bytes(width * (len(prompt) + len(ids) - 1))
-            return Generated(ids, [-1.0] * 10, "length", 3, list(range(10)), experts)
+            return Completion(ids, [-1.0] * 10, "length", 3, list(range(10)), experts)
 
     policy = StoppedPolicy(Routed(), ["stop"], lambda ids: Letters().decode(ids))
     turn = asyncio.run(policy.generate([1, 2, 3], SamplingParams(max_tokens=10), 0))
@@ -177,7 +176,7 @@ class Reader:
 def test_little_more_is_sampled_than_the_turn_that_a_stop_text_ends(text, most, asked, num_said, reason):
     stream = Reader(text)
     params = SamplingParams(max_tokens=most)
-    with StreamClient(lambda: stream, Request, "a", 30.0) as stream_client:
+    with StreamClient(lambda: stream, "a", 30.0) as stream_client:
         policy = StoppedPolicy(stream_client, ["stop"], lambda ids: Letters().decode(ids))
         turn = asyncio.run(policy.generate([1, 2, 3], params, 5))
     assert (stream.asked, len(turn.token_ids), turn.finish_reason) == (asked, num_said, reason)

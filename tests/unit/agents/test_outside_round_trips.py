@@ -12,7 +12,6 @@ import anthropic.types
 import openai.types.chat
 import openai.types.responses
 import pytest
-from episode_cases import Params
 from outside_cases import episode, game_of
 from template_cases import (
     CHAT,
@@ -29,9 +28,9 @@ from template_cases import (
 from siirl.agents.contexts import Limits
 from siirl.agents.outside import chat_wire, messages_wire, responses_wire
 from siirl.agents.outside.episode_session import Session
-from siirl.agents.policy import Generated
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Played, Speaker
+from siirl.data.completion import Completion, SamplingParams
 
 BODY = (
     "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
@@ -84,7 +83,7 @@ class Actor:
         text = f"{thought}{self.message['content']}{calls}<|im_end|>"
         tokens = self.tokenizer.encode(text)
         self.said.append(tokens)
-        return Generated(tokens, [-1.0] * len(tokens), "stop", 0)
+        return Completion(tokens, [-1.0] * len(tokens), "stop", 0)
 
 
 class OpenAI:
@@ -276,7 +275,7 @@ class Coder(Actor):
         self.message = {"role": "assistant", "content": text}
         self.said.append(self.tokenizer.encode(text))
         tokens = self.tokenizer.encode(f"{text}\nObservation: 1<|im_end|>")
-        return Generated(tokens, [-1.0] * len(tokens), "stop", 0)
+        return Completion(tokens, [-1.0] * len(tokens), "stop", 0)
 
 
 async def converse(kind, seed):
@@ -286,7 +285,7 @@ async def converse(kind, seed):
     tokenizer, client = TOKENIZERS[name], CLIENTS[kind](rng)
     actor = (Coder if isinstance(client, Stopping) else Actor)(rng, tokenizer)
     renderer = ChatRenderer(tokenizer, {}, dialect=DIALECTS[name])
-    one = Speaker(actor, Params(), renderer, Limits(100_000, 100_000))
+    one = Speaker(actor, SamplingParams(max_tokens=1000), renderer, Limits(100_000, 100_000))
     played = Played(episode(), {})
     session = Session(game_of({"a": one}, None), played, None, 999)
     truth = [{"role": "user", "content": "What is 2+2?"}]

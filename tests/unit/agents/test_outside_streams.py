@@ -12,9 +12,9 @@ from outside_cases import episode, game_of
 from siirl.agents.contexts import Limits
 from siirl.agents.outside.endpoint import WIRES
 from siirl.agents.outside.episode_session import Session
-from siirl.agents.policy import Generated
 from siirl.agents.runner import Played
 from siirl.agents.stream_client import StreamClient
+from siirl.data.completion import Completion
 from siirl.dialect.formats.json_calls import hermes
 from siirl.dialect.marks import KNOWN, ReasoningMarks
 from siirl.dialect.tool_formats import BEGINS, TOOL_FORMATS, call_begins
@@ -70,7 +70,7 @@ class Engine(StreamClient):
         self.said.append(len(ids))
         log_probs = [-float(start + index) for index in range(len(ids))]
         is_end = self.ends and start + len(ids) == len(self.ids)
-        return Generated(ids, log_probs, "stop" if is_end else "length", 5)
+        return Completion(ids, log_probs, "stop" if is_end else "length", 5)
 
 
 def answered(path, body, text, ends, parse, marks, opens, streams):

@@ -16,8 +16,8 @@ from siirl.agents.outside.chat_wire import asked_of, completion
 from siirl.agents.outside.content import BadRequest
 from siirl.agents.outside.episode_session import Session
 from siirl.agents.outside.exchange import Said
-from siirl.agents.policy import Generated
 from siirl.agents.runner import Played, turn_seed
+from siirl.data.completion import Completion
 from siirl.dialect.formats.json_calls import hermes
 from siirl.dialect.marks import KNOWN
 
@@ -49,7 +49,7 @@ class Sampler:
         tokens += [END] * stops
         log_probs = [-self.rng.random() for _ in tokens]
         self.samples[seed] = prompt, list(tokens), list(log_probs)
-        return Generated(tokens, log_probs, "stop" if stops else "length", self.rng.randrange(3))
+        return Completion(tokens, log_probs, "stop" if stops else "length", self.rng.randrange(3))
 
 
 class Renamed(Letters):

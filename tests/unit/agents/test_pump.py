@@ -3,23 +3,21 @@
 import asyncio
 import threading
 import time
-from collections import namedtuple
 from dataclasses import dataclass
 
 import pytest
 
 from siirl.agents.stream_client import StreamClient
+from siirl.data.completion import Completion, Request
 from siirl.errors import DeadlineError, RolloutError
 
-Ask = namedtuple("Ask", "key prompt params seed start kv_version seen")
 
+@dataclass(frozen=True)
+class Calls:
+    """What the script reads of sampling parameters: after how many calls of `collect` it answers."""
 
-@dataclass
-class Said:
-    token_ids: list
-    log_probs: list
-    finish_reason: str = "stop"
-    weight_version: int = 3
+    left: int
+    n: int = 1
 
 
 class Script:
@@ -35,7 +33,7 @@ class Script:
     def submit(self, asks):
         self.threads.add(threading.get_ident())
         self.calls.append([ask.prompt[0] for ask in asks])
-        self.waiting |= {ask.key: [ask.params, ask] for ask in asks}
+        self.waiting |= {ask.key: [ask.params.left, ask] for ask in asks}
 
     def collect(self, timeout_s):
         self.threads.add(threading.get_ident())
@@ -45,19 +43,21 @@ class Script:
             if entry[0] == -2:
                 raise RolloutError("engine 'x' died")
         done = [key for key, (left, _) in self.waiting.items() if left == 0]
-        return [(key, Said([self.waiting.pop(key)[1].prompt[0] + 1], [-0.5])) for key in done]
+        return [
+            (key, Completion([self.waiting.pop(key)[1].prompt[0] + 1], [-0.5], "stop", 3)) for key in done
+        ]
 
     def close(self):
         self.closed += 1
 
 
 def pump_of(stream, deadline_s=10.0):
-    return StreamClient(lambda: stream, Ask, "agent_0", deadline_s)
+    return StreamClient(lambda: stream, "agent_0", deadline_s)
 
 
 async def ask_all(policy, asks):
     """Results or errors of (prompt, params), all open at once."""
-    return await asyncio.gather(*(policy.generate([p], n, 0) for p, n in asks), return_exceptions=True)
+    return await asyncio.gather(*(policy.generate([p], Calls(n), 0) for p, n in asks), return_exceptions=True)
 
 
 def test_each_coroutine_gets_its_own_answer_from_one_thread():
@@ -75,11 +75,11 @@ def test_a_turn_is_asked_while_others_run():
     stream = Script()
 
     async def two_turns(policy):
-        first = await policy.generate([1], 1, 0)
-        return await policy.generate(first.token_ids, 1, 0)
+        first = await policy.generate([1], Calls(1), 0)
+        return await policy.generate(first.token_ids, Calls(1), 0)
 
     async def beside_a_long_one(policy):
-        long = asyncio.ensure_future(policy.generate([100], 1 << 30, 0))
+        long = asyncio.ensure_future(policy.generate([100], Calls(1 << 30), 0))
         answer = await two_turns(policy)
         assert not long.done()
         long.cancel()
@@ -105,7 +105,7 @@ def test_a_stream_that_cannot_be_opened_is_told_to_whoever_asks():
     def broken():
         raise RolloutError("no usable weights")
 
-    with StreamClient(broken, Ask, "agent_0", 10.0) as policy:
+    with StreamClient(broken, "agent_0", 10.0) as policy:
         (answer,) = asyncio.run(ask_all(policy, [(1, 1)]))
     assert str(answer) == "no usable weights"
 
@@ -115,7 +115,7 @@ def test_closing_ends_the_thread_and_who_waits():
     policy = pump_of(stream)
 
     async def close_while_waiting():
-        waiting = asyncio.ensure_future(policy.generate([1], 1 << 30, 0))
+        waiting = asyncio.ensure_future(policy.generate([1], Calls(1 << 30), 0))
         await asyncio.sleep(0.01)
         policy.close()
         return await asyncio.gather(waiting, return_exceptions=True)
@@ -128,19 +128,20 @@ def test_closing_ends_the_thread_and_who_waits():
 
 def test_a_pause_gives_what_there_is_of_each_turn_and_closes():
     stream = Script()
-    stream.pause = lambda: [(key, Said([9], [-1.0], "paused")) for key in list(stream.waiting)]
+    stream.pause = lambda: [(key, Completion([9], [-1.0], "paused", 3)) for key in list(stream.waiting)]
     policy = pump_of(stream)
 
     async def pause_while_waiting():
         waiting = [
-            asyncio.ensure_future(policy.generate([p], 1 << 30, 0, start=4, key=f"turn {p}")) for p in (1, 2)
+            asyncio.ensure_future(policy.ask(Request(f"turn {p}", [p], Calls(1 << 30), 0, start=4)))
+            for p in (1, 2)
         ]
         await asyncio.sleep(0.05)
         assert [(ask.key, ask.start) for _, ask in stream.waiting.values()] == [("turn 1", 4), ("turn 2", 4)]
-        late = asyncio.ensure_future(policy.generate([3], 1, 0))
+        late = asyncio.ensure_future(policy.generate([3], Calls(1), 0))
         await asyncio.sleep(0)
         policy.pause()
-        return await asyncio.gather(*waiting, late, policy.generate([4], 1, 0), return_exceptions=True)
+        return await asyncio.gather(*waiting, late, policy.generate([4], Calls(1), 0), return_exceptions=True)
 
     *paused, closed = asyncio.run(pause_while_waiting())
     assert {one.finish_reason for one in paused} == {"paused"}
@@ -158,7 +159,7 @@ def test_a_stream_that_fails_while_it_is_paused_says_so_to_whoever_waits():
     policy = pump_of(stream)
 
     async def pause_while_waiting():
-        waiting = asyncio.ensure_future(policy.generate([1], 1 << 30, 0))
+        waiting = asyncio.ensure_future(policy.generate([1], Calls(1 << 30), 0))
         await asyncio.sleep(0.05)
         policy.pause()
         return await asyncio.gather(waiting, return_exceptions=True)
@@ -178,7 +179,7 @@ def test_a_stream_that_never_returns_is_named_by_close():
     policy = pump_of(stream, deadline_s=0.1)
 
     async def ask():
-        waiting = asyncio.ensure_future(policy.generate([1], 1, 0))
+        waiting = asyncio.ensure_future(policy.generate([1], Calls(1), 0))
         assert await asyncio.to_thread(hangs.wait, 30)
         waiting.cancel()
 

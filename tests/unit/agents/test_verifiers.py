@@ -19,7 +19,7 @@ from outside_cases import play_outside
 from siirl.agents.episode import Episode
 from siirl.agents.outside.endpoint import ProgramLimits
 from siirl.agents.outside.verifiers_episodes import play
-from siirl.agents.policy import Generated
+from siirl.data.completion import Completion
 from siirl.data.verifiers_rows import VerifiersRows
 from siirl.errors import DataError
 
@@ -41,7 +41,7 @@ class Player:
     async def generate(self, prompt, params, seed, seen=None):
         line = self._line_of(text_of(prompt), random.Random(seed))
         tokens = [*map(ord, line), END]
-        return Generated(tokens, [-1.0] * len(tokens), "stop", 5)
+        return Completion(tokens, [-1.0] * len(tokens), "stop", 5)
 
 
 def adder(read, rng):

@@ -101,7 +101,7 @@ def test_dynamic_sampling_with_a_lag_loads_ahead_in_its_own_batches():
     plan, configs = compile_plan(load_dag(cfg), cfg, 2)
     told = report(plan, configs)
     assert "in rounds of as many as it lacks, read 5 at a time" in told and "up to 20 prompts" in told
-    assert plan.nodes["rollout_actor"].op == "partial_rollout" and plan.nodes["rollout_actor"].max_lag == 2
+    assert plan.nodes["rollout_actor"].op == "rollout" and plan.nodes["rollout_actor"].max_lag == 2
     assert [loader.ahead for loader in plan.loaders.values()] == [3], "1.5 x 8 prompts, 5 at once"
     assert "dynamic_sampling" in run_symbolically(plan)
 
@@ -182,7 +182,7 @@ def talking(**second) -> DagBuilder:
 def test_the_episodes_of_an_interaction_go_on_as_a_whole(template):
     plan = compiled(load_dag_file(TEMPLATES / f"{template}.yaml"), 2, *LAG)
     (entry,) = plan.interactions
-    assert plan.nodes[entry].op == "partial_interaction" and plan.nodes[entry].max_lag == 2
+    assert plan.nodes[entry].op == "interaction" and plan.nodes[entry].max_lag == 2
     assert [loader.ahead for loader in plan.loaders.values()] == [2]
     others = [stage.node for stage in plan.interactions[entry].stages if stage.node != entry]
     assert not any(plan.nodes[name].max_lag for name in others if name in plan.nodes)
@@ -233,7 +233,7 @@ def test_engines_of_other_ranks_speak_in_episodes_that_go_on():
     add_agent(dag, 1, "1", dependencies=[above])
     plan = compiled(dag.build(), 2, *LAG)
     (entry,) = plan.interactions
-    assert plan.nodes[entry].op == "partial_interaction"
+    assert plan.nodes[entry].op == "interaction"
     assert [(found.policy, found.heads) for found in plan.interactions[entry].streams] == [
         ("agent_1.rollout", (1,))
     ]
@@ -253,7 +253,7 @@ def test_an_agent_for_which_a_service_speaks_cannot_be_interrupted():
 def test_the_plan_says_how_old_rows_are_and_what_is_in_work():
     plan, configs = compile_plan(one_agent()[0].build(), config(*LAG), 2)
     assert plan.loaders["agent_0.prompts"].ahead == 2
-    assert plan.nodes["rollout_0"].op == "partial_rollout" and plan.nodes["rollout_0"].max_lag == 2
+    assert plan.nodes["rollout_0"].op == "rollout" and plan.nodes["rollout_0"].max_lag == 2
     text = report(plan, configs)
     for words in ("2 batches ahead", "rows up to 2 steps old", "up to 20 prompts (80 responses) are in work"):
         assert words in text, text

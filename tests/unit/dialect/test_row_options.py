@@ -10,8 +10,8 @@ from template_cases import TemplateTokenizer
 from template_cases import dialect_of as spoken_by
 from test_dialect import CHATML, tokenizer_of
 
-from siirl.agents.policy import Generated
 from siirl.agents.renderer import ChatRenderer
+from siirl.data.completion import Completion
 from siirl.data.dataset import PromptDataset
 from siirl.data.rows import make_rows
 from siirl.data.said import said_in
@@ -79,7 +79,7 @@ def test_an_agent_reads_and_speaks_as_its_row_says():
     class Says:
         async def generate(self, prompt, params, seed, seen=None):
             read.append(vocabulary.decode(prompt))
-            return Generated(vocabulary.encode("4<|im_end|>"), [-1.0] * 2, "stop", 0)
+            return Completion(vocabulary.encode("4<|im_end|>"), [-1.0] * 2, "stop", 0)
 
     renderer = ChatRenderer(vocabulary, {}, dialect=spoken_by(vocabulary))
     one = speaker(Says())

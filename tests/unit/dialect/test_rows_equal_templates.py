@@ -20,10 +20,10 @@ from transformers import AutoTokenizer
 
 from siirl.agents.contexts import Context, Limits
 from siirl.agents.message_form import MessageForm
-from siirl.agents.policy import Generated
 from siirl.agents.renderer import IMAGES, ChatRenderer
 from siirl.agents.shown import content_of, images_in
 from siirl.config import load_config
+from siirl.data.completion import Completion
 from siirl.data.image_reader import ImageReader
 from siirl.data.prompt_lengths import PromptLengths
 from siirl.dialect.template import SHOW_TOOLS, ChatTemplate, TemplateRefused
@@ -158,7 +158,7 @@ class Talk:
         if calls and self.rng.random() < 0.3:  # as models write JSON
             tokens = [*self.tokens_of(raw.replace('": ', '":  ')), tokens[-1]]
         self.written[turn] = text if exact else None
-        generated = Generated(tokens, [0.0] * len(tokens), "stop", 0)
+        generated = Completion(tokens, [0.0] * len(tokens), "stop", 0)
         self.context.speak(opening, generated, turn, parse=self.parse if self.tools else None)
         for call, id in zip(message.get("tool_calls", ()), self.context.own_turns[turn].ids, strict=False):
             call["id"] = id  # some models name their calls
@@ -374,7 +374,7 @@ def test_a_turn_that_says_nothing_has_a_row_after_it_and_a_new_one(name):
         talk = Talk(name, 0, [], {})
         talk.context = Context(talk.renderer, Limits(100_000, most))
         opening, end = talk.context.begin(talk.shown), talk.dialect.end_id
-        talk.context.speak(opening, Generated([end], [0.0], "stop", 0), 0)
+        talk.context.speak(opening, Completion([end], [0.0], "stop", 0), 0)
         shown = [*opening.row.shown, {"role": "user", "content": "go on"}]
         text = talk.tokenizer.decode(talk.context.begin(shown).tokens)
         assert text.find("What is 2+2?") < text.find("go on")

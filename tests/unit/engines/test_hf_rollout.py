@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, Gemma2Co
 
 from siirl.compiler.plan import InteractionPlan, ModelPlan
 from siirl.config import load_config
+from siirl.data.completion import SamplingParams
 from siirl.engines.rollout import sampling
-from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.hf import decode, hf_rollout, kv_cache
 from siirl.engines.rollout.hf.hf_rollout import HFRollout
 from siirl.engines.weights.target import stored_tensors_of

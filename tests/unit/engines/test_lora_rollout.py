@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config, with_overrides
+from siirl.data.completion import Request, SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.train.adapters.lora import (
     adapter_name,
     adapters_of,

@@ -10,9 +10,11 @@ from dataclasses import replace
 import pytest
 
 from siirl.access import MOST_STRANGERS
+from siirl.data.completion import Completion, Request, SamplingParams
 from siirl.engines.rollout import remote
-from siirl.engines.rollout.base import Completion, Request, RolloutStream, SamplingParams
-from siirl.engines.rollout.remote import RemoteStream, StreamServer, Unanswered
+from siirl.engines.rollout.base import RolloutStream
+from siirl.engines.rollout.remote import RemoteStream, StreamServer
+from siirl.engines.rollout.served.messages import Unanswered
 from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
 from siirl.launch.failure import describe_exception
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from siirl.data.completion import SamplingParams
 from siirl.engines.rollout import sampling
-from siirl.engines.rollout.base import SamplingParams
 
 
 def test_uniforms_are_uniform_and_independent_of_the_other_rows():

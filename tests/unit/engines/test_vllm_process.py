@@ -19,7 +19,7 @@ import torch
 from fixtures_tiny import make_tiny_model_dir
 
 from siirl.config import load_config
-from siirl.engines.rollout.base import Completion, Request, SamplingParams
+from siirl.data.completion import Completion, Request, SamplingParams
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served import engine_child, engine_process
 from siirl.engines.rollout.served.beating_channel import BeatingChannel
@@ -27,13 +27,13 @@ from siirl.engines.rollout.served.engine_process import EngineLost, EngineProces
 from siirl.engines.rollout.served.engine_shard import physical_gpu
 from siirl.engines.rollout.served.messages import (
     Abort,
+    Answer,
     Beat,
     Call,
     Done,
     Finished,
     FromEngine,
     FromWorker,
-    Response,
     Submit,
 )
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment, tokens_of_a_step
@@ -111,7 +111,7 @@ def test_what_was_posted_fails_for_who_asks_next_and_each_answer_is_that_of_its_
 def test_what_streams_finish_while_another_answer_is_awaited_is_kept_until_it_is_given_up(
     process, monkeypatch
 ):
-    finished = Finished([Response("0", Completion([5], [-1.0], "stop", 0), 0)], {})
+    finished = Finished([Answer("0", Completion([5], [-1.0], "stop", 0), 0)], {})
     messages = [finished, Done(3)]
     monkeypatch.setattr(process, "send", lambda message: None)
     monkeypatch.setattr(process, "_receive", lambda *how: messages.pop(0) if messages else None)
@@ -218,7 +218,7 @@ time.sleep(600)
 
 def test_beats_wait_for_nobody():
     """A worker that reads nothing for hours finds few of them, and the engine's own messages go through."""
-    large = Finished([Response("0", Completion([5] * 1_000_000, [-1.0] * 1_000_000, "stop", 0), 0)], {})
+    large = Finished([Answer("0", Completion([5] * 1_000_000, [-1.0] * 1_000_000, "stop", 0), 0)], {})
     ours, theirs = socket.socketpair()
     channel = BeatingChannel(theirs, FromWorker)
     reader = Channel(ours, FromEngine)
@@ -232,6 +232,19 @@ def test_beats_wait_for_nobody():
     sender.join()
     assert found[-1] == large and len(found) < 4
     reader.close()
+
+
+def test_samples_of_a_prompt_carry_it_once():
+    one, other = (Channel(end, FromWorker) for end in socket.socketpair())
+    prompts = ([5] * 1000, [6] * 1000, [6] * 1000, [7])
+    requests = [
+        Request(f"s_{p}.{i}", prompt, PARAMS, p, i) for p, prompt in enumerate(prompts) for i in range(3)
+    ]
+    one.send(Submit(requests, "adapter").packed())
+    sent = other.receive()
+    assert sum(len(request.prompt) for request in sent.requests) == 3001
+    assert sent.unpacked() == requests and sent.adapter == "adapter"
+    one.close()
 
 
 def test_messages_carry_their_fields_exactly():
@@ -262,8 +275,8 @@ def test_a_prompt_may_be_any_sequence_of_numbers(prompt):
 def test_numbers_that_are_none_arrive_as_such():
     one, other = (Channel(end, FromEngine) for end in socket.socketpair())
     values = [math.nan, -math.inf, -0.1, np.float32(-0.1).item()]
-    one.send(Finished([Response("x_0", Completion([1, 2, 3, 4], values, "stop", 0), 0)], {"gauge": 0.5}))
-    (response,) = other.receive().responses
+    one.send(Finished([Answer("x_0", Completion([1, 2, 3, 4], values, "stop", 0), 0)], {"gauge": 0.5}))
+    (response,) = other.receive().answers
     got = response.completion.log_probs
     assert math.isnan(got[0]) and got[1:] == values[1:]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from siirl.engines.rollout.base import Completion, Request, SamplingParams
+from siirl.data.completion import Completion, Request, SamplingParams
 from siirl.engines.rollout.served import recovery
 from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.engines.rollout.served.journal import BeginUpdate, FinishUpdate, LoadChunk, Sleep, Wake
@@ -19,14 +19,12 @@ from siirl.engines.rollout.served.lora_adapters import LoadAdapter
 from siirl.engines.rollout.served.messages import (
     UNKNOWN,
     Abort,
+    Answer,
     Call,
     Done,
     Finished,
-    Generate,
-    Generated,
     Pause,
     Paused,
-    Response,
     Start,
     Submit,
 )
@@ -131,12 +129,6 @@ class ModelProcess:
                 self.started = True
             case Call(method, arguments):
                 getattr(self, f"_{method}")(**arguments)
-            case Generate(prompts=prompts, seeds=seeds, adapter=adapter):
-                made = [
-                    self._said(f"{p}", [seed], adapter, LENGTH)
-                    for p, seed in zip(prompts, seeds, strict=True)
-                ]
-                return Generated(made, {})
             case Pause(names):
                 stopped = [(*self.running.pop(name), name) for name in names if name in self.running]
                 return Paused([self._said(name, one.prompt, ad, n, "paused") for one, ad, n, name in stopped])
@@ -187,7 +179,7 @@ class ModelProcess:
         assert self.awake == {"weights", "kv_cache"} and not self.updating
         of = (sorted(self.weights.items()), self.adapters.get(adapter), list(prompt))
         ids = [int(hashlib.sha256(repr((of, i)).encode()).hexdigest()[:6], 16) for i in range(length)]
-        return Response(name, Completion(ids, [-1.0] * length, reason, UNKNOWN), 0)
+        return Answer(name, Completion(ids, [-1.0] * length, reason, UNKNOWN), 0)
 
 
 def play(seed, mean, keeps_weights):
@@ -227,11 +219,7 @@ def play(seed, mean, keeps_weights):
             adapter = 1
         engine.tell(Wake("kv_cache"))
         for _ in range(rng.randrange(3)):
-            if rng.random() < 0.4:
-                asked = [[rng.randrange(9)] for _ in range(3)]
-                answers.append(engine.ask(Generate(asked, PARAMS, [[1], [2], [3]], adapter)).responses)
-            else:
-                answers.append(sorted(stream(engine, rng, turn, adapter, answers)))
+            answers.append(sorted(stream(engine, rng, turn, adapter, answers)))
         if rng.random() < 0.6:
             engine.tell(Sleep(keeps_weights))
             asleep, loaded = True, keeps_weights
@@ -253,15 +241,15 @@ def stream(engine, rng, turn, adapter, answers):
         for _ in range(aside.randrange(3)):
             engine.call("stats")  # what completes meanwhile waits for listen
         for finished in engine.listen(0.0):
-            for response in finished.responses:
-                assert response.name in waiting, "answered twice, or never asked"
-                waiting.remove(response.name)
-                found[response.name] = tuple(response.completion.token_ids)
+            for response in finished.answers:
+                assert response.key in waiting, "answered twice, or never asked"
+                waiting.remove(response.key)
+                found[response.key] = tuple(response.completion.token_ids)
     if ends == "pause" and waiting:
-        paused = engine.ask(Pause(sorted(waiting))).responses
-        waiting -= {response.name for response in paused}
+        paused = engine.ask(Pause(sorted(waiting))).answers
+        waiting -= {response.key for response in paused}
         for finished in engine.listen(0.0):  # what had completed before
-            waiting -= {response.name for response in finished.responses}
+            waiting -= {response.key for response in finished.answers}
         assert not waiting
     elif waiting:
         engine.ask(Abort())

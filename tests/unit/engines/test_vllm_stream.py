@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from siirl.engines.rollout.base import Completion, Request, SamplingParams
-from siirl.engines.rollout.served.messages import UNKNOWN, Finished, Response
+from siirl.data.completion import Completion, Request, SamplingParams
+from siirl.engines.rollout.served.messages import UNKNOWN, Answer, Finished
 from siirl.engines.rollout.served.stream import EngineStream, StreamRouter
 from siirl.errors import EpisodeFailed, RolloutError
 
@@ -23,7 +23,7 @@ class Engine:
     def check_requests(self, requests, pending):
         return {r.key: EpisodeFailed("too long", kind="request") for r in requests if len(r.prompt) > 9}
 
-    def count(self, responses, prompt_tokens, stats, reread):
+    def count(self, answers, prompt_tokens, stats, reread):
         self.prompt_tokens += prompt_tokens
         self.reread += reread
         self.stats.append(stats)
@@ -35,8 +35,8 @@ class Board:
     def __init__(self, *ends):
         self.ends, self.names = ends, []
 
-    def open(self, stream):
-        return None
+    def open(self, policy):
+        return policy
 
     def submit(self, message, first):
         self.names += [request.key for request in message.requests]
@@ -47,7 +47,7 @@ class Board:
 
 
 def ended(name, token, log_prob=-1.0, reason="stop"):
-    return Response(name, Completion([token], [log_prob], reason, UNKNOWN), 0)
+    return Answer(name, Completion([token], [log_prob], reason, UNKNOWN), 0)
 
 
 def stream_of(*ends):

@@ -14,14 +14,14 @@ import psutil
 import pytest
 
 from siirl.config import load_config
-from siirl.engines.rollout.base import Request, SamplingParams
+from siirl.data.completion import Request, SamplingParams
 from siirl.engines.rollout.channel import Channel
 from siirl.engines.rollout.served import engine_process, kept_engine
 from siirl.engines.rollout.served.engine_parts import find_parts
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
 from siirl.engines.rollout.served.journal import BeginUpdate, FinishUpdate, LoadChunk, Sleep, Wake
 from siirl.engines.rollout.served.kept_engine import KEEPER_FD, FromKeeper
-from siirl.engines.rollout.served.messages import Call, Doubt, Generate, Start, Submit
+from siirl.engines.rollout.served.messages import Call, Doubt, Start, Submit
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.errors import RolloutError
 from siirl.launch import engine_keeper
@@ -99,7 +99,11 @@ def sync(engine):
 
 
 def generate(engine):
-    return engine.ask(Generate([[5]], SamplingParams(max_tokens=2), [[0]], None)).responses
+    engine.expect()
+    engine.send(Submit([Request("s_0", [5], SamplingParams(max_tokens=2), 0)], None))
+    while not (found := engine.listen(1.0)):
+        pass
+    return found[0].answers
 
 
 def test_the_next_worker_gets_the_engine_without_requests_and_without_weights(site):
@@ -124,7 +128,7 @@ def test_the_next_worker_gets_the_engine_without_requests_and_without_weights(si
 @slow
 def test_a_long_answer_ends_when_nobody_is_there_to_have_it(site):
     engine = site.engine()
-    engine._process.send(Generate([[5], [6]], LONG, [[0], [0]], None))
+    engine._process.send(Submit([Request("s_0", [5], LONG, 0), Request("s_1", [6], LONG, 0)], None))
     time.sleep(0.3)
     began_s = time.monotonic()
     site.go(engine)

@@ -5,7 +5,7 @@ import json
 import random
 import signal
 import threading
-from collections import Counter, namedtuple
+from collections import Counter
 from dataclasses import replace
 from hashlib import blake2b
 
@@ -16,18 +16,17 @@ from hypothesis import strategies as st
 
 from siirl.agents.environments import HostedEnvironment, StepResult
 from siirl.agents.episode import Episode
-from siirl.agents.policy import Generated
 from siirl.agents.runner import Game, turn_seed
 from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import InteractionPlan
+from siirl.data.completion import Completion
 from siirl.data.loader import PromptLoader
-from siirl.engines.rollout.base import Completion, Request, RolloutEngine, SamplingParams
+from siirl.engines.rollout.base import RolloutEngine, WaveStream
 from siirl.errors import DataError, RolloutError, UserCodeError
 from siirl.nodes.episodes_in_flight import EpisodesInFlight
 
 pytestmark = pytest.mark.heavy
 
-Ask = namedtuple("Ask", "key prompt params seed start kv_version seen")
 POLICIES = ("agent_0.rollout", "agent_1.rollout")
 
 
@@ -90,7 +89,7 @@ class Decoder:
         ask, end = self.pending.pop(key)
         tokens = said(ask.seed)[ask.start : end]
         assert len(tokens) <= ask.params.max_tokens
-        return key, Generated(sampled(ask, tokens, self.version), [-1.0] * len(tokens), reason, self.version)
+        return key, Completion(sampled(ask, tokens, self.version), [-1.0] * len(tokens), reason, self.version)
 
     def pause(self):
         return [self.answer(key, "paused") for key in list(self.pending)]
@@ -175,9 +174,7 @@ class Job:
         return found
 
     def stream_clients(self):
-        return {
-            name: (StreamClient(lambda: Decoder(self.step, self.rng), Ask, name, 10.0),) for name in POLICIES
-        }
+        return {name: (StreamClient(lambda: Decoder(self.step, self.rng), name, 10.0),) for name in POLICIES}
 
     def advance(self):
         """One step; the rows of all shards, as (prompt, conversation of each episode)."""
@@ -327,7 +324,7 @@ class Stuck(Decoder):
 def test_a_step_does_not_wait_for_episodes_that_it_restarts_or_drops(stale):
     job = Job(1, 6, 1, 1, 1.0, 8, PLAY, stale=stale)
     job.stream_clients = lambda: {
-        name: (StreamClient(lambda: Stuck(job.step, job.rng), Ask, name, 10.0),) for name in POLICIES
+        name: (StreamClient(lambda: Stuck(job.step, job.rng), name, 10.0),) for name in POLICIES
     }
     for _ in range(8):
         job.advance()
@@ -340,11 +337,15 @@ class Waves(RolloutEngine):
 
     name, weight_version, num_steps, num_cut = "waves", 0, 0, 0
 
-    def run_wave(self, requests, interrupt):
+    def new_stream(self, interrupt):
+        return WaveStream(self, self.wave, interrupt)
+
+    def wave(self, requests, interrupt):
         turns = [said(request.seed)[request.start :] for request in requests]
         for done in range(1, 1 + max(map(len, turns))):
             self.num_steps += 1
-            if interrupt([at for at, turn in enumerate(turns) if len(turn) == done]):
+            both = zip(requests, turns, strict=True)
+            if interrupt([request.key for request, turn in both if len(turn) == done]):
                 break
         self.num_cut += sum(len(turn) > done for turn in turns)
         reasons = ("stop" if len(turn) <= done else "paused" for turn in turns)
@@ -355,9 +356,6 @@ class Waves(RolloutEngine):
             Completion(part, [-1.0] * len(part), why, self.weight_version)
             for part, why in zip(parts, reasons, strict=True)
         ]
-
-    def generate(self, prompts, params, seeds):
-        raise NotImplementedError
 
     def weight_specs(self):
         return {}
@@ -370,13 +368,10 @@ def in_waves(*arguments):
     """A job of one shard whose engine works inside `collect`, and the engine."""
     job, engine = Job(1, *arguments, PLAY), Waves()
 
-    def asked(key, prompt, params, seed, start, kv_version, seen):
-        return Request(key, prompt, SamplingParams(params.max_tokens), seed, 0, start, kv_version)
-
     def stream_clients():
         engine.weight_version = job.step
-        silent = StreamClient(lambda: Decoder(job.step, job.rng), Ask, POLICIES[1], 10.0)
-        waves = StreamClient(lambda: engine.stream(job.kept[0].may_end), asked, POLICIES[0], 10.0, 0.05)
+        silent = StreamClient(lambda: Decoder(job.step, job.rng), POLICIES[1], 10.0)
+        waves = StreamClient(lambda: engine.stream(job.kept[0].may_end), POLICIES[0], 10.0, 0.05)
         return {POLICIES[0]: (waves,), POLICIES[1]: (silent,)}
 
     job.stream_clients = stream_clients
@@ -434,7 +429,7 @@ def test_an_error_of_an_engine_ends_the_step():
 
     job = Job(1, 4, 2, 1, 1.0, 3)
     job.stream_clients = lambda: {
-        name: (StreamClient(lambda: Dead(1, job.rng), Ask, name, 10.0),) for name in POLICIES
+        name: (StreamClient(lambda: Dead(1, job.rng), name, 10.0),) for name in POLICIES
     }
     with pytest.raises(RolloutError, match="engine 'x' died"):
         job.advance()
@@ -463,7 +458,7 @@ def test_an_interruption_by_the_user_is_prompt_and_closes_the_environments(aslee
     once = threading.Lock()
     Table.begun = Table.closed = 0
     job = Job(1, 4, 2, 1, 1.0, 3, PLAY)
-    stream_clients = {name: (StreamClient(lambda: Silent(1, job.rng), Ask, name, 10.0),) for name in POLICIES}
+    stream_clients = {name: (StreamClient(lambda: Silent(1, job.rng), name, 10.0),) for name in POLICIES}
     job.stream_clients = lambda: stream_clients
     with pytest.raises(KeyboardInterrupt):
         job.advance()

@@ -1,6 +1,7 @@
 """Responses that go on from step to step: nothing is lost, nothing is trained twice, nothing is too old."""
 
 import json
+import pickle
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -12,14 +13,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from siirl.config.load import load_config
+from siirl.data.completion import Completion, SamplingParams
 from siirl.data.loader import PromptLoader
 from siirl.dialect.dialect import Dialect, StopToken
-from siirl.engines.rollout.base import Completion, RolloutEngine, RolloutStream, SamplingParams, WaveStream
+from siirl.engines.rollout.base import RolloutEngine, RolloutStream, WaveStream
 from siirl.engines.rollout.sampling import derive_seed, later_seed, uniforms
 from siirl.errors import DataError, EpisodeFailed, RolloutError
 from siirl.nodes.context import OpContext, StepInfo
-from siirl.nodes.in_flight import FinishedGroups, RolloutsInFlight
-from siirl.nodes.partial_rollout import partial_rollout
+from siirl.nodes.generate import rollout
+from siirl.nodes.rollouts_in_flight import RolloutsInFlight
 from siirl.observe.metrics import Metrics
 
 pytestmark = pytest.mark.heavy
@@ -59,14 +61,14 @@ class FakeEngine(RolloutEngine):
 
     def new_stream(self, interrupt):
         """Of an engine that works alone, what has completed is told at once."""
-        return WaveStream(self, (lambda keys: True) if self.works_alone else interrupt)
+        return WaveStream(self, self.wave, (lambda keys: True) if self.works_alone else interrupt)
 
     def __init__(self):
         self.sampled = {}  # (prompt, number of the response) -> the version of each token
         self.begun = {}  # (seed, sample) of a response -> version that sampled its first token
 
-    def run_wave(self, requests, interrupt):
-        """See RolloutEngine."""
+    def wave(self, requests, interrupt):
+        """See SampleWave."""
         parts = self.parts(requests, interrupt)
         for request, part in zip(requests, parts, strict=True):
             versions = self.sampled.setdefault((request.prompt[0], request.sample), [])
@@ -85,7 +87,8 @@ class FakeEngine(RolloutEngine):
         whole = [self.one(request) for request in requests]
         for done in range(1, MOST + 1):
             self.num_steps += any(len(one.token_ids) >= done for one in whole)
-            ended = [at for at, one in enumerate(whole) if len(one.token_ids) == done]
+            both = zip(requests, whole, strict=True)
+            ended = [request.key for request, one in both if len(one.token_ids) == done]
             if ended and interrupt(ended):
                 return [cut(one, done) for one in whole]
         return whole
@@ -99,9 +102,6 @@ class FakeEngine(RolloutEngine):
         tokens = [int(u * 1e9) for u in numbers[:length]]
         reason = "length" if length is None else "stop"
         return Completion(tokens, [0.0] * len(tokens), reason, self.weight_version)
-
-    def generate(self, prompts, params, seeds):
-        raise NotImplementedError
 
     def weight_specs(self):
         return {}
@@ -145,7 +145,7 @@ class Job:
             rows = kept.load(loader, missing)
             self.given_up += kept.drain_dropped()
             kept.admit(rows, self.step, lambda batch, slot: 1000 * batch + slot)
-            taken = FinishedGroups.decode(json.loads(json.dumps(kept.sample(PARAMS, self.step).encode())))
+            taken = pickle.loads(pickle.dumps(kept.sample(PARAMS, self.step)))
             self.restarted += taken.num_restarted
             groups = kept.give(taken)
             ids += groups["group_id"].tolist()
@@ -258,7 +258,7 @@ def test_each_token_has_the_version_that_sampled_it_and_padding_has_none(max_lag
         dialect = Dialect("a model", (StopToken(1, "<eos>", ("tokenizer",)),))
         node = SimpleNamespace(plan=SimpleNamespace(agent=0), cfg=cfg, dialect=dialect)
         ctx = OpContext(node, StepInfo(step, False), None, Metrics(), None)
-        out = partial_rollout(ctx, rows, engine, kept)
+        out = rollout(ctx, rows, engine, kept)
         samples = zip(out["prompt_ids"][:, 0].tolist(), (out["row_id"] % n).tolist(), strict=True)
         expected = [engine.sampled[sample] for sample in samples]
         width = out["response_ids"].shape[1]
@@ -365,7 +365,7 @@ ROUNDS = st.tuples(st.integers(1, 7), st.sampled_from([0.3, 0.6, 1.0]))
 
 def begun(job):
     """The prompts in work of which something was sampled."""
-    groups = (group for kept in job.kept for group in kept.responses.values())
+    groups = (group for kept in job.kept for group in kept.work.values())
     return sum(any(one.token_ids for one in group) for group in groups)
 
 

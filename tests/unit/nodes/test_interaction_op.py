@@ -8,9 +8,9 @@ import torch
 from episode_cases import END, Letters, text_of
 from plan_cases import add_agent, compiled, config
 
-from siirl.agents.policy import Generated
 from siirl.config import with_overrides
 from siirl.dag.spec import DagBuilder
+from siirl.data.completion import Completion
 from siirl.data.rows import make_rows, objects
 from siirl.errors import DataError, EpisodeFailed, RolloutError, UserError
 from siirl.nodes.interaction import build_interaction, interaction, turns
@@ -101,7 +101,7 @@ class Says:
             if word in text_of(prompt):
                 raise EpisodeFailed(f"cannot say {word}", "endpoint")
         tokens = [*map(ord, self.text), END][: self.cut]
-        return Generated(tokens, [-1.0] * len(tokens), "stop" if self.cut is None else "length", 4)
+        return Completion(tokens, [-1.0] * len(tokens), "stop" if self.cut is None else "length", 4)
 
 
 class OneRank:
@@ -171,12 +171,12 @@ class Played:
         metrics, others = Metrics(), Metrics()
         found = []
         for agent in agents:
-            op = turns if agent else interaction
             ctx = SimpleNamespace(
                 node_id=f"rollout_{agent}", agent=agent, cfg=self.cfgs[f"rollout_{agent}"], step=step,
                 validate=validate, round=round, metrics=metrics if agent == 0 else others,
             )  # fmt: skip
-            found.append(op(ctx, rows, self.shared))
+            called = ctx, rows, self.shared
+            found.append(turns(*called) if agent else interaction(*called, in_flight=None))
         metrics.merge(others, "agent_1/")
         return found, metrics.values()
 

@@ -14,17 +14,11 @@ from transformers.initialization import no_init_weights
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.config.common import ModelConfig
+from siirl.data.completion import PAUSED, Completion, Key, Request, SamplingParams
 from siirl.data.image_reader import ImageReader
-from siirl.data.seen import NO_IMAGES, Seen
-from siirl.engines.rollout.base import (
-    Completion,
-    Key,
-    Request,
-    RolloutEngine,
-    SamplingParams,
-    WeightPart,
-)
-from siirl.engines.rollout.call_limits import PAUSED, CallLimits, WeightState, check_finite
+from siirl.data.seen import Seen
+from siirl.engines.rollout.base import Interrupt, RolloutEngine, WaveStream, WeightPart
+from siirl.engines.rollout.call_limits import CallLimits, WeightState, check_finite
 from siirl.engines.rollout.hf.decode import Samples, decode
 from siirl.engines.rollout.hf.decode_attention import use_decode_attention
 from siirl.engines.rollout.hf.prefill import Prompt, PromptReader
@@ -57,7 +51,7 @@ class _Row(NamedTuple):
     seed: int
     limit: int
     """Most tokens."""
-    seen: Seen = NO_IMAGES
+    seen: Seen
     """Of the prompt."""
 
     @property
@@ -113,39 +107,13 @@ class HFRollout(RolloutEngine):
         self._specs, self._aliases = tensor_names(self._model)
         self._state: WeightState = "empty"
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        """See RolloutEngine; wakes the engine.
+    def new_stream(self, interrupt: Interrupt | None) -> WaveStream:
+        """See RolloutEngine: what has come in is decoded together, whose prompts are read anew."""
+        return WaveStream(self, self._sample, interrupt)
 
-        RolloutError before the first complete sync, for a prompt that cannot run (too long, empty, unknown
-        tokens), and for weights that give log-probs that are not finite.
-        """
-        return self.generate_seeing(prompts, [NO_IMAGES] * len(prompts), params, seeds)
-
-    def generate_seeing(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seen: Sequence[Seen],
-        params: SamplingParams,
-        seeds: Sequence[int],
-    ) -> list[list[Completion]]:
-        """See RolloutEngine; errors of `generate`."""
-        self._limits.check(self._state, prompts, params, seeds)
-        rows = [
-            _Row(tuple(prompt), derive_seed(seed, sample), params.max_tokens, shown)
-            for prompt, shown, seed in zip(prompts, seen, seeds, strict=True)
-            for sample in range(params.n)
-        ]
-        found = self._run(
-            rows, params, None, lambda row: f"sample {row % params.n} of prompt {row // params.n}"
-        )
-        return [found[start : start + params.n] for start in range(0, len(found), params.n)]
-
-    def run_wave(
-        self, requests: Sequence[Request], interrupt: Callable[[list[int]], bool] | None
-    ) -> list[Completion]:
-        """See RolloutEngine; errors of `generate`."""
+    def _sample(self, requests: Sequence[Request], interrupt: Interrupt | None) -> list[Completion]:
+        """See SampleWave; wakes the engine. RolloutError for log-probs that are not finite."""
+        self.wake()
         rows = [
             _Row(
                 tuple(r.prompt),
@@ -155,30 +123,17 @@ class HFRollout(RolloutEngine):
             )
             for r in requests
         ]
-        return self._run(rows, requests[0].params, interrupt, lambda row: f"prompt {row}")
-
-    def _run(
-        self,
-        rows: Sequence["_Row"],
-        params: SamplingParams,
-        interrupt: Callable[[list[int]], bool] | None,
-        called: Callable[[int], str],
-    ) -> list[Completion]:
-        """A completion of each row. interrupt: see run_wave. called: the name of a row in messages."""
-        self.check_idle("generate")
-        if not rows:
-            return []
-        self.wake()
         # Equal prompts together, and similar lengths.
         order = sorted(range(len(rows)), key=lambda row: (len(rows[row].prompt), *rows[row].asked))
-        params = replace(params, max_tokens=max(row.limit for row in rows))
-        max_rows = self._rows_per_pass(params.n, len(rows[order[-1]].prompt) + params.max_tokens)
+        params = replace(requests[0].params, max_tokens=max(row.limit for row in rows))
+        num_samples = 1 + max(request.sample for request in requests)
+        max_rows = self._rows_per_pass(num_samples, len(rows[order[-1]].prompt) + params.max_tokens)
         found = [Completion([], [], PAUSED, self.weight_version) for _ in rows]
         interrupted = False
 
         def told(part: Sequence[int], ended: list[int]) -> bool:
             nonlocal interrupted
-            interrupted = interrupt is not None and interrupt([part[row] for row in ended])
+            interrupted = interrupt is not None and interrupt([requests[part[row]].key for row in ended])
             return interrupted
 
         with torch.inference_mode():
@@ -190,7 +145,8 @@ class HFRollout(RolloutEngine):
                     found[row] = completion
                 if interrupted:
                     break
-        check_finite(((called(row), one) for row, one in enumerate(found)), str(self._model.dtype))
+        named = ((f"request {request.key!r}", one) for request, one in zip(requests, found, strict=True))
+        check_finite(named, str(self._model.dtype))
         return found
 
     def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> dict[Key, EpisodeFailed]:

@@ -21,11 +21,11 @@ from siirl.engines.rollout.served.messages import (
     Failed,
     Finished,
     FromEngine,
-    Generated,
     Paused,
     Scored,
     Start,
     Stop,
+    Submit,
 )
 from siirl.errors import ConfigError, RolloutError
 from siirl.observe.heartbeat import FD_VARIABLE as HEARTBEAT
@@ -166,7 +166,7 @@ class EngineProcess:
                     self._parts.find()
                 case Finished() as finished:
                     self._unread.append(finished)
-                case Done() | Generated() | Scored() | Paused() as answer:
+                case Done() | Scored() | Paused() as answer:
                     return answer
 
     def call(self, method: str, **arguments: Any) -> Any:
@@ -176,7 +176,7 @@ class EngineProcess:
     def send(self, message: Message) -> None:
         """Send a message that has no answer of its own. EngineLost: the process died, or takes none."""
         try:
-            self._channel.send(message)
+            self._channel.send(message.packed() if isinstance(message, Submit) else message)
         except ChannelClosed:
             raise self._death(message.kind) from None
 

@@ -26,7 +26,7 @@ class EngineShard:
         return self.group is None or dist.get_rank(self.group) == 0
 
     def share(self, value: Any) -> Any:
-        """What the first rank gives, on all of them; a JSON value."""
+        """What the first rank gives, on all of them; plain values and records."""
         box = [value]
         if self.group is not None:
             dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)

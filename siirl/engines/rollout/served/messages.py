@@ -1,4 +1,8 @@
-"""What a worker and the process of its engine say to each other."""
+"""What is said to an engine elsewhere, and by it: in a process of this worker, or served by another rank.
+
+A worker and the process of its engine say most of these; ranks that play episodes and a rank that serves
+their engine say Hello, Submit, Pause, Done, Finished, Unanswered, Alive and Failed (`../remote.py`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from siirl.data.seen import Seen
-from siirl.engines.rollout.base import Completion, Request, SamplingParams
+from siirl.data.completion import Completion, Key, Request
 from siirl.engines.rollout.channel import Message
 
 UNKNOWN = -1
@@ -34,21 +37,6 @@ class Call(Message):
         return self.method
 
 
-class Generate(Message):
-    """Answered by Generated: a response for each seed of each prompt, in this order."""
-
-    prompts: Sequence[Sequence[int]]
-    params: SamplingParams
-    """With n = 1."""
-    seeds: list[list[int]]
-    adapter: str | None
-    """Name of a loaded one; None: the model alone."""
-    kv_version: int | None = None
-    """As of the requests of a Submit."""
-    seen: Sequence[Seen] = ()
-    """The images of each prompt; (): none has one."""
-
-
 class Score(Message):
     """Answered by Scored: what the model says of each row of tokens, from its start on."""
 
@@ -61,15 +49,33 @@ class Submit(Message):
     """Let requests join those that run. Each is answered by itself, by and by, in a Finished."""
 
     requests: list[Request]
-    """Under keys "STREAM_number", with the seeds of their samples. In the prefix cache they find what
-    requests of the same kv_version left there."""
-    adapter: str | None
+    """To a process under keys "STREAM_number", with the seeds of their samples. In the prefix cache they find
+    what requests of the same kv_version left there."""
+    adapter: str | None = None
+
+    def packed(self) -> "Submit":
+        """As it is sent: of the samples of a prompt, one after the other, the first alone has it."""
+        before: Sequence[int] | None = None
+        requests = []
+        for request in self.requests:
+            requests.append(replace(request, prompt=()) if request.prompt is before else request)
+            before = request.prompt
+        return Submit(requests, self.adapter)
+
+    def unpacked(self) -> list[Request]:
+        """The requests of what `packed` gave; none has an empty prompt."""
+        requests: list[Request] = []
+        for request in self.requests:
+            requests.append(request if request.prompt else replace(request, prompt=requests[-1].prompt))
+        return requests
 
 
 class Pause(Message):
-    """End requests that were submitted, unless they have completed. Answered by Paused."""
+    """End requests that were submitted, unless they have completed. A process answers by Paused, a rank by
+    what it says of each."""
 
-    names: list[str]
+    names: list[str] | None = None
+    """None: all that the sender has submitted."""
 
 
 class Abort(Message):
@@ -84,19 +90,16 @@ class Stop(Message):
     """End the process. Not answered."""
 
 
-class Response(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True):
     """A response that the engine has completed."""
 
-    name: str
-    """Key of its request."""
+    key: Key
+    """Of its request."""
     completion: Completion
-    """With the engine's finish_reason, and weight_version UNKNOWN: the worker counts the versions."""
-    num_cached_tokens: int
+    """Of a process with the engine's finish_reason, and weight_version UNKNOWN: its worker counts the
+    versions."""
+    num_cached_tokens: int = 0
     """Of the prompt, in the prefix cache."""
-
-    def at_version(self, weight_version: int) -> Completion:
-        """The completion, of these weights."""
-        return replace(self.completion, weight_version=weight_version)
 
 
 class RowScores(msgspec.Struct, frozen=True):
@@ -115,37 +118,40 @@ class Scored(Message):
 
 
 class Done(Message):
-    """The answer to a message that could be followed."""
+    """The answer to a message that could be followed; of a rank, that it closes its stream."""
 
     result: Any = None
-
-
-class Generated(Message):
-    """The answer to Generate."""
-
-    responses: list[Response]
-    stats: dict[str, float]
-    """See NativeEngine.stats."""
 
 
 class Paused(Message):
     """The answer to Pause: what there is of each request that had not completed, maybe no token."""
 
-    responses: list[Response]
+    answers: list[Answer]
 
 
 class Finished(Message):
-    """Submitted requests that a step of the engine has completed."""
+    """Submitted requests that have completed."""
 
-    responses: list[Response]
-    stats: dict[str, float]
-    """None while others run."""
+    answers: list[Answer]
+    stats: dict[str, float] = msgspec.field(default_factory=dict)
+    """Of a process; none while others run."""
+
+
+class Unanswered(Message):
+    """A submitted request that failed alone."""
+
+    key: Key
+    reason: str
+    """Of its EpisodeFailed."""
+    why: str
+    """The kind of its EpisodeFailed."""
 
 
 class Alive(Message):
-    """Sent about every second by the thread that runs the engine, while it generates."""
+    """The sender works: said about every second by a rank, and while it generates by the thread of a process
+    that runs the engine."""
 
-    progress: str
+    progress: str = ""
 
 
 class Beat(Message):
@@ -153,14 +159,22 @@ class Beat(Message):
 
 
 class Failed(Message):
-    """The answer to a message that failed."""
+    """The answer to a message that failed; of a rank, that it cannot go on."""
 
     text: str
-    user_error: bool
+    user_error: bool = False
     """What is wrong is the user's to change."""
-    of_stream: bool
+    of_stream: bool = True
     """It is the end of all requests that were submitted."""
 
 
-FromWorker = Start | Call | Generate | Score | Submit | Pause | Abort | Doubt | Stop
-FromEngine = Done | Generated | Scored | Paused | Finished | Alive | Beat | Failed
+class Hello(Message):
+    """Which rank opens a stream."""
+
+    rank: int
+
+
+FromWorker = Start | Call | Score | Submit | Pause | Abort | Doubt | Stop
+FromEngine = Done | Scored | Paused | Finished | Alive | Beat | Failed
+FromClient = Hello | Submit | Pause | Alive | Failed | Done
+FromServer = Finished | Unanswered | Alive | Failed

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from siirl.engines.rollout.base import Request
+from siirl.data.completion import Request
 from siirl.engines.rollout.channel import Message
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
 from siirl.engines.rollout.served.journal import METHODS, Journal, Told
-from siirl.engines.rollout.served.messages import Abort, Call, Finished, Pause, Response, Start, Submit
+from siirl.engines.rollout.served.messages import Abort, Answer, Call, Finished, Pause, Start, Submit
 from siirl.engines.weights.kept import MAX_RESTARTS
 from siirl.errors import ConfigError, RolloutError
 from siirl.observe.spans import phase
@@ -80,7 +80,7 @@ class RecoveringEngine:
             self._unanswered.clear()
         answer = self._held(lambda process: process.ask(message))
         if isinstance(message, Pause):
-            self._answered(answer.responses)  # the others have completed before: see listen
+            self._answered(answer.answers)  # the others have completed before: see listen
         return answer
 
     def tell(self, event: Told) -> Any:
@@ -123,7 +123,7 @@ class RecoveringEngine:
                 raise
             else:
                 for finished in fresh:
-                    self._answered(finished.responses)
+                    self._answered(finished.answers)
                 return found + fresh
 
     def forget(self) -> None:
@@ -162,7 +162,7 @@ class RecoveringEngine:
             self._restarted_s.append(began_s)
             self._num_uncounted += 1
             for finished in self._process.forget():
-                self._answered(finished.responses)
+                self._answered(finished.answers)
                 self._salvaged.append(finished)
             log.warning(
                 "%s It is started again (%d of %d times within an hour) with its weights and its %d "
@@ -189,9 +189,9 @@ class RecoveringEngine:
             log.warning("rollout engine: back after %.1f s", time.monotonic() - began_s)
             return
 
-    def _answered(self, responses: Sequence[Response]) -> None:
-        for response in responses:
-            self._unanswered.pop(response.name, None)
+    def _answered(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            self._unanswered.pop(answer.key, None)
 
     def _submit_again(self) -> None:
         by_adapter: dict[str | None, list[Request]] = {}

@@ -13,29 +13,18 @@ from torch import Tensor
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-from siirl.data.seen import NO_IMAGES, Seen
-from siirl.engines.rollout.base import (
-    Completion,
-    Interrupt,
-    Key,
-    Request,
-    RolloutEngine,
-    SamplingParams,
-    WeightPart,
-)
+from siirl.data.completion import Key, Request
+from siirl.engines.rollout.base import Interrupt, RolloutEngine, WeightPart
 from siirl.engines.rollout.call_limits import (
     CallLimits,
     WeightState,
-    check_complete_responses,
-    check_finite,
     max_model_len,
 )
-from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.served.engine_process import EngineProcess
 from siirl.engines.rollout.served.engine_shard import EngineShard, engine_shard, physical_gpu
 from siirl.engines.rollout.served.journal import Sleep, Told, Wake
 from siirl.engines.rollout.served.lora_adapters import LoadAdapter, SharedEngine, base_alone
-from siirl.engines.rollout.served.messages import Generate, Response, Score, Start
+from siirl.engines.rollout.served.messages import Answer, Score, Start
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.rollout.served.row_scores import ONE_TOKEN, checked_scores
 from siirl.engines.rollout.served.stream import EngineStream, StreamRouter
@@ -165,42 +154,12 @@ class ServedRollout(RolloutEngine):
             self._router = StreamRouter(self._process)
         self._shard.meet()
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        """See RolloutEngine. Each sample is a request of its own; a prompt is prefilled once.
-
-        RolloutError before the first complete sync, for a prompt that cannot run, for log-probs that are not
-        finite, and when the engine dies, hangs or fails.
-        """
-        return self.generate_seeing(prompts, [NO_IMAGES] * len(prompts), params, seeds)
-
-    def generate_seeing(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seen: Sequence[Seen],
-        params: SamplingParams,
-        seeds: Sequence[int],
-    ) -> list[list[Completion]]:
-        """See RolloutEngine; errors of `generate`."""
+    @contextmanager
+    def alone(self, num_requests: int) -> Iterator[None]:
+        """See RolloutEngine: the streams of all its users are held, or idle."""
         self._check_all_idle("generate")
-        self._limits.check(self._state, prompts, params, seeds)
-        if not prompts:
-            return []
-        with self._streams_held():
-            mine = self._generate(prompts, seen, params, seeds) if self._shard.is_first else None
-            responses = self._shard.share(mine)
-        samples = [response.at_version(self.weight_version) for response in responses]
-        completions = [samples[start : start + params.n] for start in range(0, len(samples), params.n)]
-        check_finite(
-            (
-                (f"sample {sample} of prompt {call}", completion)
-                for call, row in enumerate(completions)
-                for sample, completion in enumerate(row)
-            ),
-            self._dtype,
-        )
-        return completions
+        with self._streams_held(), phase("generate", rows=num_requests):
+            yield
 
     def score(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], top_k: int
@@ -236,17 +195,18 @@ class ServedRollout(RolloutEngine):
     def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> dict[Key, EpisodeFailed]:
         """Which requests of a stream cannot run, and why, see CallLimits; wakes the KV cache."""
         refused = self._limits.check_requests(self._state, requests, pending)
-        self._wake_cache()
+        if self.leads:
+            self._wake_cache()
         return refused
 
     def count(
-        self, responses: Sequence[Response], prompt_tokens: int, stats: dict[str, float], reread: int = 0
+        self, answers: Sequence[Answer], prompt_tokens: int, stats: dict[str, float], reread: int = 0
     ) -> None:
-        """Keep what the engine says for drain_metrics. prompt_tokens: of the responses, as submitted.
+        """Keep what the engine says for drain_metrics. prompt_tokens: of the requests, as submitted.
 
-        reread: those of them that had been read before the response was paused, and were not in the cache.
+        reread: those of them that had been read before a response was paused, and were not in the cache.
         """
-        cached = float(sum(response.num_cached_tokens for response in responses))
+        cached = float(sum(answer.num_cached_tokens for answer in answers))
         self._metrics.mean("rollout/prefix_cache_hits", cached, prompt_tokens)
         if self._cfg.actor_rollout_ref.rollout.max_lag:
             self._metrics.sum("rollout/reread_tokens", reread)
@@ -392,24 +352,6 @@ class ServedRollout(RolloutEngine):
         assert self._process is not None
         parts = self._process.call("read_tensor", name=name)
         return [torch.tensor(values, dtype=torch.float32).view(shape) for values, shape in parts]
-
-    def _generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seen: Sequence[Seen],
-        params: SamplingParams,
-        seeds: Sequence[int],
-    ) -> list[Response]:
-        self._wake_cache()
-        table = [[derive_seed(seed, sample) for sample in range(params.n)] for seed in seeds]
-        version = self.weight_version if self.keeps_kv else None
-        asked = Generate(prompts, dataclasses.replace(params, n=1), table, self._adapter, version, list(seen))
-        assert self._process is not None
-        with phase("generate", rows=params.n * len(prompts)):
-            answer = self._process.ask(asked)
-        check_complete_responses((one.completion.finish_reason for one in answer.responses), self.name)
-        self.count(answer.responses, params.n * sum(len(prompt) for prompt in prompts), answer.stats)
-        return answer.responses
 
     def _wake_cache(self) -> None:
         if self._engine.keeps_weights:

@@ -24,8 +24,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from siirl.data.seen import NO_IMAGES
-from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served.beating_channel import BeatingChannel
 from siirl.engines.rollout.served.engine_parts import find_parts
@@ -33,6 +31,7 @@ from siirl.engines.rollout.served.kept_engine import next_worker
 from siirl.engines.rollout.served.messages import (
     Abort,
     Alive,
+    Answer,
     Call,
     Done,
     Doubt,
@@ -40,11 +39,8 @@ from siirl.engines.rollout.served.messages import (
     Finished,
     FromEngine,
     FromWorker,
-    Generate,
-    Generated,
     Pause,
     Paused,
-    Response,
     RowScores,
     Score,
     Scored,
@@ -112,7 +108,7 @@ class Server:
         return False
 
     def _answer(self, message: FromWorker) -> None:
-        answer: Done | Generated | Scored | Paused = Done()
+        answer: Done | Scored | Paused = Done()
         match message:
             case Start(native, arguments):
                 with names_noted():
@@ -121,12 +117,10 @@ class Server:
                 if self._renewal.begins(method):
                     answer = Done(getattr(self._engine, method)(**arguments))
                     self._renewal.done(method, arguments)
-            case Generate():
-                answer = self._generate(message)
             case Score():
                 answer = self._score(message)
             case Pause(names):
-                answer = Paused(self._pause(names))
+                answer = Paused(self._pause(names or []))
             case Abort():
                 self._abort()
             case Doubt():
@@ -154,46 +148,27 @@ class Server:
 
     def _submit(self, submitted: Submit) -> None:
         self._renewal.check_weights()
-        for request in submitted.requests:
+        for request in submitted.unpacked():
             self._engine.add(request, submitted.adapter)
             self._running.add(str(request.key))
 
     def _advance(self) -> None:
         """One step of the engine for the stream's requests."""
-        responses = self._engine.step()
-        self._running.difference_update(response.name for response in responses)
-        if responses:
-            self._outbox.put(Finished(responses, {} if self._running else self._engine.stats()))
+        answers = self._engine.step()
+        self._running.difference_update(answer.key for answer in answers)
+        if answers:
+            self._outbox.put(Finished(answers, {} if self._running else self._engine.stats()))
         self._say_alive(f"{len(self._running)} requests are running")
 
-    def _pause(self, names: list[str]) -> list[Response]:
+    def _pause(self, names: list[str]) -> list[Answer]:
         stopped = self._engine.stop([name for name in names if name in self._running])
-        self._running.difference_update(response.name for response in stopped)
+        self._running.difference_update(answer.key for answer in stopped)
         return stopped
 
     def _abort(self) -> None:
         if self._running:
             self._engine.abort(sorted(self._running))
         self._running.clear()
-
-    def _generate(self, asked: Generate) -> Generated:
-        self._renewal.check_weights()
-        responses: dict[int, Response | None] = {}
-        of_prompts = asked.seen or [NO_IMAGES] * len(asked.prompts)
-        for prompt, seeds, seen in zip(asked.prompts, asked.seeds, of_prompts, strict=True):
-            for seed in seeds:
-                request = Request(
-                    len(responses), prompt, asked.params, seed, seen=seen, kv_version=asked.kv_version
-                )
-                self._engine.add(request, asked.adapter)
-                responses[len(responses)] = None
-        done = 0
-        while done < len(responses):
-            finished = self._engine.step()
-            responses |= {int(response.name): response for response in finished}
-            done += len(finished)
-            self._say_alive(f"{done} of {len(responses)} responses are complete")
-        return Generated([*responses.values()], self._engine.stats())
 
     def _score(self, asked: Score) -> Scored:
         self._renewal.check_weights()

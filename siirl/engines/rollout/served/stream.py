@@ -6,12 +6,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream, Unfinished
-from siirl.engines.rollout.call_limits import COMPLETE, PAUSED, check_finite
+from siirl.data.completion import PAUSED, Completion, Key, PartialCompletion, Request
+from siirl.engines.rollout.base import RolloutStream
+from siirl.engines.rollout.call_limits import COMPLETE, check_finite
 from siirl.engines.rollout.sampling import derive_seed
-from siirl.engines.rollout.served.messages import Abort, Finished, Pause, Response, Submit
+from siirl.engines.rollout.served.messages import Abort, Answer, Finished, Pause, Submit
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.errors import ConfigError, EpisodeFailed, RolloutError
+
+Asked = tuple[Request, PartialCompletion]
+"""What is wanted, and what there is of it."""
 
 
 class StreamRouter:
@@ -26,12 +30,18 @@ class StreamRouter:
         self._boxes: dict[str, list[Finished]] = {}
         self._failure: RolloutError | ConfigError | None = None
 
-    def open(self, stream: str) -> None:
-        """Take answers for a stream; their names are "STREAM_number"."""
+    def open(self, policy: str) -> str:
+        """Take answers for a stream of a policy, which may have others; returns its name.
+
+        Those of its requests are "NAME_number".
+        """
         with self._lock:
             if not self._boxes:
                 self._failure = None
+            names = (policy, *(f"{policy}.{number}" for number in range(len(self._boxes))))
+            stream = next(name for name in names if name not in self._boxes)
             self._boxes[stream] = []
+            return stream
 
     def submit(self, message: Submit, first: bool) -> None:
         """Send requests. first: the stream was idle."""
@@ -58,7 +68,7 @@ class StreamRouter:
             paused = self.process.ask(Pause(names))
             self._receive(0)  # what has completed before
             found, self._boxes[stream] = self._boxes[stream], []
-        return [*found, Finished(paused.responses, {})]
+        return [*found, Finished(paused.answers, {})]
 
     def close(self, stream: str, pending: bool) -> None:
         """Forget a stream; if requests of it are pending, those of all streams end."""
@@ -79,16 +89,16 @@ class StreamRouter:
             raise
         for finished in found:
             stats = finished.stats  # what the engine counted meanwhile goes to the first stream
-            for stream, responses in _by_stream(finished.responses).items():
+            for stream, answers in _by_stream(finished.answers).items():
                 if stream in self._boxes:
-                    self._boxes[stream].append(Finished(responses, stats))
+                    self._boxes[stream].append(Finished(answers, stats))
                 stats = {}
 
 
-def _by_stream(responses: Sequence[Response]) -> dict[str, list[Response]]:
-    parts: dict[str, list[Response]] = defaultdict(list)
-    for response in responses:
-        parts[response.name.rpartition("_")[0]].append(response)
+def _by_stream(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    parts: dict[str, list[Answer]] = defaultdict(list)
+    for answer in answers:
+        parts[answer.key.rpartition("_")[0]].append(answer)
     return parts
 
 
@@ -104,7 +114,7 @@ class StreamedEngine(Protocol):
         ...
 
     def count(
-        self, responses: Sequence[Response], prompt_tokens: int, stats: dict[str, float], reread: int
+        self, answers: Sequence[Answer], prompt_tokens: int, stats: dict[str, float], reread: int
     ) -> None:
         """See ServedRollout."""
         ...
@@ -118,12 +128,11 @@ class EngineStream(RolloutStream):
     ) -> None:
         """adapter: name of the LoRA adapter that its requests are for."""
         self._engine, self._router, self._dtype, self._adapter = engine, router, dtype, adapter
-        self._pending: dict[str, Unfinished] = {}  # under the names that the process knows
-        self._held: list[Unfinished] = []
+        self._pending: dict[str, Asked] = {}  # under the names that the process knows
+        self._held: list[Asked] = []
         self._answered: list[tuple[Key, Completion | EpisodeFailed]] = []  # and not collected
         self._num_submitted = 0
-        self._name = engine.name
-        router.open(self._name)
+        self._name = router.open(engine.name)
 
     @property
     def num_pending(self) -> int:
@@ -133,12 +142,12 @@ class EngineStream(RolloutStream):
         """See RolloutStream; wakes the engine's KV cache. RolloutError also when the process died."""
         if not requests:
             return
-        running = [one.request.key for one in (*self._pending.values(), *self._held)]
+        running = [request.key for request, _ in (*self._pending.values(), *self._held)]
         refused = self._engine.check_requests(requests, [*running, *(key for key, _ in self._answered)])
         self._answered += refused.items()
-        self._send([Unfinished(request) for request in requests if request.key not in refused])
+        self._send([(request, PartialCompletion()) for request in requests if request.key not in refused])
 
-    def _send(self, wanted: Sequence[Unfinished]) -> None:
+    def _send(self, wanted: Sequence[Asked]) -> None:
         """Have the process work on what is wanted of some responses."""
         if not wanted:
             return
@@ -151,7 +160,7 @@ class EngineStream(RolloutStream):
                 seed=derive_seed(rest.seed, rest.sample),
                 kv_version=self._kv_version(rest.kv_version),
             )
-            for name, rest in ((name, one.rest()) for name, one in named.items())
+            for name, rest in ((name, so_far.rest(request)) for name, (request, so_far) in named.items())
         ]
         self._router.submit(Submit(drawn, self._adapter), first=not self._pending)
         self._pending |= named
@@ -177,11 +186,11 @@ class EngineStream(RolloutStream):
         self._hold(keys)
         version = self._engine.weight_version
         held, self._held = self._held, []
-        for one in held:
-            if keys is None or one.request.key in keys:
-                self._answered.append((one.request.key, one.so_far(PAUSED, version)))
+        for request, so_far in held:
+            if keys is None or request.key in keys:
+                self._answered.append((request.key, so_far.completion(version)))
             else:
-                self._held.append(one)
+                self._held.append((request, so_far))
         answered, self._answered = self._answered, []
         return answered
 
@@ -191,7 +200,7 @@ class EngineStream(RolloutStream):
 
     def _hold(self, keys: Collection[Key] | None = None) -> None:
         named = self._pending.items()
-        names = [name for name, one in named if keys is None or one.request.key in keys]
+        names = [name for name, (request, _) in named if keys is None or request.key in keys]
         if names:
             for finished in self._router.pause(self._name, names):
                 self._take(finished)
@@ -210,27 +219,28 @@ class EngineStream(RolloutStream):
         """Keep what one step of the engine, or a pause, has ended."""
         completions: list[tuple[Key, Completion]] = []
         prompt_tokens, reread, version = 0, 0, self._engine.weight_version
-        for response in finished.responses:
-            one = self._pending.pop(response.name, None)
-            if one is None:
+        for answer in finished.answers:
+            asked = self._pending.pop(answer.key, None)
+            if asked is None:
                 raise RolloutError(
                     f"rollout engine {self._engine.name!r} answered a request that is not pending."
                 )
-            key, reason = one.request.key, response.completion.finish_reason
-            length = len(one.request.prompt) + len(one.token_ids)
+            request, so_far = asked
+            reason = answer.completion.finish_reason
+            length = len(request.prompt) + len(so_far.token_ids)
             prompt_tokens += length
-            if response.completion.token_ids and (one.request.start or one.token_ids):
-                reread += length - 1 - response.num_cached_tokens  # nobody has read the last one before
+            if answer.completion.token_ids and (request.start or so_far.token_ids):
+                reread += length - 1 - answer.num_cached_tokens  # nobody has read the last one before
             if reason not in (*COMPLETE, PAUSED):
                 text = f"rollout engine {self._engine.name!r} ended the response with {reason}: incomplete."
-                self._answered.append((key, EpisodeFailed(text, kind="request")))
+                self._answered.append((request.key, EpisodeFailed(text, kind="request")))
                 continue
-            part = response.at_version(version)
-            one.extend(part)
-            completions.append((key, part))
-            if reason == PAUSED:
-                self._held.append(one)
+            part = replace(answer.completion, weight_version=version)
+            so_far.extend(part)
+            completions.append((request.key, part))
+            if so_far.finish_reason is None:
+                self._held.append(asked)
             else:
-                self._answered.append((key, one.so_far(reason, version)))
+                self._answered.append((request.key, so_far.completion(version)))
         check_finite(((f"request {key!r}", completion) for key, completion in completions), self._dtype)
-        self._engine.count(finished.responses, prompt_tokens, finished.stats, reread)
+        self._engine.count(finished.answers, prompt_tokens, finished.stats, reread)

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from siirl.engines.rollout.base import Completion, Request
-from siirl.engines.rollout.call_limits import PAUSED
+from siirl.data.completion import PAUSED, Completion, Request
 from siirl.engines.rollout.sampling import later_seed
 from siirl.engines.rollout.served.draws import signed
-from siirl.engines.rollout.served.messages import UNKNOWN, Response
+from siirl.engines.rollout.served.messages import UNKNOWN, Answer
 from siirl.engines.rollout.sglang.native_scheduler import LOADER, SAMPLER, run_scheduler
 from siirl.errors import ConfigError, NotSupportedError, RolloutError
 from siirl.spelling import suggest
@@ -72,7 +71,7 @@ class NativeEngine:
         self._tasks[name] = task
         task.add_done_callback(lambda _: self._ended(name))
 
-    async def _asked(self, name: str, request: Request) -> Response:
+    async def _asked(self, name: str, request: Request) -> Answer:
         params, prompt = request.params, list(request.prompt)
         # SGLang says to a sampler at which position the last token stands that was read.
         seed = signed(later_seed(request.seed, request.start + 1 - len(prompt)))
@@ -97,11 +96,11 @@ class NativeEngine:
         self._done.append(name)
         self._some_done.set()
 
-    def step(self) -> list[Response]:
+    def step(self) -> list[Answer]:
         """What completes within a moment."""
         return self._completed(STEP_S)
 
-    def _completed(self, timeout_s: float) -> list[Response]:
+    def _completed(self, timeout_s: float) -> list[Answer]:
         self._engine.loop.run_until_complete(self._wait(timeout_s))
         names, self._done = self._done, []
         return [self._tasks.pop(name).result() for name in names if name in self._tasks]
@@ -113,12 +112,12 @@ class NativeEngine:
             await asyncio.gather(with_timeout, return_exceptions=True)
         await asyncio.sleep(0)  # others that have completed with it
 
-    def stop(self, request_ids: list[str]) -> list[Response]:
+    def stop(self, request_ids: list[str]) -> list[Answer]:
         """End requests that were added under these names; what there is of each, maybe nothing.
 
         One that completes meanwhile ends in its own way.
         """
-        ended: list[Response] = []
+        ended: list[Answer] = []
         while names := [name for name in request_ids if name in self._tasks]:
             for name in names:
                 self._engine.tokenizer_manager.abort_request(_rid(name))
@@ -178,11 +177,11 @@ def _check(answer: Any) -> None:
         raise RolloutError(f"SGLang: {message}")
 
 
-def _response(name: str, answer: dict[str, Any], request: Request) -> Response:
+def _response(name: str, answer: dict[str, Any], request: Request) -> Answer:
     meta = answer["meta_info"]
     log_probs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
     token_ids = list(answer["output_ids"])[: len(log_probs)]
-    return Response(
+    return Answer(
         name,
         Completion(
             token_ids=token_ids,

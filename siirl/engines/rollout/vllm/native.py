@@ -24,12 +24,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from siirl.data.completion import PAUSED, Completion, Request
 from siirl.data.image_reader import ImageReader
-from siirl.engines.rollout.base import Completion, Request
-from siirl.engines.rollout.call_limits import PAUSED
 from siirl.engines.rollout.sampling import later_seed
 from siirl.engines.rollout.served.draws import signed
-from siirl.engines.rollout.served.messages import UNKNOWN, Response, RowScores
+from siirl.engines.rollout.served.messages import UNKNOWN, Answer, RowScores
 from siirl.engines.rollout.vllm.arguments import ATTENTION_BACKEND, SHARED_PROMPTS
 from siirl.engines.rollout.vllm.native_draws import draw_by_seeds
 from siirl.engines.rollout.vllm.native_places import ParameterMap, read_parameter
@@ -125,7 +124,7 @@ class NativeEngine:
         )
         self._engine.add_request(str(number), {"prompt_token_ids": tokens}, sampling)
 
-    def step(self) -> list[Response]:
+    def step(self) -> list[Answer]:
         """One iteration of the scheduler and the model; the responses that it completed."""
         return [self._response(out, out.outputs[0].finish_reason or "unknown") for out in self._finished()]
 
@@ -138,7 +137,7 @@ class NativeEngine:
     def _finished(self) -> list[RequestOutput]:
         return [output for output in self._engine.step() if output.finished]
 
-    def stop(self, request_ids: list[str]) -> list[Response]:
+    def stop(self, request_ids: list[str]) -> list[Answer]:
         """End requests that were added under these names; what there is of each, maybe nothing."""
         processor, outputs = self._engine.output_processor, []
         running = [known for name in request_ids for known in processor.external_req_ids.get(name, ())]
@@ -150,7 +149,7 @@ class NativeEngine:
         self._engine.abort_request(running, internal=True)
         return [self._response(output, PAUSED) for output in outputs]
 
-    def _response(self, output: RequestOutput, reason: str) -> Response:
+    def _response(self, output: RequestOutput, reason: str) -> Answer:
         name, sampled, experts = own_name(output.request_id), output.outputs[0], None
         if self._kept is None:
             log_probs = [sampled.logprobs.logprobs[start] for start in sampled.logprobs.start_indices]
@@ -166,7 +165,7 @@ class NativeEngine:
             weight_version=UNKNOWN,
             experts=experts,
         )
-        return Response(name, completion, output.num_cached_tokens or 0)
+        return Answer(name, completion, output.num_cached_tokens or 0)
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests that were added under these names."""
