@@ -1,5 +1,6 @@
 """A small model of a type, trained by an engine and by transformers: what is wrong, and how far off it is."""
 
+import contextlib
 import copy
 import json
 import tempfile
@@ -121,12 +122,18 @@ def wrong(kind: str, scenario: Scenario, bounds: Bounds, gaps: dict[str, float],
 
 def _write_with_few_values(folder: Path, kind: str, values: str) -> None:
     """A model whose config.json has null for all that may be null, or does not have it where that is its
-    default."""
+    default; of values of which each may be null, but not all at once, some stay."""
     row, raw = config_values.table()[kind], config_values.small_files(kind)[0]
     none = [name for name in row["null"] if values == "null" or row["defaults"][name] is None]
     assert none
-    few = {name: value for name, value in raw.items() if name not in none}
-    few |= dict.fromkeys(none) if values == "null" else {}
+    few = raw
+    for name in none:
+        fewer = {key: value for key, value in few.items() if key != name}
+        fewer |= {name: None} if values == "null" else {}
+        with contextlib.suppress(TypeError):  # of transformers: it reckons with another that is null, too
+            CONFIG_MAPPING[kind].from_dict(copy.deepcopy(fewer))
+            few = fewer
+    assert few != raw
     causal_lms.write_model(folder, CONFIG_MAPPING[kind].from_dict(copy.deepcopy(few)))
     (folder / "config.json").write_text(json.dumps(few))
 
