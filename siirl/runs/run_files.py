@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
+
 from siirl.compiler.plan import Plan
 from siirl.launch.attempts import ATTEMPTS_FILE, Attempt
 from siirl.launch.failure import Failure, failure_in
@@ -52,6 +54,7 @@ _REWARDS = re.compile(
     + _NUMBER
     + rb")[,}]"
 )
+_NUMBERS = msgspec.json.Decoder(dict[str, float])
 _PACKAGES = re.compile(r"^packages:", re.M)
 _DOCUMENT = re.compile(r"^---[ \t]*\n", re.M)
 
@@ -170,6 +173,14 @@ class MetricHistory:
             elif value is None:
                 self.broken.setdefault(name, set()).add(step)
 
+    def add_rows(self, names: tuple[str, ...], rows: list[tuple[float, ...]]) -> None:
+        """Lines with the same names, finite numbers alone, whose steps rise and are above those before."""
+        columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+        steps = list(map(int, columns.pop("step")))
+        self.times.update(zip(steps, columns.pop("time_s", (0.0,) * len(steps)), strict=True))
+        for name, values in columns.items():
+            self.series.setdefault(name, {}).update(zip(steps, values, strict=True))
+
     def rewind(self, step: int) -> None:
         """Forget steps from `step` on."""
         self.times = {at: time_s for at, time_s in self.times.items() if at < step}
@@ -217,8 +228,7 @@ class HistoryReader:
             self._left_bytes = max(0, about.st_size - MOST_BYTES) if about else 0
             self._place = self._left_bytes
         while (lines := self._lines(unreadable)) is not None:
-            for line in lines:
-                self._add(line)
+            self._add(lines)
         if self._left_bytes:
             unreadable.add(self._path, first_left_out(self._left_bytes))
         if self._bad:
@@ -238,7 +248,24 @@ class HistoryReader:
         self._place += end
         return data[:end].split(b"\n")[1 if begun_within else 0 : -1]
 
-    def _add(self, line: bytes) -> None:
+    def _add(self, lines: list[bytes]) -> None:
+        """Lines of the file; those alike together, as a column of each metric, in a third of the time."""
+        names, rows, last = (), list[tuple[float, ...]](), -1.0
+        for line in lines:
+            record = _numbers_in(line)
+            step = record.get("step", -1.0)
+            if rows and (step <= last or tuple(record) != names):
+                self._history.add_rows(names, rows)
+                names, rows = (), []
+            if step > next(reversed(self._history.times), -1) and step.is_integer():
+                names, last = tuple(record), step
+                rows.append(tuple(record.values()))
+            else:
+                self._add_one(line)
+        if rows:
+            self._history.add_rows(names, rows)
+
+    def _add_one(self, line: bytes) -> None:
         if not line.strip(b"\0 \t\r"):
             return
         found = json_value(line)
@@ -246,6 +273,14 @@ class HistoryReader:
             self._history.add(found)
         else:
             self._bad += 1
+
+
+def _numbers_in(line: bytes) -> dict[str, float]:
+    """The record of a line that holds finite numbers alone; else nothing."""
+    try:
+        return _NUMBERS.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
 
 
 @dataclass(frozen=True)

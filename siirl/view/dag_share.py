@@ -22,7 +22,7 @@ def dag_of(job: dict[str, Any], history: MetricHistory, left_out: LeftOut) -> di
     text = job.get("plan")
     if not isinstance(text, str):
         return None
-    plan = Plan.from_json(text)
+    plan = _parsed(text)
     svg = ""
     if len(plan.nodes) <= MOST_NODES:
         svg = _picture(text)
@@ -42,10 +42,15 @@ def dag_of(job: dict[str, Any], history: MetricHistory, left_out: LeftOut) -> di
     }
 
 
+@functools.lru_cache(maxsize=2)
+def _parsed(plan_json: str) -> Plan:
+    return Plan.from_json(plan_json)
+
+
 @functools.lru_cache(maxsize=8)
 def _picture(plan_json: str) -> str:
     """The element <svg> alone, without declarations and metadata, which name addresses."""
-    svg = drawn_as_svg(Plan.from_json(plan_json), {}, places=True)
+    svg = drawn_as_svg(_parsed(plan_json), {}, places=True)
     return re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
 
 

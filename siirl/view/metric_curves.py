@@ -13,11 +13,14 @@ def curves(history: MetricHistory, left_out: LeftOut) -> dict[str, Any]:
     most = min(MOST_POINTS, max(FEWEST_POINTS, MOST_NUMBERS // max(1, len(history.series))))
     out, thinned = {}, 0
     for name in sorted(history.series):
-        points = sorted(history.series[name].items())
-        kept = thin(points, most)
-        out[name] = {"steps": [p[0] for p in kept], "values": [float(f"{p[1]:.6g}") for p in kept]}
-        if len(kept) < len(points):
-            out[name]["of"] = len(points)
+        steps, values = _in_order(history.series[name])
+        kept = thin(values, most)
+        out[name] = {
+            "steps": [steps[at] for at in kept],
+            "values": [float(f"{values[at]:.6g}") for at in kept],
+        }
+        if len(kept) < len(steps):
+            out[name]["of"] = len(steps)
             thinned += 1
     if thinned:
         left_out.add(
@@ -35,21 +38,30 @@ def clock(history: MetricHistory) -> dict[str, list[float]]:
         return {"steps": [], "seconds": []}
     first, begin_s = points[0]
     begin_s -= history.series.get("time/step_s", {}).get(first, 0.0)
-    kept = thin(points, MOST_POINTS)
+    kept = [points[at] for at in thin([time_s for _, time_s in points], MOST_POINTS)]
     return {
         "steps": [step for step, _ in kept],
         "seconds": [round(time_s - begin_s, 2) for _, time_s in kept],
     }
 
 
-def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """At most `most` of the points, ends and extremes among them: of each stretch its lowest and highest."""
-    if len(points) <= most:
-        return points
-    inner, buckets = points[1:-1], (most - 2) // 2
-    kept = [points[0]]
+def _in_order(points: dict[int, float]) -> tuple[list[int], list[float]]:
+    """Steps and their values; what was read in the order of the steps is not sorted again."""
+    steps = list(points)
+    if steps == (rising := sorted(steps)):
+        return steps, list(points.values())
+    return rising, [points[step] for step in rising]
+
+
+def thin(values: list[float], most: int) -> list[int]:
+    """At most `most` places: the ends, and of each stretch the lowest and the highest."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    inner, buckets = len(values) - 2, (most - 2) // 2
+    kept = [0]
     for index in range(buckets):
-        part = inner[index * len(inner) // buckets : (index + 1) * len(inner) // buckets]
-        low, high = min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])
-        kept += sorted({low, high})
-    return [*kept, points[-1]]
+        begin = 1 + index * inner // buckets
+        part = values[begin : 1 + (index + 1) * inner // buckets]
+        low, high = part.index(min(part)), part.index(max(part))
+        kept += [begin + at for at in sorted({low, high})]
+    return [*kept, len(values) - 1]

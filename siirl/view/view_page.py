@@ -14,6 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from siirl.show.conversation_page import page_style
 from siirl.show.plan_picture import AGENT_COLORS
 from siirl.view.run_parts import OVERVIEW, PARTS, TEXTS, Part, RunParts
@@ -129,8 +131,11 @@ def _element(number: int, name: str, json_text: str) -> str:
 
 def safe_json(value: Any) -> str:
     """JSON without <, > and &, so that it ends no script element; halves of surrogate pairs become "?"."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    text = text.encode("utf-8", "replace").decode()
+    try:
+        text = msgspec.json.encode(value).decode()  # a tenth of the time, but it takes no half of a pair
+    except UnicodeEncodeError:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = text.encode("utf-8", "replace").decode()
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

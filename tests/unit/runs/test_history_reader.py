@@ -1,12 +1,14 @@
 """The history of a run that goes on: what was added is read, and what was read is not read again."""
 
 import json
+import math
+import random
 
 import pytest
 
 from siirl.runs import run_files
-from siirl.runs.folder_reader import LeftOut
-from siirl.runs.run_files import HistoryReader, read_history
+from siirl.runs.folder_reader import LeftOut, json_value, mapping
+from siirl.runs.run_files import HistoryReader, MetricHistory, read_history
 
 
 def line(step, **values):
@@ -72,3 +74,24 @@ def test_what_is_damaged_or_too_long_is_said_each_time(path, monkeypatch):
     left_out = LeftOut()
     assert read_history(path.parent, left_out).series == {"loss": {2: 2.0}}
     assert "first" in " ".join(left_out.values())
+
+
+def test_lines_that_are_read_together_give_the_history_of_lines_one_by_one(path):
+    """Whatever they hold: other metrics, nulls, NaN, texts, steps twice or backwards, damage."""
+    dice = random.Random(7)
+    for _ in range(100):
+        step, lines = 0, []
+        for _ in range(dice.randrange(40)):
+            step += dice.choice([1, 1, 1, 1, 0, -3, 2])
+            values = {
+                name: dice.choice([1, 2.5, 3, 4] * 5 + [None, True, math.nan, "x"])
+                for name in dice.sample("abcd", dice.choice([4, 4, 4, 2]))
+            }
+            text = line(step, **values) if dice.random() > 0.1 else json.dumps(values | {"step": 1.5}) + "\n"
+            lines.append(text if dice.random() > 0.05 else text[:-4] + "\n")
+        path.write_text("".join(lines))
+        alone = MetricHistory()
+        for text in lines:
+            alone.add(mapping(json_value(text.encode())))
+        together = read_history(path.parent, LeftOut())
+        assert together == alone and list(together.times) == list(alone.times)
