@@ -24,6 +24,7 @@ from siirl.config.load import read_config
 from siirl.config.meant import COMMANDS
 from siirl.errors import CheckpointError, ConfigError, DataError, UserError
 from siirl.findings import Findings
+from siirl.launch.devices import device_name
 from siirl.launch.launcher_choice import choose_launcher
 from siirl.migrate.foreign_files import read_source, translate_source
 from siirl.migrate.page import page
@@ -68,10 +69,12 @@ def _commands(parser: argparse.ArgumentParser) -> list[str]:
     return [name for action in parser._actions if isinstance(action.choices, dict) for name in action.choices]
 
 
-def _planned(args: argparse.Namespace, overrides: list[str], elsewhere: bool = True) -> PlannedRun:
+def _planned(
+    args: argparse.Namespace, overrides: list[str], elsewhere: bool = True, devices_here: bool | None = None
+) -> PlannedRun:
     """The run that a command line plans. Warnings go to stderr."""
     found = Findings()
-    run = planned(read_config(overrides, args.config_name, found), elsewhere, found)
+    run = planned(read_config(overrides, args.config_name, found), elsewhere, found, devices_here)
     for line in run.warnings:
         print(f"warning: {line}", file=sys.stderr)
     return run
@@ -124,7 +127,7 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
 
         print_text(search(overrides, args.config_name, args.device, args.tokens))
         return
-    run = _planned(args, overrides)
+    run = _planned(args, overrides, devices_here=not args.explain or bool(not args.device and device_name()))
     print_text(run.explain(args.device, args.tokens) if args.explain else str(run).rstrip("\n"))
     if args.json:
         _write(Path(args.json), lambda path: path.write_text(run.plan.to_json(), encoding="utf-8"))

@@ -16,7 +16,7 @@ from siirl.config.load import read_config
 from siirl.config.tree import print_config
 from siirl.errors import Place, UserError
 from siirl.findings import Findings
-from siirl.launch.devices import check_gpus, device_memory_gib, machine_of, with_devices_here
+from siirl.launch.devices import check_gpus, machine_of, rank_memory_gib, with_devices_here
 from siirl.launch.job import Job
 from siirl.launch.launcher_choice import Launcher, choose_launcher
 from siirl.launch.local import run_local
@@ -61,7 +61,7 @@ def run(cfg: Config, found: Findings) -> int:
         launcher = choose_launcher(cfg)
     with found.at():
         cfg = with_own_name(cfg, shares_no_time=launcher == "torchrun")
-        cfg = with_devices_here(with_absolute_folders(token_to_environment(cfg)), launcher)
+        cfg = with_devices_here(with_absolute_folders(token_to_environment(cfg)), launcher, starts=True)
     with found.at(Place.MACHINE):
         if launcher == "torchrun":
             cfg = with_machines_there(cfg)
@@ -69,7 +69,7 @@ def run(cfg: Config, found: Findings) -> int:
             check_gpus(cfg)
     with found.at():
         cfg = with_template_date(cfg)
-    seen, device_gib = survey(cfg, found), device_memory_gib()
+    seen, device_gib = survey(cfg, found), rank_memory_gib(cfg)
     if len(found):
         survey_inputs(seen, launcher == "ray" or not is_first_on_machine(), found)
         found.close()

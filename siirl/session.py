@@ -17,7 +17,7 @@ from siirl.compiler.plan_warnings import plan_notes
 from siirl.config import Config
 from siirl.errors import ConfigError, Place, WorkerError
 from siirl.findings import Findings
-from siirl.launch.devices import device_memory_gib, device_name, machine_of, named_machine, with_devices_here
+from siirl.launch.devices import device_name, machine_of, named_machine, rank_memory_gib, with_devices_here
 from siirl.launch.launcher_choice import choose_launcher
 from siirl.launch.preflight import kept_choices, with_template_date
 from siirl.launch.run_folder import absolute, with_own_name
@@ -50,7 +50,7 @@ class PlannedRun:
 
     def __str__(self) -> str:
         notes = "".join(f"note: {note}.\n" for note in plan_notes(self.plan))
-        return report(self.plan, self.node_cfgs, device_memory_gib()) + notes
+        return report(self.plan, self.node_cfgs, rank_memory_gib(self.cfg)) + notes
 
     def explain(self, device: str | None = None, tokens: str | None = None) -> str:
         """Where the time of a step will go, by the cost model of docs/tuning.md, with what is chosen for it.
@@ -104,11 +104,12 @@ class FinishedRun:
 
 
 def plan(cfg: Config) -> PlannedRun:
-    """The plan of a configuration, for a cluster of any size. UserError: all that is wrong with it.
+    """The plan of a configuration, for a cluster of any size; for this machine where nothing says how many
+    devices there are. UserError: all that is wrong with it.
 
     Data and models may be on other machines, and are not looked for here.
     """
-    return planned(cfg, elsewhere=True, found=Findings())
+    return planned(cfg, elsewhere=True, found=Findings(), devices_here=True)
 
 
 def check(cfg: Config, elsewhere: bool = False) -> list[str]:
@@ -139,17 +140,24 @@ def train(cfg: Config) -> FinishedRun:
     return FinishedRun(output_dir)
 
 
-def planned(cfg: Config, elsewhere: bool, found: Findings) -> PlannedRun:
-    """The run that a configuration plans. UserError: all that is wrong, with what `found` has already."""
+def planned(cfg: Config, elsewhere: bool, found: Findings, devices_here: bool | None = None) -> PlannedRun:
+    """The run that a configuration plans. UserError: all that is wrong, with what `found` has already.
+
+    elsewhere: data and models are on other machines. devices_here: whether a plan of which nobody said on how
+    many devices it runs is for those of this machine; None: where data and models are here, too.
+    """
     with found.at(Place.MACHINE):
-        cfg = cfg if elsewhere else with_devices_here(cfg, choose_launcher(cfg))
+        if devices_here or (devices_here is None and not elsewhere):
+            cfg = with_devices_here(cfg, choose_launcher(cfg))
     with found.at():
         cfg = with_template_date(cfg)
     surveyed = survey_inputs(survey(cfg, found), elsewhere, found)
+    seen, too_much = surveyed, list[str]()
+    with found.at(Place.MACHINE):
+        seen = with_choices(surveyed, machine_of(cfg, choose_launcher(cfg)), kept_choices(cfg))
+        if seen.plan is not None:
+            too_much = memory_warnings(seen.plan, seen.node_cfgs, rank_memory_gib(seen.cfg), found)
     found.close()
-    seen = with_choices(surveyed, machine_of(cfg, choose_launcher(cfg)), kept_choices(cfg))
     assert seen.plan is not None, "without a plan there is a problem"
-    too_much = memory_warnings(seen.plan, seen.node_cfgs, device_memory_gib(), found)
-    found.close()
     warnings = [*seen.warnings, *too_much]
     return PlannedRun(seen.cfg, seen.plan, seen.node_cfgs, warnings, seen.data, surveyed)

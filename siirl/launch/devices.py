@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from siirl.compiler.choices import Machine
 from siirl.compiler.choose import FLASH_4_SINCE, PACKAGES
@@ -35,17 +36,22 @@ def check_gpus(cfg: Config, env: Mapping[str, str] = os.environ, dev: Path = Pat
     )
 
 
-def with_devices_here(cfg: Config, launcher: str) -> Config:
-    """The configuration with this machine's GPUs, or one process on CPU, where nobody said how many, of a job
-    of this machine alone."""
+def with_devices_here(cfg: Config, launcher: str, starts: bool = False) -> Config:
+    """The configuration of a job of this machine alone with this machine's GPUs, or one process on CPU, where
+    nobody said how many; without a GPU here its device is the CPU.
+
+    starts: the run starts here. Else a command that says how many devices there are may mean those of another
+    machine, which a run will have.
+    """
     trainer, found = cfg.trainer, count_gpus(os.environ, Path("/dev"))
-    if DEVICES in cfg.explicit or trainer.nnodes > 1 or launcher != "local" or found is None:
+    said = DEVICES in cfg.explicit or trainer.device_memory_gib is not None
+    if trainer.nnodes > 1 or launcher != "local" or found is None or (said and not starts):
         return cfg
     on_cpu = trainer.device == "cpu" or (trainer.device == "auto" and not found)
-    if not on_cpu and not found:
-        return cfg  # of a cluster, or refused
-    number = 1 if on_cpu else found
-    return dataclasses.replace(cfg, trainer=dataclasses.replace(trainer, n_gpus_per_node=number))
+    changes: dict[str, Any] = {"device": "cpu"} if on_cpu else {}
+    if DEVICES not in cfg.explicit and (on_cpu or found):  # else of a cluster, or refused
+        changes["n_gpus_per_node"] = 1 if on_cpu else found
+    return dataclasses.replace(cfg, trainer=dataclasses.replace(trainer, **changes))
 
 
 def machine_of(cfg: Config, launcher: str, here: bool = False) -> Machine:
@@ -57,7 +63,7 @@ def machine_of(cfg: Config, launcher: str, here: bool = False) -> Machine:
     alone = trainer.nnodes == 1 and launcher != "ray"
     none_here = alone and count_gpus(os.environ, Path("/dev")) == 0
     if trainer.device == "cpu" or (trainer.device == "auto" and none_here and (here or gib is None)):
-        return Machine("cpu", _process_gib(trainer.n_gpus_per_node))
+        return Machine("cpu", _host_gib() / 2 / trainer.n_gpus_per_node)
     if not alone:
         return Machine() if gib is None else Machine("cuda", gib)
     return Machine("cuda", gib or device_memory_gib(), _capability(), installed_packages())
@@ -67,7 +73,7 @@ def named_machine(cfg: Config, kind: DeviceKind) -> Machine:
     """A machine with devices of a kind, as `siirl plan --explain` assumes it, with the packages here."""
     trainer = cfg.trainer
     if trainer.device == "cpu":
-        return Machine("cpu", _process_gib(trainer.n_gpus_per_node))
+        return Machine("cpu", _host_gib() / 2 / trainer.n_gpus_per_node)
     gib = trainer.device_memory_gib or (kind.gib if trainer.nnodes == 1 else None)
     hopper = kind.name.startswith(("h", "b"))
     return Machine("cuda", gib, FLASH_4_SINCE if hopper else (0, 0), installed_packages())
@@ -82,12 +88,12 @@ def installed_packages() -> frozenset[str]:
     return frozenset(found)
 
 
-def _process_gib(processes: int) -> float:
-    """What each of some processes may take of half of the host's memory."""
+def _host_gib() -> float:
+    """Memory of this machine, or of the container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # of a container
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total / 2 / processes / 2**30
+    return total / 2**30
 
 
 def _capability() -> tuple[int, int]:
@@ -106,6 +112,14 @@ def count_gpus(env: Mapping[str, str], dev: Path) -> int | None:
     if any((dev / name).exists() for name in OTHER_DRIVERS):
         return None
     return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in dev.iterdir())
+
+
+def rank_memory_gib(cfg: Config) -> float | None:
+    """GiB of a device of this machine; on CPU what a process has of the host's memory. None: not known."""
+    trainer = cfg.trainer
+    if trainer.device != "cpu":
+        return device_memory_gib()
+    return _host_gib() / trainer.n_gpus_per_node if trainer.nnodes == 1 else None
 
 
 def device_memory_gib(env: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> float | None:

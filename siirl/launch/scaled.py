@@ -8,7 +8,7 @@ from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.memory.phases import estimate_record
 from siirl.config import Config
 from siirl.findings import Findings
-from siirl.launch.devices import device_memory_gib, machine_of
+from siirl.launch.devices import machine_of, rank_memory_gib
 from siirl.launch.job import Job
 from siirl.show.memory_text import memory_warnings
 
@@ -38,7 +38,7 @@ class Scaled:
         cfg = with_machines(self._cfg, nnodes)
         plan, node_cfgs = compile_plan(self._dag, cfg, world_size)
         plan, node_cfgs = choose(plan, node_cfgs, machine_of(self._cfg, "ray"))
-        device_gib = device_memory_gib()
+        device_gib = rank_memory_gib(cfg)
         found = Findings()
         for warning in memory_warnings(plan, node_cfgs, device_gib, found):
             log.warning(warning)

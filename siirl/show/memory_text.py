@@ -6,7 +6,7 @@ from typing import Any
 from siirl.compiler.backends import backend_of
 from siirl.compiler.memory.engine_starts import engine_starts
 from siirl.compiler.memory.estimate import GIB
-from siirl.compiler.memory.phases import PhasePeak, estimated, memory_lines, phase_peaks
+from siirl.compiler.memory.phases import PhasePeak, estimated, host_peaks, memory_lines, phase_peaks
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config
 from siirl.config.resolve import get
@@ -31,8 +31,11 @@ Configs = Mapping[str, Config]
 def memory_table(plan: Plan, configs: Configs, device_gib: float | None) -> list[str]:
     """What each phase takes of the device of a rank, then the verdict; or why there is no estimate.
 
-    device_gib: what a device has, if trainer.device_memory_gib does not say.
+    device_gib: what a device has, if trainer.device_memory_gib does not say; on CPU what a process has of the
+    host's memory.
     """
+    if _on_cpu(configs):
+        return _host_table(plan, configs, device_gib)
     found = estimated(plan, configs, device_gib)
     if isinstance(found, str):
         return [f"left out: {found}"]
@@ -46,14 +49,15 @@ def memory_table(plan: Plan, configs: Configs, device_gib: float | None) -> list
 
 
 def memory_warnings(plan: Plan, configs: Configs, device_gib: float | None, found: Findings) -> list[str]:
-    """A line for each set of ranks whose fullest phase may not fit a device of known size.
+    """A line for each set of ranks whose fullest phase may not fit a device of known size; on CPU one for all
+    ranks, which share the memory of the host.
 
     Into `found` goes what cannot run: an engine whose share does not hold its weights, and phases that take
     far more than a device has; where its size is not known, than any device has.
     """
     trainer = next(iter(configs.values())).trainer
     known = trainer.device_memory_gib or device_gib
-    if trainer.device == "cpu":
+    if _on_cpu(configs) and known is None:
         return []
     gib = known or LARGEST_GIB
     found.take(
@@ -62,14 +66,34 @@ def memory_warnings(plan: Plan, configs: Configs, device_gib: float | None, foun
     )
     warnings = []
     for ranks, peak in _fullest(plan, configs, gib).items():
-        if peak.device > SURE * gib * GIB:
+        room = _room_gib(plan, configs, gib) * GIB
+        if peak.device > SURE * room:
             text = f"ranks {format_ranks(ranks)}: {_too_much(plan, configs, ranks, peak, gib)}"
             if known is None:
                 text += " No device has more: trainer.device_memory_gib sets what yours have."
             found.add(PlacementError(text), Place.MACHINE)
-        elif known and peak.device > gib * GIB:
+        elif known and peak.device > room:
             warnings.append(f"memory: {_too_much(plan, configs, ranks, peak, gib)}")
     return warnings
+
+
+def _on_cpu(configs: Configs) -> bool:
+    return next(iter(configs.values())).trainer.device == "cpu"
+
+
+def _room_gib(plan: Plan, configs: Configs, gib: float) -> float:
+    """Of a device, or of a machine without GPUs, of whose memory each process has so much."""
+    return gib * plan.world_size if _on_cpu(configs) else gib
+
+
+def _host_table(plan: Plan, configs: Configs, gib: float | None) -> list[str]:
+    """What each phase of a job without GPUs takes of the host's memory, then the verdict."""
+    lines = memory_lines(plan, configs)
+    if isinstance(lines, str):
+        return [f"left out: {lines}"]
+    rows = [["phase", "host, all processes", "the largest parts, GiB"]]
+    rows += [[peak.node, gib_text(peak.device), _largest(peak)] for peak in host_peaks(plan, lines)]
+    return [*table(rows), *([] if gib is None else _verdicts(plan, configs, gib))]
 
 
 def gib_text(num_bytes: int) -> str:
@@ -92,7 +116,8 @@ def _fullest(plan: Plan, configs: Configs, gib: float) -> dict[Ranks, PhasePeak]
     fullest: dict[Ranks, PhasePeak] = {}
     if isinstance(lines, str):
         return fullest
-    for peak in phase_peaks(plan, lines, int(gib * GIB)):
+    peaks = host_peaks(plan, lines) if _on_cpu(configs) else phase_peaks(plan, lines, int(gib * GIB))
+    for peak in peaks:
         fullest[peak.ranks] = max(fullest.get(peak.ranks, peak), peak, key=lambda one: one.device)
     return fullest
 
@@ -104,23 +129,32 @@ def _verdicts(plan: Plan, configs: Configs, gib: float) -> list[str]:
     lines = []
     for ranks, peak in fullest.items():
         where = f"ranks {format_ranks(ranks)}: " if len(fullest) > 1 else ""
-        fits = f"fits {gib:g} GiB: yes, {peak.device / GIB:.0f} in {peak.node}"
+        room = _room_gib(plan, configs, gib)
+        fits = f"fits {_room_text(plan, configs, gib)}: yes, {peak.device / GIB:.0f} in {peak.node}"
         lines.append(
-            where + (fits if peak.device <= gib * GIB else _too_much(plan, configs, ranks, peak, gib))
+            where + (fits if peak.device <= room * GIB else _too_much(plan, configs, ranks, peak, gib))
         )
     return lines + [one.text for one in engine_starts(plan, configs, gib)]
 
 
 def _too_much(plan: Plan, configs: Configs, ranks: Ranks, peak: PhasePeak, gib: float) -> str:
     need = f"{peak.device / GIB:.0f} in {peak.node}"
-    return f"does not fit {gib:g} GiB: {need}. {_advice(plan, configs, ranks, gib)}"
+    room = _room_text(plan, configs, gib)
+    return f"does not fit {room}: {need}. {_advice(plan, configs, ranks, gib)}"
+
+
+def _room_text(plan: Plan, configs: Configs, gib: float) -> str:
+    if _on_cpu(configs):
+        return f"the {_room_gib(plan, configs, gib):.0f} GiB of this machine, which has no GPU"
+    return f"{gib:g} GiB"
 
 
 def _advice(plan: Plan, configs: Configs, ranks: Ranks, gib: float) -> str:
     """The keys that make the fullest phase smaller, one after the other the one that helps most."""
     chosen: list[str] = []
     peak = _fullest(plan, configs, gib)[ranks]
-    while peak.device > gib * GIB and len(chosen) < _MOST_CHANGES:
+    room = _room_gib(plan, configs, gib) * GIB
+    while peak.device > room and len(chosen) < _MOST_CHANGES:
         tried = []
         for key, value in _remedies(plan, configs, ranks):
             changed = {node: with_overrides(cfg, {key: value}) for node, cfg in configs.items()}
@@ -132,9 +166,11 @@ def _advice(plan: Plan, configs: Configs, ranks: Ranks, gib: float) -> str:
         name = text.partition("=")[0]
         chosen = [item for item in chosen if item.partition("=")[0] != name] + [text]
     reached = f"{peak.device / GIB:.0f} in {peak.node}"
-    if peak.device <= gib * GIB:
+    if peak.device <= room:
         return f"With {' '.join(chosen)}: {reached}."
     tried_all = f"Even with {' '.join(chosen)}: {reached}. " if chosen else ""
+    if _on_cpu(configs):
+        return f"{tried_all}Take a smaller model; of GPUs elsewhere, trainer.n_gpus_per_node says how many."
     return f"{tried_all}Shard its models over more devices."
 
 

@@ -137,6 +137,21 @@ def phase_peaks(plan: Plan, lines: Mapping[str, list[MemoryLine]], device_bytes:
     return peaks
 
 
+def host_peaks(plan: Plan, lines: Mapping[str, list[MemoryLine]]) -> list[PhasePeak]:
+    """Each phase of a job without GPUs: what all its processes take of the memory that they share."""
+    peaks = []
+    for node, active in _phases(plan):
+        parts: Counter[tuple[str, str]] = Counter()
+        for model in plan.models.values():
+            activity = active.get(model.name, "idle")
+            for line in lines[model.name]:
+                each = line.on_device(activity, 0) + line.on_host(activity)
+                parts[model.name, line.what] += each * len(model.ranks)
+        largest = {part: size for part, size in parts.most_common() if size}
+        peaks.append(PhasePeak(node, tuple(range(plan.world_size)), largest, 0))
+    return peaks
+
+
 def engine_rows(plan: Plan, model: ModelPlan, configs: Configs) -> int:
     """Responses in work on a shard, with those of a surplus; in an interaction, the most episodes that one
     engine answers."""
