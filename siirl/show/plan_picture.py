@@ -18,7 +18,7 @@ FORMATS = (".svg", ".png")
 
 AGENT_COLORS = ("#3b6fb6", "#d9822b", "#3f9b6c", "#a2559b", "#c04f4f", "#7a7a3a", "#4a9fb0", "#8c6d4f")
 _INK, _FAINT, _LANE_COLOR, _WEIGHT_COLOR = "#22262b", "#6b737c", "#f3f4f6", "#b03a48"
-_BOX_W, _BOX_H, _GAP_X, _GAP_Y = 1.7, 0.98, 0.72, 0.34  # inches
+_BOX_W, _BOX_H, _GAP_X, _GAP_Y = 1.7, 0.98, 0.84, 0.34  # inches
 _NAME, _TEXT, _CHARS = 9.5, 9, 22  # points: 12 pixels of a page; characters in a line of a box
 _PLACE = "rows"
 """Words that are not seen."""
@@ -307,7 +307,7 @@ def _moved(plan: Plan, parent: str, child: str) -> str:
         return ""
     if set(names) <= set(ROUTING):
         return "waits"
-    return f"reshard\n{len(names)} column{'s' if len(names) > 1 else ''}"
+    return f"reshard\n{len(names)} field{'s' if len(names) > 1 else ''}"
 
 
 def _agents(plan: Plan) -> dict[int, str]:
