@@ -1,4 +1,4 @@
-"""What a restart takes with vLLM, if engines stay for the next attempt and if they are started anew.
+"""What a restart takes with vLLM, if engines stay for the next attempt and if they are restarted.
 
     python benchmarks/kept_engines.py [--steps 8] [--step-s 4] [--ranks 2] [key=value ...]
 

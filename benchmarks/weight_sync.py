@@ -12,7 +12,7 @@ parameters and greedy answers must be equal. By loaders is what rollout.replace_
 place what --replace-weights says.
 
 --apart: two processes with a device each, two GPUs over NCCL: the trainer alone on rank 0, the engine alone
-on rank 1, where it stays awake. Three ways take turns, a sync each, --blocks x --syncs of them: buckets that
+on rank 1, where it is resident. Three ways take turns, a sync each, --blocks x --syncs of them: buckets that
 are announced by headers and vLLM's loaders (as every first sync goes), the plan of buckets and the loaders
 (what further ones do by default), the plan and in place. Told are the seconds of the slowest rank, and where
 each rank spent them: a phase has those of the phases in it, too (put: receive; load: wait_for_engine). At the

@@ -119,7 +119,7 @@ class McpServer:
     """A session with a server, shared by all episodes of a rank, on the event loop of a thread.
 
     consumes: calls from threads of tools. produces: their results. waits for: the server. unblocked by: its
-    answer, or the deadline of the call. A session whose server died or hangs is begun anew, and the calls
+    answer, or the deadline of the call. A session whose server died or hangs is restarted, and the calls
     that it had are made again, unless settings say `call_again: false`: a model reads nothing of what its
     machines did.
     """

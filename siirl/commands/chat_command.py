@@ -87,7 +87,7 @@ class Speaker:
         room = min(most, longest - len(ids))
         if room < 1:
             raise ConfigError(
-                f"what was said takes {len(ids)} tokens, and the model reads {longest}: /new begins anew."
+                f"what was said takes {len(ids)} tokens, and the model reads {longest}: /new starts over."
             )
         torch.manual_seed(sampling.seed + len(self.said))
         streamed = _Streamed(self.tokenizer, write)

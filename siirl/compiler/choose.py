@@ -2,7 +2,7 @@
 
 In this order, as each needs what stands before it: micro-batches of one longest row; kernels; CUDA graphs; no
 checkpointing of activations; weights that stay gathered; larger micro-batches; how many sequences an engine
-has at once, whether it stays awake, and its share of the device. What takes memory is taken only if the
+has at once, whether it stays resident, and its share of the device. What takes memory is taken only if the
 estimate fits beside all that was chosen before. What somebody set is never touched, and a run that goes on
 keeps what was chosen at its start.
 """

@@ -48,9 +48,9 @@ def choose_graphs(draft: Draft) -> None:
 
 
 def choose_engines(draft: Draft, batches: Sequence[Sequence[tuple[ModelPlan, Changes]]]) -> None:
-    """Sequences at once, engines that stay awake or give their memory back, and their share of the device.
+    """Sequences at once, engines that stay resident or give their memory back, and their share of the device.
 
-    batches: changes of micro-batches, the best first, any of which is worth an engine that stays awake.
+    batches: changes of micro-batches, the best first, any of which is worth an engine that stays resident.
     """
     if draft.machine.device != "cuda":
         return
@@ -139,9 +139,11 @@ def _choose_awake(draft: Draft, smaller: Sequence[tuple[ModelPlan, Changes]]) ->
         return False
     for model, changes in smaller:
         tokens = max(value for value in changes.values() if not isinstance(value, bool))
-        draft.take(model, changes, f"{tokens} tokens at once, so that the rollout engine stays awake beside")
+        draft.take(
+            model, changes, f"{tokens} tokens at once, so that the rollout engine stays resident beside"
+        )
     for model, changes in found:
-        draft.take(model, changes, f"it stays awake between rollouts: {draft.fits_text(needs)}")
+        draft.take(model, changes, f"it stays resident between rollouts: {draft.fits_text(needs)}")
     return True
 
 

@@ -361,7 +361,7 @@ class RolloutConfig:
     stale: str = key(
         "wait",
         "what becomes of a prompt whose responses would be older than max_lag in the next step; wait: the "
-        "step waits for them; restart: it does not, and they begin anew in the next one; drop: it does not, "
+        "step waits for them; restart: it does not, and they restart in the next one; drop: it does not, "
         "they are given up, and others loaded in their place",
         choices=("wait", "restart", "drop"),
         when="max_lag",
@@ -374,8 +374,8 @@ class RolloutConfig:
     )
     speculative_tokens: int = key(
         0,
-        "most tokens of a response that are guessed at once, as those that followed the last ones earlier in "
-        "its row, and computed in one pass; drawn is what would be without guesses. 0: none",
+        "most tokens of a response that are drafted at once, as those that followed the last ones earlier in "
+        "its row, and computed in one pass; drawn is what would be without drafts. 0: none",
         low=0,
         when="name=vllm",
     )

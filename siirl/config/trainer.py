@@ -103,7 +103,7 @@ class TrainerConfig:
     )
     behind_firewall: bool = key(
         False,
-        "workers of several machines may listen on addresses of the internet: a firewall keeps strangers "
+        "workers of several machines may listen on addresses of the internet: a firewall keeps others "
         "from them, as torch and NCCL ask for no token",
     )
     launcher: str = key(

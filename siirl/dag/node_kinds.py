@@ -79,7 +79,7 @@ NODE_ROLES: dict[str, NodeRole] = {
     "CRITIC": NodeRole("critic", agent_options={"share_instance": "critic.share_instance"}, follows="critic"),
     "POSTPROCESS_SAMPLING": NodeRole("algorithm", picks_rows=True),
     "DATA_REBALANCE": NodeRole(
-        idle="rows are dealt out evenly before each node that computes on them; trainer.balance_batch=true "
+        idle="rows are sharded evenly before each node that computes on them; trainer.balance_batch=true "
         "weighs them by their cost"
     ),
 }

@@ -25,7 +25,7 @@ def groups_wanted(worker: DAGWorker, ins: Repeat, num_rounds: int, num_sampled: 
         raise DataError(
             f"the checkpoint holds {num_kept} groups that node {ins.node!r} left over in a run without a "
             f"lag: how old they are is not known, and rollout.max_lag={lag} bounds it. Resume with "
-            "max_lag=0, or start anew with trainer.resume_mode=disable."
+            "max_lag=0, or start over with trainer.resume_mode=disable."
         )
     assert num_kept <= needed or not lag, f"{num_kept - needed} groups would wait in node {ins.node!r}"
     if num_kept >= needed:

@@ -272,7 +272,7 @@ class Training:
                 log.warning(
                     "nothing is left to train: the run ends after step %d. To go on, raise "
                     "trainer.total_training_steps; for another run, name another trainer.output_dir; to "
-                    "begin anew, set trainer.resume_mode=disable trainer.overwrite=true",
+                    "restart, set trainer.resume_mode=disable trainer.overwrite=true",
                     self.total_steps,
                 )
 

@@ -95,7 +95,7 @@ class PromptLoader:
             raise DataError(
                 f"the checkpoint was made with {state['num_prompts']} prompts, the dataset has "
                 f"{len(self.dataset)}: the position in it has no meaning. Resume with the same data.* keys "
-                "and files, or start anew with trainer.resume_mode=disable."
+                "and files, or start over with trainer.resume_mode=disable."
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._make_order()

@@ -31,7 +31,8 @@ class ResponseColumns:
         if names and self._end_id is None:
             raise DataError(
                 f"the tokenizer of {tokenizer.name_or_path} has no end-of-sequence token, so a model that "
-                "learns from given responses would never learn to end one. Name another by data.tokenizer."
+                "learns from the data's responses would never learn to end one. "
+                "Name another by data.tokenizer."
             )
 
     def encode(self, records: Sequence[Mapping[str, Any]], wheres: Sequence[str]) -> list[list[list[int]]]:

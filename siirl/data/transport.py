@@ -208,7 +208,7 @@ def _order(store: FieldStore, agent: int, route: RoutePlan) -> np.ndarray | None
     orders = [key for key in there if key.name == "row_id"]
     assert orders or not there, (
         f"route {route.name}: layout {route.target!r} holds {', '.join(map(str, there))} without row_id: "
-        "rows that come would be dealt anew, and columns of one row be those of different rows. A plan keeps "
+        "rows that come would move again, and columns of one row be those of different rows. A plan keeps "
         "the row_id of a layout until the last reshard into it, so this is a bug of siirl."
     )
     if not orders:

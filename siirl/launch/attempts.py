@@ -1,7 +1,7 @@
 """The attempts of a run: workers that died for no fault of the user's are started again. No torch.
 
 OUT/attempts.jsonl    a line for each attempt that was followed by another: when, where, why it failed
-OUT/attempts/N/       what attempt N left: logs/, errors/, status/; its results too, if the next began anew
+OUT/attempts/N/       what attempt N left: logs/, errors/, status/; its results too, if the next restarted
 """
 
 import dataclasses
@@ -137,7 +137,7 @@ class Attempts:
         return f"{told}\nsiirl: the run goes on from {origin} ({counts}). {left}"
 
     def _origin(self, cfg: Config) -> tuple[str, bool]:
-        """What the next attempt goes on from, in words, and whether its results begin anew."""
+        """What the next attempt goes on from, in words, and whether its results restart."""
         goes_on, given = resumes(cfg), cfg.trainer.resume_mode == "resume_path"
         on_disk = 0
         if goes_on and not given:

@@ -58,7 +58,7 @@ _MACHINE_PHRASES = (
     "nccl error: unhandled cuda error",
     ": killed by sig",
     ": stopped by sig",
-    "is silent: no sign of life",
+    "is silent: no heartbeat",
 )
 """Words of errors after which the same job may well go on; the last ones: of a process that is lost."""
 

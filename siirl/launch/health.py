@@ -139,7 +139,7 @@ class Health:
             limit_s = max(limit_s, self._patience_s(seen))
         if seen.silent_s < limit_s:
             return ""
-        return f"it gives no sign of life and uses no CPU, for {duration(seen.silent_s)} now"
+        return f"it gives no heartbeat and uses no CPU, for {duration(seen.silent_s)} now"
 
     def _stuck(self, rank: int) -> str:
         """Judged is who is behind all others, in a place that has been left before."""

@@ -105,7 +105,7 @@ class Reply:
     """Its exit status, once all its output has been fetched."""
     death: Death | None = None
     beat: Beat | None = None
-    """Its last sign of life."""
+    """Its last heartbeat."""
     process: Process | None = None
     """What the kernel says of it."""
 

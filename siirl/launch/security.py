@@ -32,7 +32,7 @@ REFERENCE = re.compile(r"(?!\d)[\w./~-]+:[A-Za-z_]\w*")
 OPENENV = "openenv:"
 """Before the address of an environment that runs elsewhere."""
 HERE, CLUSTER = "users and programs of this machine", "whoever reaches the machine"
-SHUT_IN = "Beside strangers: in a network of its own (docs/security.md, Closing what is open by design)"
+SHUT_IN = "Beside others: in a network of its own (docs/security.md, Closing what is open by design)"
 FIREWALL = "Let only the machines of the run reach each other"
 PRIVATE = "chmod 700 it"
 PROGRAM = "Others can write there, and a run's folder says what `siirl resume` and `siirl eval` run"

@@ -167,7 +167,7 @@ def refuse_public(cfg: Config) -> None:
             raise ConfigError(
                 f"this worker would listen on {host}, an address of the internet, for the other machines: "
                 "torch and NCCL ask nobody for a token, and who connects can run code here. Use addresses of "
-                "a private network (torchrun: --master-addr; Ray: --node-ip-address), or keep strangers out "
+                "a private network (torchrun: --master-addr; Ray: --node-ip-address), or keep others out "
                 "by a firewall and set trainer.behind_firewall=true."
             )
 

@@ -59,7 +59,7 @@ class FinishedEpisodes:
     """Episodes that have spoken in several steps."""
 
     num_restarted: int
-    """Groups that were begun anew, as they were too old, or by a resume."""
+    """Groups that were restarted, as they were too old, or by a resume."""
 
     num_in_flight: int
     """Groups that stay."""
@@ -71,7 +71,7 @@ class FinishedEpisodes:
 class EpisodesInFlight(InFlight[HeldEpisode]):
     """The prompts of one driver that have been loaded and not been given, with their episodes so far.
 
-    Of an episode a checkpoint holds the prompt: after a resume it begins anew, with the seeds that it had.
+    Of an episode a checkpoint holds the prompt: after a resume it restarts, with the seeds that it had.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
         self.work, self._num_open, self._firsts = {}, {}, {}
 
     def _restart(self, orders: Sequence[int]) -> None:
-        """Have groups begin anew, with the seeds that they had."""
+        """Have groups restart, with the seeds that they had."""
         self._end(orders)
         self._num_restarted += len(orders)
 

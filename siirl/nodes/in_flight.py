@@ -143,13 +143,13 @@ class InFlight(RowBuffer, Generic[Work]):
             raise DataError(
                 f"the checkpoint holds prompts in flight of batches of {sizes.pop()}, data.train_batch_size "
                 f"is {self._batch_size} (or data.gen_batch_size, with dynamic sampling): they cannot be "
-                "dealt out. Resume with the batch size of before."
+                "sharded. Resume with the batch size of before."
             )
         if any(state["columns"] and "num_given" not in state for state in states):
             raise DataError(
                 "the checkpoint holds prompts in flight and not how many have left before them: another "
                 "version of siirl has saved it, and some would be trained twice. Resume with that version, "
-                "or start anew with trainer.resume_mode=disable."
+                "or start over with trainer.resume_mode=disable."
             )
         self._load_work(states)
         self._num_given = max((state.get("num_given", 0) for state in states), default=0)

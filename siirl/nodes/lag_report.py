@@ -16,7 +16,7 @@ def report_lag(
     """How old the responses are: the mean, the oldest, and the share of each age.
 
     lags: of each response, how many steps ago its first token was sampled. num_partial: those that were
-    sampled in several steps. num_restarted: groups that were begun anew. num_dropped: those that were
+    sampled in several steps. num_restarted: groups that were restarted. num_dropped: those that were
     given up. num_left: those that stay.
     """
     ctx.metrics.mean("rollout/lag", sum(lags), len(lags))

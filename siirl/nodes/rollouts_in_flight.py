@@ -28,7 +28,7 @@ class FinishedGroups:
     """n of each group, in the order of the groups."""
 
     num_restarted: int
-    """Groups that were begun anew, as a token of theirs was older than the bound."""
+    """Groups that were restarted, as a token of theirs was older than the bound."""
 
 
 class RolloutsInFlight(InFlight[PartialCompletion]):
@@ -163,7 +163,7 @@ class RolloutsInFlight(InFlight[PartialCompletion]):
         return super().state() | {"responses": responses}
 
     def load_state(self, states: Sequence[dict[str, Any]], shard: int, num_shards: int) -> None:
-        """See InFlight. Groups with another number of responses than n begin anew."""
+        """See InFlight. Groups with another number of responses than n restart."""
         super().load_state(states, shard, num_shards)
         self.work = {order: self.work[order] for order in self._orders()}
         self._seeds = {order: self._seeds[order] for order in self._orders()}

@@ -36,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life of a worker."""
+    """A heartbeat of a worker."""
 
     count: int
     """Of its beats."""

@@ -31,7 +31,7 @@ from siirl.runs.run_files import (
 
 LOG_FILE = "logs/rank_0.log"
 FRESH_S = 120.0
-"""A run on another machine whose last sign of life is younger is taken to go on: locks may not reach here."""
+"""A run on another machine whose last heartbeat is younger is taken to go on: locks may not reach here."""
 _CULPRIT = re.compile(r"rank (\d{1,9})\b[^:]*: (.*)", re.S)
 """As siirl/launch/failure.py writes a cause."""
 _PROBLEM = re.compile(rb"^.*\[rank \d+\] [WEC] .*$", re.M)
@@ -227,7 +227,7 @@ def _status(
         return "failed", failure_text(failures[0])
     elsewhere = bool(host) and host != socket.gethostname()
     if progress.how is None and elsewhere and 0 <= time.time() - last_sign_s < FRESH_S:
-        return "running", f"on {host}, by its last sign of life"
+        return "running", f"on {host}, by its last heartbeat"
     if not ranks:
         return "interrupted", progress.cause or "before its workers began"
     behind = min(ranks, key=lambda rank: (rank.step, rank.since_s))

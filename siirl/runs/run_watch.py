@@ -76,7 +76,7 @@ def _progress(run: RunState, now_s: float) -> str:
     if run.left_s is not None:
         parts.append(f"{duration(run.left_s)} left")
     if run.last_sign_s:
-        parts.append(f"last sign of life {age_text(now_s - run.last_sign_s)} ago")
+        parts.append(f"last heartbeat {age_text(now_s - run.last_sign_s)} ago")
     return ", ".join(parts)
 
 

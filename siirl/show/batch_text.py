@@ -95,7 +95,7 @@ def _lag(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool) -> li
         rest = f"those that a step does not complete keep their tokens, and {kept}, and go on in the next one"
     rest += {
         "wait": "",
-        "restart": "; those that would be older begin anew",
+        "restart": "; those that would be older restart",
         "drop": "; those that would be older are dropped, and others loaded in their place",
     }[rollout.stale]
     return [

@@ -24,15 +24,15 @@ MOST_AGENTS = 256
 ENGINES = {
     "rollout/engine_restarts": "engines started again since the report before",
     "rollout/in_flight": "prompts in work after the step",
-    "rollout/restarted": "prompts begun anew, as too old or after a resume",
+    "rollout/restarted": "prompts restarted, as too old or after a resume",
     "rollout/dropped": "prompts given up as too old",
     "rollout/lag_max": "steps, age of the oldest token that was trained",
-    "rollout/vllm_guessed_right_total": "guessed tokens that were drawn since the start",
-    "rollout/vllm_guessed_tokens_total": "tokens that vLLM guessed since the start",
+    "rollout/vllm_guessed_right_total": "drafted tokens that were drawn since the start",
+    "rollout/vllm_guessed_tokens_total": "tokens that vLLM drafted since the start",
     "rollout/vllm_kv_cache_usage": "share of the KV cache in use when generation ended",
     "rollout/vllm_preemptions_total": "requests preempted for lack of KV cache since the start",
     "rollout/prefix_cache_hits": "share of prompt tokens that were in the engine's cache",
-    "reward/worker_death": "reward processes that died and were started anew",
+    "reward/worker_death": "reward processes that died and were restarted",
     "reward/worker_leak": "reward processes that were replaced because they held ever more memory or files",
     "sampling/groups_left": "prompts kept for the next step",
     "perf/idle_s_max": "seconds, most that a rank waited for others",
@@ -94,7 +94,7 @@ def _given_name(job: dict[str, Any]) -> str:
 
 
 def health(run: RunState, left_out: LeftOut) -> dict[str, Any]:
-    """Attempts, the last sign of life, engines and what waits at them; errors that ranks left behind, first
+    """Attempts, the last heartbeat, engines and what waits at them; errors that ranks left behind, first
     ones first, and the last lines of the logs.
     """
     if len(run.failures) > MOST_LOGS:

@@ -34,7 +34,7 @@ def chains(cases: list[Case]) -> Iterator[list[Case]]:
         if case.then == NAMED or case.who in DISKS:
             return case.who, case.how, case.phase  # the run ends with it, or its disk stays as it is then
         if case.strikes_rank_of_engine:
-            return case.job, case.who  # each has an engine started anew in the end
+            return case.job, case.who  # each has an engine restarted in the end
         if case.job != "local":
             return (case.job,)  # a cluster, or an engine, takes long to start
         return case.who, case.how

@@ -121,7 +121,7 @@ def test_a_run_whose_engine_is_killed_and_stopped_trains_what_it_would_have(inpu
     ours, theirs = run.weights(), whole.weights()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     said = (tmp_path / "out" / "logs" / "run.log").read_text()
-    assert "killed by SIGKILL" in said and "no sign of life in 20 s" in said and said.count("back after") == 2
+    assert "killed by SIGKILL" in said and "no heartbeat in 20 s" in said and said.count("back after") == 2
 
 
 @pytest.mark.slow

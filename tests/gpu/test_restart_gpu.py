@@ -22,7 +22,7 @@ SHAPE = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64, 
 RUNS = {"killed": ([3, 6], [1]), "undisturbed": ([], []), "again": ([], [])}
 """Name -> steps after which ranks are killed, and which."""
 MOST_RESTART_S = 60.0
-"""From a kill until all ranks work again, each with the engine that it had, or one that has started anew."""
+"""From a kill until all ranks work again, each with the engine that it had, or one that has restarted."""
 
 
 def test_two_kills_leave_the_weights_as_they_were(tmp_path):

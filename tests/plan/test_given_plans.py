@@ -141,7 +141,7 @@ REFUSED = {
             ],
         ),
         ("actor_rollout_ref.actor.use_kl_loss=true",),
-        "the reference of agent 0 has the weights of before the given responses were learnt",
+        "the reference of agent 0 has the weights of before the dataset's responses were learnt",
     ),
     "no step in its window": (
         lambda: warm_up(demonstrations={WINDOW: 9, f"{AGENT}.last_step": 3}),

@@ -2,17 +2,19 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "glossary.md").read_text()
+FIELD = "## Words of the field"
 
 
 def glossary() -> list[list[str]]:
     """The cells of each row: word, meaning, words that are not used for it."""
     head = PAGE.index("| word | what it is | not |")
-    rows = PAGE[head:].splitlines()[2:]
+    rows = PAGE[head : PAGE.index(FIELD)].strip().splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
@@ -39,6 +41,34 @@ def test_no_name_has_a_word_that_the_glossary_gives_up():
     assert len(given_up) > 5
     wrong = {name: where for name, where in names().items() if words(name) & given_up}
     assert not wrong
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """(where it stands, a text that users read): lines of pages without code, and texts of siirl of several
+    words that are no docstring."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        if page.name == "glossary.md":
+            prose = prose[: prose.index(FIELD)]
+        for line in prose.splitlines():
+            yield page.name, re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)
+    for path in sorted((ROOT / "siirl").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Constant) or id(node) in documentation:
+                continue
+            if isinstance(node.value, str) and " " in node.value:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
+
+
+def test_what_users_read_has_the_words_of_the_field():
+    rows = [line.strip("|").split("|") for line in PAGE[PAGE.index(FIELD) :].splitlines() if "|" in line][2:]
+    given_up = [word.strip() for row in rows for word in row[1].split(",")]
+    assert len(given_up) > 15
+    refused = re.compile(rf"\b({'|'.join(given_up)})\b", re.IGNORECASE)
+    assert refused.search("Its sign of life")
+    assert [(where, text) for where, text in texts() if refused.search(text)] == []
 
 
 def test_what_the_glossary_names_is_there_and_no_word_has_two_meanings():

@@ -67,9 +67,9 @@ def _check_share(rollout: ResolvedNode, owner: int, kept: Workflow) -> Iterator[
         x.op.role is not None and x.op.role.is_reference and x.agent == owner for x in kept.nodes.values()
     ):
         yield NotSupportedError(
-            f"not supported yet: {key}: the reference of agent {owner} has the weights of before the given "
-            "responses were learnt, so its KL would pull the policy back. Train on the responses in a run of "
-            "its own, and start from its hf_model; or do without the KL (actor.use_kl_loss=false)."
+            f"not supported yet: {key}: the reference of agent {owner} has the weights of before the "
+            "dataset's responses were learnt, so its KL would pull the policy back. Train on them in a run "
+            "of its own, and start from its hf_model; or do without the KL (actor.use_kl_loss=false)."
         )
 
 

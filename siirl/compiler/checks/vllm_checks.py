@@ -107,7 +107,6 @@ def _no_guesses(cfg: Config) -> str:
         return "for a model that sees images: only rows of texts were seen with it"
     if actor_rollout_ref.actor.router_replay.mode == "R3":
         return (
-            "with actor.router_replay.mode=R3: that vLLM says the experts of tokens that were guessed has "
-            "not been seen"
+            "with actor.router_replay.mode=R3: that vLLM says the experts of drafted tokens has not been seen"
         )
     return ""

@@ -100,7 +100,7 @@ class WeightsInPlace(EngineWeights):
 
     In a process's first update the loaders take each tensor, and the process finds out where they land. If it
     does, further updates are written there. A process that has taken the place of a lost one is told a whole
-    update by loaders, and so begins anew.
+    update by loaders, and so restarts.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Engines stay awake between rollouts where everything fits beside them, and the plan says so."""
+"""Engines stay resident between rollouts where everything fits beside them, and the plan says so."""
 
 import argparse
 import importlib
@@ -82,7 +82,9 @@ def test_an_engine_stays_awake_with_the_share_that_its_rows_need(tmp_path):
     assert Plan.from_json(plan.to_json()) == plan
     (line,) = choice_lines(plan)
     share = rollout.gpu_memory_utilization
-    start = f"rollout.free_cache_engine=false rollout.gpu_memory_utilization={share}: it stays awake between"
+    start = (
+        f"rollout.free_cache_engine=false rollout.gpu_memory_utilization={share}: it stays resident between"
+    )
     assert line.startswith(f"agent_0.rollout: {start}")
 
 
@@ -188,6 +190,6 @@ def test_the_plan_says_so(tmp_path, capsys):
     assert main(["plan", *keys, f"trainer.device_memory_gib={H200_GIB}"]) == 0
     said = capsys.readouterr().out
     what = "rollout.free_cache_engine=false rollout.gpu_memory_utilization=0.3"
-    assert f"agent_0.rollout: {what}: it stays awake between rollouts" in said
+    assert f"agent_0.rollout: {what}: it stays resident between rollouts" in said
     assert main(["plan", *keys, "trainer.device_memory_gib=80"]) == 0
-    assert "stays awake" not in capsys.readouterr().out
+    assert "stays resident" not in capsys.readouterr().out

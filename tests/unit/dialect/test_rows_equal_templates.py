@@ -282,7 +282,7 @@ def image_marks(name):
 
 
 def converse(name, seed, tools, options=MappingProxyType({}), **more):
-    """A whole conversation; how often the prompt was the template's, and how many rows began anew."""
+    """A whole conversation; how often the prompt was the template's, and how many rows restarted."""
     talk = talked(name, seed, tools, options, **more)
     return talk.num_equal, talk.context.num_rewritten
 

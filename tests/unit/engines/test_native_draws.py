@@ -120,7 +120,7 @@ def random_guesses(rng, tokens):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_guesses_change_nothing_but_how_many_tokens_come_at_once(seed):
-    """Of each request come the tokens that are drawn without guesses, up to the first wrong guess."""
+    """Of each request come the tokens that are drawn without drafts, up to the first wrong guess."""
     native_draws = pytest.importorskip("siirl.engines.rollout.vllm.native_draws")
     rng = random.Random(seed)
     torch.manual_seed(seed)

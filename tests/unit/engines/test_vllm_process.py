@@ -161,7 +161,7 @@ def test_a_process_that_is_stopped_is_noticed_long_before_the_deadline(process):
     await_started(process)
     stop(process)
     process.silence_s = 1.0
-    with pytest.raises(EngineLost, match=r"is silent: no sign of life in 1 s of waiting for 'sleep'"):
+    with pytest.raises(EngineLost, match=r"is silent: no heartbeat in 1 s of waiting for 'sleep'"):
         process.call("sleep")
 
 
@@ -183,7 +183,7 @@ def test_what_a_worker_did_not_listen_to_is_not_silence(process):
     time.sleep(1.6)
     assert process.listen(0.8) == []
     os.kill(process.pid, signal.SIGCONT)
-    assert process._channel.ready(60.0), "a sign of life"
+    assert process._channel.ready(60.0), "a heartbeat"
     assert process.listen(0.8) == []
 
 

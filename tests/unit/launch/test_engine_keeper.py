@@ -122,7 +122,7 @@ def test_the_next_worker_gets_the_engine_without_requests_and_without_weights(si
         generate(following)
     sync(following)
     assert [one.completion.token_ids for one in generate(following)] == [[7, 7]]
-    assert site.told("sleep") == [], "one that its worker never put to sleep stays awake"
+    assert site.told("sleep") == [], "one that its worker never put to sleep stays resident"
 
 
 @slow

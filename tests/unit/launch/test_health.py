@@ -121,7 +121,7 @@ def test_a_silent_rank_is_named_within_30_s_but_not_one_whose_code_holds_the_int
     assert until_trouble(health, ranks, now_s, 300)[1] is None, "it computes"
     ranks[2].works = False
     passed_s, found = until_trouble(health, ranks, now_s + 300)
-    assert SILENT_S - 1 <= passed_s <= 30 and found.rank == 2 and "no sign of life" in found.what
+    assert SILENT_S - 1 <= passed_s <= 30 and found.rank == 2 and "no heartbeat" in found.what
 
 
 @pytest.mark.parametrize("name", ["start", "checkpoint", "export", "step/compiled for the first time"])

@@ -133,4 +133,4 @@ def test_time_in_which_an_actor_did_not_answer_is_no_silence_of_its_worker(monke
         found = found or health.trouble(ranks)
     assert bool(found) == named
     if found:
-        assert "no sign of life" in found.what
+        assert "no heartbeat" in found.what

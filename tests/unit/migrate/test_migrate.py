@@ -436,7 +436,7 @@ def test_a_workflow_becomes_a_command_that_says_which_nodes_are_left_out(tmp_pat
         f"dag.workflow_path={path}",
         "rollout.n=4",
         "accepts the command",
-        "left out: even: rows are dealt out evenly",
+        "left out: even: rows are sharded evenly",
     ):
         assert text in page, page
 

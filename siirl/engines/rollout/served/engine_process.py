@@ -229,9 +229,7 @@ class EngineProcess:
             self._waited_s += min(time.monotonic() - began_s, POLL_S)
             who = f"{self._what} (pid {self.pid})"
             if self._waited_s > silence_s:
-                cause = (
-                    f"{who} is silent: no sign of life in {silence_s:g} s of waiting for {kind!r}{progress}."
-                )
+                cause = f"{who} is silent: no heartbeat in {silence_s:g} s of waiting for {kind!r}{progress}."
                 raise EngineLost(cause, self._tail())
             if time.monotonic() - self._heard_s > self.deadline_s:
                 raise EngineLost(
