@@ -158,7 +158,7 @@ def test_a_step_can_be_scrubbed_and_says_what_bounds_it(page):
 def test_health_has_attempts_engines_errors_and_logs(page, folder, tmp_path):
     shown(page, "health", "0")
     assert each(page, "#panel summary") == [f"rank_{rank}.log" for rank in range(8)]
-    assert each(page, "#life")[0].startswith("1 start of this run; no attempt was lost; last sign of life")
+    assert each(page, "#life")[0].startswith("1 start of this run; no attempt was lost; last heartbeat")
     engines = cells(page, "#engines", 0, 1)
     assert ["perf/idle_s_max", ""] in engines and ["reward/worker_death", "3"] in engines
     assert "No rank has left an error." in each(page, "#panel")[0]
