@@ -33,6 +33,7 @@ SHOWN = {
     "memory": "#memory-bars .span",
     "curves": "figure polyline",
     "conversations": "#episodes .message",
+    "config": "#config th",
     "health": "details pre",
 }
 """Section -> what is there when it is shown."""
