@@ -230,7 +230,7 @@ CASES = {
         lambda f: [
             "actor_rollout_ref.model.attention_kernels=flash_attn_4",
             "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32",
-            "trainer.device=auto",
+            "trainer.device=cuda",
         ],
         ["attention_kernels=flash_attn_4", "mixed_precision.param_dtype=float32", "Set it to torch"],
     ),
@@ -238,7 +238,7 @@ CASES = {
         lambda f: [
             "actor_rollout_ref.model.attention_kernels=flash_attn_4",
             "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16",
-            "trainer.device=auto",
+            "trainer.device=cuda",
         ],
         ["the package flash-attn-4 is not installed", "siirl[flash-attn-4]", "attention_kernels=torch"],
     ),

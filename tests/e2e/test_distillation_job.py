@@ -85,5 +85,5 @@ def test_a_row_that_no_teacher_takes_is_refused_before_the_run(tmp_path):
     assert "has no effect" not in said, "its workflow says that it learns from teachers"
     many = [f"{key}={10**9}" for key in ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")]
     said = run_example(tmp_path / "x", *many, example="distillation", fails=True)
-    assert "of 1,000,000,000 rows, are 127 GiB on each rank" in " ".join(said.split()), said
+    assert "of this machine, which has no GPU" in " ".join(said.split()), said
     assert not (tmp_path / "x" / "run" / "metrics.jsonl").exists()
