@@ -17,6 +17,7 @@ from siirl.launch.run_folder import held
 pytestmark = pytest.mark.heavy
 
 GOOD = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=8"]
+EIGHT = ["trainer.n_gpus_per_node=8"]
 CHECK = ["check", "--elsewhere"]
 TINY = {
     "model_type": "qwen3",
@@ -72,7 +73,10 @@ def test_check_says_ok_and_what_is_left_out_of_a_file_that_the_user_has_named(ow
             "one workflow",
         ),
         (
-            ["plan", *GOOD, "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"],
+            [
+                *["plan", *GOOD, *EIGHT, "data.train_batch_size=4"],
+                "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            ],
             "PlacementError",
         ),
         (["plan", *GOOD, "--draw", "x.pdf"], "End it with .svg or .png"),
@@ -174,7 +178,7 @@ def test_plan_prints_and_writes_everything(capsys, tmp_path):
         "ppo_micro_batch_size_per_gpu": 1,
     }  # else: the whole batch; what fits
     cut = [f"actor_rollout_ref.actor.{key}={size}" for key, size in sizes.items()]
-    assert main(["plan", "--json", str(files[0]), *GOOD, *cut, model, "--draw", str(files[1])]) == 0
+    assert main(["plan", "--json", str(files[0]), *GOOD, *EIGHT, *cut, model, "--draw", str(files[1])]) == 0
     out = capsys.readouterr().out
     for expected in (
         "nodes by rank",

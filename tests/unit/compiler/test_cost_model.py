@@ -278,8 +278,8 @@ def test_the_command_says_where_the_time_goes_what_it_assumes_and_what_it_does_n
     _, other, _ = explain(capsys, *keys, "--device", "h100")
     assert "no step was measured on h100" in other
     assert float(re.search(r"step: ([\d.]+) s", other)[1]) > step_s
-    _, on_cpu, _ = explain(capsys, *keys, "trainer.device=cpu")
-    assert "nothing is fitted for CPUs" in on_cpu
+    _, on_cpu, why = explain(capsys, *keys, "trainer.device=cpu", "trainer.device_memory_gib=999")
+    assert "nothing is fitted for CPUs" in on_cpu, why
 
 
 def test_a_step_of_milliseconds_is_not_told_as_none(model):
