@@ -54,7 +54,7 @@ from siirl.agents.runner import Game, Speaker, run_all, turn_seed
 from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import InteractionPlan, ModelPlan, StagePlan
 from siirl.config import load_config
-from siirl.data.completion import Completion, SamplingParams
+from siirl.data.completions import Completion, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import RolloutEngine

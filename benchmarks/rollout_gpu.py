@@ -136,7 +136,7 @@ def ours(args: argparse.Namespace, folder: Path, *keys: str) -> Kind:
     from safetensors.torch import load_file
 
     from siirl.compiler.plan import ModelPlan
-    from siirl.data.completion import SamplingParams
+    from siirl.data.completions import SamplingParams
     from siirl.engines.engine_registry import make_rollout_engine
     from siirl.parallel.dims import ParallelDims
 

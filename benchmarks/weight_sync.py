@@ -41,7 +41,7 @@ from report_file import Report, end_by_signals, on_change, run_job, run_ranks, w
 
 from siirl.compiler.plan import LinkPlan, ModelPlan
 from siirl.config import Config, load_config
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
 from siirl.engines.weights.engine_loader import EngineWeights

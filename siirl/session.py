@@ -153,7 +153,7 @@ def planned(cfg: Config, elsewhere: bool, found: Findings, devices_here: bool | 
         cfg = with_template_date(cfg)
     surveyed = survey_inputs(survey(cfg, found), elsewhere, found)
     seen, too_much = surveyed, list[str]()
-    with found.at(Place.MACHINE):
+    if surveyed.has_sizes:
         seen = with_choices(surveyed, machine_of(cfg, choose_launcher(cfg)), kept_choices(cfg))
         if seen.plan is not None:
             too_much = memory_warnings(seen.plan, seen.node_cfgs, rank_memory_gib(seen.cfg), found)

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from siirl.data.completion import Completion, SamplingParams
+from siirl.data.completions import Completion, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
 
 STOP_STRING = "stop_string"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from siirl.agents.stream_client import StreamClient
-from siirl.data.completion import Completion, PartialCompletion, Request, SamplingParams
+from siirl.data.completions import Completion, PartialCompletion, Request, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
 
 

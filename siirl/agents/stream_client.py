@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Protocol
 
-from siirl.data.completion import PAUSED, Completion, Key, Request, SamplingParams
+from siirl.data.completions import PAUSED, Completion, Key, Request, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.errors import DeadlineError, EpisodeFailed, RolloutError
 

@@ -37,6 +37,8 @@ class Survey:
     """A line each."""
     data: list[str] = field(default_factory=list)
     """What the files of rows hold: a line for each split."""
+    has_sizes: bool = False
+    """There is a plan, and nothing is wrong with what the sizes of its models are read from."""
 
 
 def survey(cfg: Config, found: Findings) -> Survey:
@@ -129,6 +131,7 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
                 check_trained_model(configs[model.node], model.role, f"model {model.name!r}")
                 if ROLES[model.role].head == "score":
                     check_reward_model(configs[model.node], folder, model.trains)
+    has_sizes = not len(found)
     check_code(seen.plan, configs, found)
     if not elsewhere:
         from siirl.launch.input_checks import check_inputs
@@ -137,4 +140,4 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
         check_resumed(seen.cfg, seen.plan, found)
         with found.at(Place.MACHINE):
             refuse_busy(seen.cfg)
-    return Survey(seen.cfg, seen.plan, configs, list(dict.fromkeys(warnings)), data)
+    return Survey(seen.cfg, seen.plan, configs, list(dict.fromkeys(warnings)), data, has_sizes)

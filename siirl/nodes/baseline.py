@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import torch
 from tensordict import TensorDict
 
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.data.rows import pad_stack, seen_of
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.nodes.context import OpContext

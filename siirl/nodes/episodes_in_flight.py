@@ -22,7 +22,7 @@ from siirl.agents.resumable_policy import ResumablePolicy, StreamGate
 from siirl.agents.runner import Game, Played, interruptible, run_episode
 from siirl.agents.stream_client import StreamClient
 from siirl.data.buffer import ORDER
-from siirl.data.completion import Completion, Key
+from siirl.data.completions import Completion, Key
 from siirl.data.rows import take_rows
 from siirl.nodes.in_flight import InFlight
 

@@ -4,7 +4,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.data.chat import encode_prompts
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.data.rows import make_rows, objects
 from siirl.data.said import raw_texts, said_in
 from siirl.dialect.dialect import dialect_of_model

@@ -9,7 +9,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from siirl.data.buffer import ORDER
-from siirl.data.completion import Completion, Key, PartialCompletion, Request, SamplingParams
+from siirl.data.completions import Completion, Key, PartialCompletion, Request, SamplingParams
 from siirl.data.rows import seen_of
 from siirl.data.seen import Seen
 from siirl.engines.rollout.base import RolloutEngine, RolloutStream

@@ -96,7 +96,7 @@ def export_is_wrong(rank: int, world: int, kind: str, folder: str) -> str:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from siirl.data.completion import SamplingParams
+    from siirl.data.completions import SamplingParams
     from siirl.engines.rollout.hf.hf_rollout import HFRollout
 
     engine, _ = cases.build_engine(Scenario("", world), folder)

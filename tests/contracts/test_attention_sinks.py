@@ -87,7 +87,7 @@ def sampled(rank: int, world: int, folder: Path, sizes: tuple) -> str:
     """What is wrong with the weights that an untouched engine gives, and with what is sampled by them."""
     from transformers import AutoModelForCausalLM
 
-    from siirl.data.completion import SamplingParams
+    from siirl.data.completions import SamplingParams
     from siirl.engines.rollout.hf.hf_rollout import HFRollout
 
     engine, _ = cases.build_engine(Scenario("", world, sizes=sizes), folder)

@@ -28,7 +28,7 @@ from recorded_cases import case_of, record_gaps, record_outcome
 from train_engine_cases import Scenario
 
 from siirl.model_files.adapter_files import write_adapter
-from siirl.models.adapters import ADAPTED, expert_matrices
+from siirl.models.adapter_targets import ADAPTED, expert_matrices
 from siirl.models.families import types_with
 
 ADAPTED_EXPERTS = types_with(lambda row: row.experts and row.experts.adapted)

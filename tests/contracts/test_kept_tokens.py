@@ -9,7 +9,7 @@ from fixtures_tiny import make_tiny_model_dir
 from test_rollout_engine_contract import BLOCK, build, response_log_probs, weights_of
 from transformers import AutoModelForCausalLM
 
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 
 pytest.importorskip("vllm")
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 7, 9, 8], [11], [2, 3, 4, 5, 6, 7, 8]]

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from siirl.compiler.backends import ROLLOUT_BACKENDS
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.data.completion import Request, SamplingParams
+from siirl.data.completions import Request, SamplingParams
 from siirl.dialect.dialect import derive
 from siirl.dialect.template import ChatTemplate
 from siirl.engines.engine_registry import make_rollout_engine

@@ -236,7 +236,7 @@ def sampled_rows(completions: list[Any], prompts: list[list[int]], choices: Rout
 
 def distances(rank: int, world: int, folder: Path, strategy: str) -> dict[str, float]:
     """Mean distance of the trainer's log-probs from those of an engine whose routers are a little off."""
-    from siirl.data.completion import SamplingParams
+    from siirl.data.completions import SamplingParams
 
     engine, _ = cases.build_engine(Scenario("", 1, overrides=(R3,), strategy=strategy), folder)
     choices = router_choices(json.loads((folder / "config.json").read_text()))
@@ -270,7 +270,7 @@ def test_the_trainer_is_ten_times_closer_to_an_engine_whose_experts_it_uses(tmp_
 def test_a_response_that_was_interrupted_names_the_experts_that_it_would_have_named(tmp_path):
     from safetensors.torch import load_file
 
-    from siirl.data.completion import Request, SamplingParams
+    from siirl.data.completions import Request, SamplingParams
 
     rollout = sampler(causal_lms.write_model(tmp_path, causal_lms.tiny_config("olmoe")))
     rollout.load_weights(load_file(tmp_path / "model.safetensors").items(), version=0)

@@ -9,7 +9,7 @@ from fixtures_tiny import make_tiny_model_dir
 from served_engines import build, check_it_comes_back, load, two_sets
 from sglang_on_cpu import sglang_here
 
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 
 SAMPLED = SamplingParams(max_tokens=100, ignore_eos=True)
 

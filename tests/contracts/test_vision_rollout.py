@@ -14,7 +14,7 @@ from train_engine_cases import Scenario
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.data.completion import Completion, Request, SamplingParams
+from siirl.data.completions import Completion, Request, SamplingParams
 from siirl.data.image_reader import ImageReader
 from siirl.data.seen import Seen
 from siirl.engines.engine_registry import make_rollout_engine

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.errors import NotSupportedError
 from siirl.models.families import known_types, types_with

@@ -13,7 +13,7 @@ import torch
 from fixtures_tiny import make_tiny_model_dir
 
 from siirl.config import load_config
-from siirl.data.completion import Request, SamplingParams
+from siirl.data.completions import Request, SamplingParams
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
 from siirl.engines.rollout.served.messages import Start, Submit
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment

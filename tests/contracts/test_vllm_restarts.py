@@ -13,7 +13,7 @@ from served_engines import PROMPTS, build, check_it_comes_back, load, streamed, 
 from transformers import AutoModelForCausalLM
 from updated_engines import IN_PLACE, loaders_of
 
-from siirl.data.completion import Request, SamplingParams
+from siirl.data.completions import Request, SamplingParams
 from siirl.engines.rollout.served import engine_process
 from siirl.engines.rollout.served.engine_process import EngineProcess
 from siirl.engines.weights import in_place

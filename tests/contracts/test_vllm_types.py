@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config, load_config
-from siirl.data.completion import Completion, SamplingParams
+from siirl.data.completions import Completion, SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.errors import NotSupportedError
 from siirl.models.families import known_types, types_with

@@ -16,7 +16,7 @@ from updated_engines import (
 )
 from worker_shares import check_parameters
 
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.engines.weights import in_place
 from siirl.engines.weights.live import LiveWeights
 from siirl.parallel.process_groups import ProcessGroupManager

@@ -14,7 +14,7 @@ from plan_cases import add_agent, compiled
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import load_config
 from siirl.dag.spec import DagBuilder
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.errors import PeerError, RolloutError
 from siirl.nodes.streams import Streams

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from siirl.compiler.plan import LinkPlan, ModelPlan, sender_groups
 from siirl.config import load_config
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.served import served_rollout
 from siirl.engines.rollout.served.engine_process import EngineLost

@@ -10,7 +10,7 @@ from fixtures_tiny import make_tiny_model_dir
 from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.remote import RemoteStream, StreamServer, gather_addresses
 from siirl.parallel.dims import ParallelDims

@@ -23,7 +23,7 @@ from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
 from siirl.agents.outside.program import SessionInfo
 from siirl.agents.outside.programs import Programs, starter
 from siirl.agents.runner import Played, Speaker, run_all
-from siirl.data.completion import Completion, SamplingParams
+from siirl.data.completions import Completion, SamplingParams
 from siirl.data.rows import make_rows
 from siirl.dialect.tool_formats import TOOL_FORMATS
 from siirl.nodes.interaction_rows import rows_of

@@ -20,7 +20,7 @@ from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
 from siirl.agents.outside.program import SessionInfo
 from siirl.agents.outside.programs import Programs, starter
 from siirl.agents.runner import run_all
-from siirl.data.completion import Completion, Request, SamplingParams
+from siirl.data.completions import Completion, Request, SamplingParams
 from siirl.dialect.formats.json_calls import hermes
 from siirl.engines.rollout.remote import Address, RemoteStream, StreamServer
 from siirl.engines.rollout.served.messages import (

@@ -14,7 +14,7 @@ from job_harness import Finished, Inputs, overrides
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.data.completion import Request, SamplingParams
+from siirl.data.completions import Request, SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.parallel.dims import ParallelDims
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.data.completion import Request, SamplingParams
+from siirl.data.completions import Request, SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.sampling import derive_seed, uniforms
 from siirl.parallel.dims import ParallelDims

@@ -18,7 +18,7 @@ from train_engine_cases import Scenario
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.data.image_reader import ImageReader
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.parallel.dims import ParallelDims

@@ -7,7 +7,7 @@ from siirl.agents.episode import Episode
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Played, Speaker, run_all
 from siirl.compiler.plan import InteractionPlan, StagePlan
-from siirl.data.completion import Completion, SamplingParams
+from siirl.data.completions import Completion, SamplingParams
 
 END = 3  # the token that ends a turn
 

@@ -9,7 +9,7 @@ import train_engine_cases as cases
 from torch import Tensor, nn
 from train_engine_cases import Outcome, Scenario
 
-from siirl.models.adapters import ADAPTED, expert_matrices
+from siirl.models.adapter_targets import ADAPTED, expert_matrices
 
 MODEL = "actor_rollout_ref.model"
 SIZES = (f"{MODEL}.lora_rank={cases.LORA_RANK}", f"{MODEL}.lora_alpha={cases.LORA_ALPHA}")

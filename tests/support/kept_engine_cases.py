@@ -8,7 +8,7 @@ import psutil
 from served_engines import build, load, submitted, two_sets
 
 from siirl.config import load_config
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.engines.rollout.served.engine_parts import find_parts
 from siirl.launch.engine_keeper import EngineKeeper
 from siirl.parallel.process_groups import ProcessGroupManager

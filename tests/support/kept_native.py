@@ -6,7 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from siirl.data.completion import Completion
+from siirl.data.completions import Completion
 from siirl.engines.rollout.served.messages import UNKNOWN, Answer
 
 

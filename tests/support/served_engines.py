@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.data.completion import Completion, Request, SamplingParams
+from siirl.data.completions import Completion, Request, SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.errors import RolloutError
 from siirl.parallel.dims import ParallelDims

@@ -13,7 +13,7 @@ from served_engines import PROMPTS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.engines.rollout.served.messages import Call
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.weights.engine_loader import EngineWeights

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from siirl.agents.policy import STOP_STRING, Policy
 from siirl.agents.stream_client import StreamClient
-from siirl.data.completion import Completion, PartialCompletion, SamplingParams
+from siirl.data.completions import Completion, PartialCompletion, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
 
 FIRST_PART = 64

@@ -13,7 +13,7 @@ from siirl.config import Config
 from siirl.config.common import ModelConfig, TrainedConfig
 from siirl.config.roles import ROLE_GROUPS, ROLES, Role, role_group, role_model, sequence_ranks
 from siirl.errors import NotSupportedError
-from siirl.models.adapters import why_not_adapted
+from siirl.models.adapter_targets import why_not_adapted
 from siirl.models.config_json import as_built, config_json, of_decoder
 from siirl.models.config_values import as_read, why_not_built
 from siirl.models.families import Family, family_of, types_with

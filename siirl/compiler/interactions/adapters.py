@@ -18,7 +18,7 @@ from siirl.config.common import ModelConfig
 from siirl.config.resolve import get
 from siirl.config.roles import ROLE_GROUPS
 from siirl.errors import DagError
-from siirl.models.adapters import ADAPTED, expert_targets
+from siirl.models.adapter_targets import ADAPTED, expert_targets
 from siirl.models.config_json import config_json
 
 MERGE = "actor_rollout_ref.rollout.merge_lora"

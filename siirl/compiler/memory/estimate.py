@@ -21,7 +21,7 @@ from siirl.config.resolve import get
 from siirl.config.roles import ROLES, role_group, role_model, token_budget
 from siirl.config.teacher import SAMPLED, WHOLE
 from siirl.dag.fields_read import uses_full_kl
-from siirl.models.adapters import expert_targets
+from siirl.models.adapter_targets import expert_targets
 from siirl.models.config_json import language_part
 from siirl.models.config_values import without_value
 from siirl.models.families import family_of, types_with
@@ -133,6 +133,9 @@ def read_shape(cfg: Config, role: str) -> ModelShape | str:
         counted = ", ".join(types_with(lambda row: row.counted))
         return f"model_type {raw.get('model_type')!r} is none of {counted}"
     problem = without_value(raw)
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if not problem and not isinstance(raw.get(name), int):
+            problem = f"{name}={raw.get(name)!r}, which is no whole number"
     return f"{directory / 'config.json'} has {problem}" if problem else model_shape(raw)
 
 

@@ -93,6 +93,6 @@ vLLM, on a CPU too. `siirl/agents/stream_client.py` turns a stream into the awai
 makes an engine of a chat service, whose "tokens" are characters from which the messages can be read back.
 
 What crosses a socket is a `Message` (`channel.py`): a struct for each kind, which holds `Request` and
-`Completion` (`siirl/data/completion.py`) as they are. A field that one of these gets reaches vLLM's process,
+`Completion` (`siirl/data/completions.py`) as they are. A field that one of these gets reaches vLLM's process,
 other ranks, agents and rows without another line.
 """

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from siirl.data.completion import Completion, Key, PartialCompletion, Request, SamplingParams
+from siirl.data.completions import Completion, Key, PartialCompletion, Request, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError, RolloutError
 from siirl.observe.metrics import Metrics

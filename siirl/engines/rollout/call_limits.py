@@ -7,7 +7,7 @@ from typing import Literal
 from transformers import PretrainedConfig
 
 from siirl.config import Config
-from siirl.data.completion import Completion, Key, Request, SamplingParams
+from siirl.data.completions import Completion, Key, Request, SamplingParams
 from siirl.engines.rollout.base import check_keys
 from siirl.errors import EpisodeFailed, RolloutError
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-from siirl.data.completion import Completion, Key, Request
+from siirl.data.completions import Completion, Key, Request
 from siirl.engines.rollout.base import Interrupt, RolloutEngine, RolloutStream, check_keys
 from siirl.errors import EndpointError, EpisodeFailed, NotSupportedError, RolloutError
 from siirl.http_service import Endpoint, EndpointSettings

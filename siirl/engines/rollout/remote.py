@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from siirl.access import MOST_STRANGERS, UnauthenticatedConnections, shut
-from siirl.data.completion import Completion, Key, Request
+from siirl.data.completions import Completion, Key, Request
 from siirl.engines.rollout.base import Interrupt, RolloutStream, check_keys
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served.messages import (

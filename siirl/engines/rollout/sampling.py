@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9

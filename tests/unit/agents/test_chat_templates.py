@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 from siirl.agents.contexts import Context, Limits
 from siirl.agents.renderer import ChatRenderer
 from siirl.data.chat import encode_prompts
-from siirl.data.completion import Completion
+from siirl.data.completions import Completion
 from siirl.dialect.tool_formats import TOOL_FORMATS
 from siirl.errors import DataError
 

@@ -13,7 +13,7 @@ from template_cases import TemplateTokenizer, dialect_of
 from siirl.agents.contexts import Limits
 from siirl.agents.environments import HostedEnvironment
 from siirl.agents.renderer import ChatRenderer
-from siirl.data.completion import Completion
+from siirl.data.completions import Completion
 from siirl.errors import EpisodeFailed, RolloutError
 
 

@@ -17,7 +17,7 @@ from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Speaker, run_all, turn_seed
 from siirl.compiler.compile import compile_plan
 from siirl.dag.spec import DagBuilder
-from siirl.data.completion import Completion, SamplingParams
+from siirl.data.completions import Completion, SamplingParams
 from siirl.data.rows import make_rows, objects
 from siirl.errors import RolloutError
 from siirl.nodes.interaction_rows import rows_of

@@ -13,7 +13,7 @@ from siirl.agents.renderer import ChatRenderer
 from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.data.completion import Completion, SamplingParams
+from siirl.data.completions import Completion, SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.openai_endpoint import BEGIN, Messages
 from siirl.errors import EpisodeFailed, NotSupportedError

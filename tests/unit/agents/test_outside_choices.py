@@ -17,7 +17,7 @@ from siirl.agents.outside.programs import Programs, starter
 from siirl.agents.outside.stopped_policy import StoppedPolicy
 from siirl.agents.runner import run_all
 from siirl.agents.stream_client import StreamClient
-from siirl.data.completion import Completion, SamplingParams
+from siirl.data.completions import Completion, SamplingParams
 from siirl.dialect.formats.json_calls import hermes
 from siirl.errors import EpisodeFailed
 

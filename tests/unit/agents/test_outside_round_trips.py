@@ -30,7 +30,7 @@ from siirl.agents.outside import chat_wire, messages_wire, responses_wire
 from siirl.agents.outside.episode_session import Session
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Played, Speaker
-from siirl.data.completion import Completion, SamplingParams
+from siirl.data.completions import Completion, SamplingParams
 
 BODY = (
     "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}"

@@ -14,7 +14,7 @@ from siirl.agents.outside.endpoint import WIRES
 from siirl.agents.outside.episode_session import Session
 from siirl.agents.runner import Played
 from siirl.agents.stream_client import StreamClient
-from siirl.data.completion import Completion
+from siirl.data.completions import Completion
 from siirl.dialect.formats.json_calls import hermes
 from siirl.dialect.marks import KNOWN, ReasoningMarks
 from siirl.dialect.tool_formats import BEGINS, TOOL_FORMATS, call_begins

@@ -17,7 +17,7 @@ from siirl.agents.outside.content import BadRequest
 from siirl.agents.outside.episode_session import Session
 from siirl.agents.outside.exchange import Said
 from siirl.agents.runner import Played, turn_seed
-from siirl.data.completion import Completion
+from siirl.data.completions import Completion
 from siirl.dialect.formats.json_calls import hermes
 from siirl.dialect.marks import KNOWN
 

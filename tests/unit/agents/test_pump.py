@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from siirl.agents.stream_client import StreamClient
-from siirl.data.completion import Completion, Request
+from siirl.data.completions import Completion, Request
 from siirl.errors import DeadlineError, RolloutError
 
 

@@ -19,7 +19,7 @@ from outside_cases import play_outside
 from siirl.agents.episode import Episode
 from siirl.agents.outside.endpoint import ProgramLimits
 from siirl.agents.outside.verifiers_episodes import play
-from siirl.data.completion import Completion
+from siirl.data.completions import Completion
 from siirl.data.verifiers_rows import VerifiersRows
 from siirl.errors import DataError
 

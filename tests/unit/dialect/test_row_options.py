@@ -11,7 +11,7 @@ from template_cases import dialect_of as spoken_by
 from test_dialect import CHATML, tokenizer_of
 
 from siirl.agents.renderer import ChatRenderer
-from siirl.data.completion import Completion
+from siirl.data.completions import Completion
 from siirl.data.dataset import PromptDataset
 from siirl.data.rows import make_rows
 from siirl.data.said import said_in

@@ -23,7 +23,7 @@ from siirl.agents.message_form import MessageForm
 from siirl.agents.renderer import IMAGES, ChatRenderer
 from siirl.agents.shown import content_of, images_in
 from siirl.config import load_config
-from siirl.data.completion import Completion
+from siirl.data.completions import Completion
 from siirl.data.image_reader import ImageReader
 from siirl.data.prompt_lengths import PromptLengths
 from siirl.dialect.template import SHOW_TOOLS, ChatTemplate, TemplateRefused

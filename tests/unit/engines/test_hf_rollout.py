@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, Gemma2Co
 
 from siirl.compiler.plan import InteractionPlan, ModelPlan
 from siirl.config import load_config
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.engines.rollout import sampling
 from siirl.engines.rollout.hf import decode, hf_rollout, kv_cache
 from siirl.engines.rollout.hf.hf_rollout import HFRollout

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config, with_overrides
-from siirl.data.completion import Request, SamplingParams
+from siirl.data.completions import Request, SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.train.adapters.lora import (
     adapter_name,

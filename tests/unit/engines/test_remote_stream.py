@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from siirl.access import MOST_STRANGERS
-from siirl.data.completion import Completion, Request, SamplingParams
+from siirl.data.completions import Completion, Request, SamplingParams
 from siirl.engines.rollout import remote
 from siirl.engines.rollout.base import RolloutStream
 from siirl.engines.rollout.remote import RemoteStream, StreamServer

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.engines.rollout import sampling
 
 

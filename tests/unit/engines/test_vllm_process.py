@@ -19,7 +19,7 @@ import torch
 from fixtures_tiny import make_tiny_model_dir
 
 from siirl.config import load_config
-from siirl.data.completion import Completion, Request, SamplingParams
+from siirl.data.completions import Completion, Request, SamplingParams
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served import engine_child, engine_process
 from siirl.engines.rollout.served.beating_channel import BeatingChannel

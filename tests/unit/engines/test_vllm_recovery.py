@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from siirl.data.completion import Completion, Request, SamplingParams
+from siirl.data.completions import Completion, Request, SamplingParams
 from siirl.engines.rollout.served import recovery
 from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.engines.rollout.served.journal import BeginUpdate, FinishUpdate, LoadChunk, Sleep, Wake

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from siirl.data.completion import Completion, Request, SamplingParams
+from siirl.data.completions import Completion, Request, SamplingParams
 from siirl.engines.rollout.served.messages import UNKNOWN, Answer, Finished
 from siirl.engines.rollout.served.stream import EngineStream, StreamRouter
 from siirl.errors import EpisodeFailed, RolloutError

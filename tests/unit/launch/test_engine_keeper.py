@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from siirl.config import load_config
-from siirl.data.completion import Request, SamplingParams
+from siirl.data.completions import Request, SamplingParams
 from siirl.engines.rollout.channel import Channel
 from siirl.engines.rollout.served import engine_process, kept_engine
 from siirl.engines.rollout.served.engine_parts import find_parts

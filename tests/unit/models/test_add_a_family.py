@@ -57,7 +57,7 @@ def test_a_row_alone_makes_a_family_known_to_check_estimate_and_plan(
     write(tmp_path, raw | {"model_type": like})
     assert replace(shape, family=like) == read_shape(cfg, "actor")
     write(tmp_path, raw)
-    assert main(["plan", *command[2:]]) == 0
+    assert main(["plan", "trainer.n_gpus_per_node=2", *command[2:]]) == 0
     assert "agent_0.actor" in capsys.readouterr().out
 
 

@@ -19,7 +19,7 @@ from siirl.agents.episode import Episode
 from siirl.agents.runner import Game, turn_seed
 from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import InteractionPlan
-from siirl.data.completion import Completion
+from siirl.data.completions import Completion
 from siirl.data.loader import PromptLoader
 from siirl.engines.rollout.base import RolloutEngine, WaveStream
 from siirl.errors import DataError, RolloutError, UserCodeError

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from siirl.config.load import load_config
-from siirl.data.completion import Completion, SamplingParams
+from siirl.data.completions import Completion, SamplingParams
 from siirl.data.loader import PromptLoader
 from siirl.dialect.dialect import Dialect, StopToken
 from siirl.engines.rollout.base import RolloutEngine, RolloutStream, WaveStream

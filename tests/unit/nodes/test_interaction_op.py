@@ -10,7 +10,7 @@ from plan_cases import add_agent, compiled, config
 
 from siirl.config import with_overrides
 from siirl.dag.spec import DagBuilder
-from siirl.data.completion import Completion
+from siirl.data.completions import Completion
 from siirl.data.rows import make_rows, objects
 from siirl.errors import DataError, EpisodeFailed, RolloutError, UserError
 from siirl.nodes.interaction import build_interaction, interaction, turns

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from siirl.data.completion import SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.engines.rollout.hf.kv_cache import gather, keep_rows
 from siirl.engines.rollout.hf.prefill import Prompt, PromptReader
 from siirl.engines.rollout.sampling import sample_tokens, uniforms

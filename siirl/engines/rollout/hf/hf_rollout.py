@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.config.common import ModelConfig
-from siirl.data.completion import PAUSED, Completion, Key, Request, SamplingParams
+from siirl.data.completions import PAUSED, Completion, Key, Request, SamplingParams
 from siirl.data.image_reader import ImageReader
 from siirl.data.seen import Seen
 from siirl.engines.rollout.base import Interrupt, RolloutEngine, WaveStream, WeightPart

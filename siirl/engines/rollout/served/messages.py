@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from siirl.data.completion import Completion, Key, Request
+from siirl.data.completions import Completion, Key, Request
 from siirl.engines.rollout.channel import Message
 
 UNKNOWN = -1

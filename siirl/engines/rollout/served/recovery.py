@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from siirl.data.completion import Request
+from siirl.data.completions import Request
 from siirl.engines.rollout.channel import Message
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
 from siirl.engines.rollout.served.journal import METHODS, Journal, Told

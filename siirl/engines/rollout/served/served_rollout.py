@@ -13,7 +13,7 @@ from torch import Tensor
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-from siirl.data.completion import Key, Request
+from siirl.data.completions import Key, Request
 from siirl.engines.rollout.base import Interrupt, RolloutEngine, WeightPart
 from siirl.engines.rollout.call_limits import (
     CallLimits,

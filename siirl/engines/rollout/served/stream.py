@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from siirl.data.completion import PAUSED, Completion, Key, PartialCompletion, Request
+from siirl.data.completions import PAUSED, Completion, Key, PartialCompletion, Request
 from siirl.engines.rollout.base import RolloutStream
 from siirl.engines.rollout.call_limits import COMPLETE, check_finite
 from siirl.engines.rollout.sampling import derive_seed

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from siirl.data.completion import PAUSED, Completion, Request
+from siirl.data.completions import PAUSED, Completion, Request
 from siirl.engines.rollout.sampling import later_seed
 from siirl.engines.rollout.served.draws import signed
 from siirl.engines.rollout.served.messages import UNKNOWN, Answer

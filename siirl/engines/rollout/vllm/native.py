@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from siirl.data.completion import PAUSED, Completion, Request
+from siirl.data.completions import PAUSED, Completion, Request
 from siirl.data.image_reader import ImageReader
 from siirl.engines.rollout.sampling import later_seed
 from siirl.engines.rollout.served.draws import signed

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from siirl.config.common import ModelConfig
 from siirl.engines.train.experts.expert_lora import ADAPTER, ExpertAdapter, add_expert_adapters
 from siirl.errors import ConfigError
-from siirl.models.adapters import expert_targets
+from siirl.models.adapter_targets import expert_targets
 
 
 def add_lora(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
