@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from job_harness import ROOT, Finished, Inputs, overrides
+from job_harness import ROOT, Finished, Inputs, overrides, run_job
 from killed_jobs import start, steps_done, wait_until
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from siirl.cli import main
 from siirl.main_dag import main as run
@@ -91,3 +93,20 @@ def test_a_reward_that_leaks_is_told_and_one_of_200_megabytes_refused_and_a_copi
     assert re.search(r"compute_score of .*tells\.py.* MiB", told.err), told.err
     assert run([*goes_on, "trainer.overwrite=true"]) == 0
     assert [line["step"] for line in Finished.read(tmp_path / "again").lines] == [2]
+
+
+def test_a_run_that_goes_on_another_day_has_the_prompts_of_the_day_on_which_it_began(tmp_path):
+    inputs = Inputs.make(tmp_path / "inputs")
+    template = inputs.model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%Y-%m-%d') }} " + template.read_text())
+    keys = ["trainer.save_freq=1", f"trainer.dump_rollouts_dir={tmp_path / 'dumped'}"]
+    keys += ["trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.resume_mode=auto"]
+    for steps, date in ((1, ["data.template_date=2019-12-31"]), (2, [])):
+        more = [*keys, f"trainer.total_training_steps={steps}", *date]
+        run_job(1, overrides(inputs, tmp_path / "out", *more))
+    files = sorted((tmp_path / "dumped").rglob("*.safetensors"))
+    assert len(files) == 2
+    tokenizer = AutoTokenizer.from_pretrained(inputs.model)
+    for rows in map(load_file, files):
+        prompts = rows["prompt_ids"].split(rows["prompt_length"].tolist())
+        assert prompts and all(tokenizer.decode(ids).startswith("2019-12-31") for ids in prompts)
