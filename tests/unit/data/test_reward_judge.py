@@ -1,15 +1,19 @@
 """A judge's questions and answers: what is asked, which grade is read, and what counts as malformed."""
 
+import shutil
+
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
 from http_harness import serving
 from op_contexts import op_context
 from plan_cases import compiled, run_symbolically
+from transformers import AutoTokenizer
 
 from siirl.config import load_config
 from siirl.dag.spec import DagBuilder
 from siirl.data.chat import load_tokenizer
+from siirl.data.completions import Completion
 from siirl.data.rows import make_rows, objects
 from siirl.engines.weights.target import stored_weights
 from siirl.errors import ConfigError, DataError, EndpointError, RewardError
@@ -222,3 +226,35 @@ def test_the_configuration_says_what_a_reward_node_of_a_model_is(judge, op, mode
     if models:
         with pytest.raises(ConfigError, match=r"reward_model\.model\.path is not set"):
             compiled(dag.build(), 2, *keys)
+
+
+class Says:
+    """An engine that has its weights, and one answer."""
+
+    weight_version = 0
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def generate(self, prompts, params, seeds):
+        assert self.ids[-1] in params.stop_token_ids
+        return [[Completion(self.ids, [0.0] * len(self.ids), "stop", 0)] for _ in prompts]
+
+
+def test_a_judge_that_reasons_between_special_tokens_grades_by_its_answer(model, tmp_path):
+    shutil.copytree(model, tmp_path / "judge")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["[THINK]", "[/THINK]"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "judge")
+    cfg = config(
+        f"actor_rollout_ref.model.path={model}",
+        f"reward_model.model.path={tmp_path / 'judge'}",
+        "reward_model.judge.prompt='{response}'",
+        "reward_model.judge.max_tokens=64",
+    )
+    said = "[THINK]score: 9[/THINK]score: 1"
+    ids = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
+    ctx = op_context("judge", cfg, load_tokenizer(cfg))
+    out = judge_reward(ctx, rows_of(ctx.tokenizer), Judge(cfg), Says(ids), tokenizer)
+    assert out["score"].tolist() == pytest.approx([0.1] * 3)
+    assert objects(out, "reward_info") == [{"judge": "score: 1"}] * 3
