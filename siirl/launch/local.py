@@ -86,7 +86,7 @@ class LocalRun:
         return Ended(job, deaths, {worker.rank: worker.log_offset for worker in self.workers})
 
     def start(self, job_path: str, tee: ConsoleTee, fds: Mapping[str, int]) -> None:
-        """Start every rank, or have the process that stands by be it.
+        """Start every rank, or have a warm standby be it.
 
         Rank 0 takes over the rendezvous socket: its port cannot be lost.
 

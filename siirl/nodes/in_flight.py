@@ -16,6 +16,7 @@ that each has loaded all that it must give. All load the same batches. Where gro
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Generic, Protocol, TypeVar
@@ -43,7 +44,7 @@ class Unit(Protocol):
 Work = TypeVar("Work", bound=Unit)
 
 
-class InFlight(RowBuffer, Generic[Work]):
+class InFlight(RowBuffer, ABC, Generic[Work]):
     """The prompts of one shard that have been loaded and not been given, and the work of each.
 
     Each step loads as many as it gives, the first step loads more, the last ones load less. Ranks of one
@@ -198,9 +199,9 @@ class InFlight(RowBuffer, Generic[Work]):
         assert max(ages, default=0) <= self._max_lag, f"rows of {max(ages)} steps ago"
         return found
 
+    @abstractmethod
     def _forget(self, orders: Sequence[int]) -> None:
         """Let go of what there is of these groups besides their prompts."""
-        raise NotImplementedError
 
     def _drop(self, orders: Sequence[int]) -> None:
         """Give groups up, their prompts too."""

@@ -59,7 +59,7 @@ def _check_sequence_ranks(cfg: Config, role: ModelRole, dims: ParallelDims, node
 
 
 def _check_expert_ranks(role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
-    """PlacementError unless experts are dealt to no ranks, or to all that share one copy of the weights."""
+    """PlacementError unless experts are whole on each rank, or sharded over one copy of all weights."""
     if dims.ep in (1, dims.weight_shards):
         return
     key = f"{ROLE_GROUPS[role]}.fsdp_config.expert_parallel_size"
