@@ -4,9 +4,8 @@
 
 Two engines with equal arguments stay on one GPU and take turns: vLLM's own, asked for tokens alone, and then
 for the log-prob of each sampled token; and siirl's rollout engine, which gives tokens by seeds and their
-log-probs. --kinds says which of these, in the order of their turns, and siirl_shared: siirl's with
-share_prompts_in_decode, in an engine of its own. With it, and in B, whose keys and values fill half of a
-device, engines sleep while others have their turn; that, and waking, is not timed.
+log-probs. --kinds says which of these, in the order of their turns. In B, whose keys and values fill half
+of a device, engines sleep while others have their turn; that, and waking, is not timed.
 
 Workloads as in grpo_gpu.py: A 32 prompts x 8 samples of Qwen3-1.7B's shape, B 64 x 8 of Qwen3-0.6B's; 256 +
 1,024 tokens, each round other prompts. Writes all seconds to benchmarks/results/rollout_gpu_<workload>.json
@@ -27,8 +26,7 @@ from pathlib import Path
 from grpo_gpu import COMMON, HERE, PROMPT_TOKENS, RESPONSE_TOKENS, SAMPLES, SHAPES, machine, make_model
 from report_file import Report, end_by_signals
 
-PLAIN, SCORED, OURS, SHARED = "vllm", "vllm_log_probs", "siirl", "siirl_shared"
-SHARES = "actor_rollout_ref.rollout.share_prompts_in_decode=True"
+PLAIN, SCORED, OURS = "vllm", "vllm_log_probs", "siirl"
 
 
 @dataclass
@@ -53,7 +51,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("keys", nargs="*")
     args = parser.parse_args()
-    args.sleeps = SHARED in args.kinds or args.workload == "B"
+    args.sleeps = args.workload == "B"
     args.gpu_memory = args.gpu_memory or (0.6 if args.sleeps else 0.42)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with tempfile.TemporaryDirectory() as temporary:
@@ -73,7 +71,7 @@ def main() -> int:
 def measure(args: argparse.Namespace, folder: Path, report: Report) -> None:
     """Seconds of each round, after one that does not count."""
     kinds = {}
-    for name in sorted(args.kinds, key=[OURS, SHARED, PLAIN, SCORED].index):  # vLLM's own is of this process
+    for name in sorted(args.kinds, key=[OURS, PLAIN, SCORED].index):  # vLLM's own is of this process
         begin_s = time.perf_counter()
         kinds[name] = KINDS[name](args, folder)
         if args.sleeps:
@@ -218,7 +216,6 @@ KINDS = {
     PLAIN: plain,
     SCORED: lambda args, folder: plain(args, folder, 0),
     OURS: ours,
-    SHARED: lambda args, folder: ours(args, folder, SHARES),
 }
 
 if __name__ == "__main__":

@@ -373,7 +373,7 @@ ROLLOUT_BACKENDS = {
             *("name", "dtype", "prompt_length", "response_length", "max_model_len", "max_num_seqs"),
             *("max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager", "disable_log_stats"),
             *("gpu_memory_utilization", "free_cache_engine", "tensor_model_parallel_size"),
-            *("keep_kv", "speculative_tokens", "share_prompts_in_decode", "engine_kwargs.vllm"),
+            *("keep_kv", "engine_kwargs.vllm"),
         ),
     ),
     "openai": Backend(

@@ -372,19 +372,6 @@ class RolloutConfig:
         "memory; False: what there is of them is read again under the new weights",
         when="max_lag",
     )
-    speculative_tokens: int = key(
-        0,
-        "most tokens of a response that are drafted at once, as those that followed the last ones earlier in "
-        "its row, and computed in one pass; drawn is what would be without drafts. 0: none",
-        low=0,
-        when="name=vllm",
-    )
-    share_prompts_in_decode: bool = key(
-        False,
-        "responses to one prompt read its keys and values once in each decode step, and not once each: on "
-        "Hopper GPUs, for models whose layers all have full attention",
-        when="name=vllm",
-    )
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own", low=0)
     stop_sources: tuple[str, ...] = key(
         STOP_SOURCES,

@@ -64,9 +64,6 @@ class InVLLM:
     """A head is the share of the hidden size, whatever head_dim says: larger ones are cut silently."""
     in_place: bool = False
     """Updates in place were held against those by its loaders (rollout.replace_weights)."""
-    shares_prompts: bool = False
-    """Its attention is plain: of all earlier tokens, without sinks, caps and compressed keys, so that a
-    prompt may be read once for its responses (rollout.share_prompts_in_decode)."""
     vision_class: str = ""
     """ "module:Class" of one that sees images."""
 
@@ -141,9 +138,8 @@ class Family:
     """When nothing reads sliding_window."""
 
 
-_SEEN = InVLLM(in_place=True, shares_prompts=True)
-_PLAIN = InVLLM(shares_prompts=True)
-_QWEN2 = InVLLM(windows="all above", shares_hidden=True, in_place=True, shares_prompts=True)
+_SEEN = InVLLM(in_place=True)
+_QWEN2 = InVLLM(windows="all above", shares_hidden=True, in_place=True)
 _CUT = InVLLM(shares_hidden=True)
 _DENSE = Family(float8=True)
 _OF_ANY_HEAD = Family(any_head=True, float8=True)
@@ -232,7 +228,7 @@ FAMILIES: dict[str, Family] = {
         window_unread="without layer_types",
     ),
     "ministral3": _OF_ANY_HEAD,
-    "mistral": Family(BOTH, True, _PLAIN, float8=True, compiled=True, counted=True, windows=True),
+    "mistral": Family(BOTH, True, float8=True, compiled=True, counted=True, windows=True),
     "mixtral": Family(
         BOTH,
         any_head=True,
@@ -269,7 +265,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(
         BOTH,
         any_head=True,
-        vllm=InVLLM(windows="every second below", shares_hidden=True, shares_prompts=True),
+        vllm=InVLLM(windows="every second below", shares_hidden=True),
         counted=True,
         experts=Experts(shared="gated"),
         qkv_bias="qkv_bias",
@@ -284,7 +280,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         BOTH,
         any_head=True,
-        vllm=InVLLM(windows="all above", in_place=True, shares_prompts=True),
+        vllm=InVLLM(windows="all above", in_place=True),
         sglang=True,
         mbridge=True,
         float8=True,
@@ -307,8 +303,8 @@ FAMILIES: dict[str, Family] = {
         vllm=InVLLM(vision_class="vllm.model_executor.models.qwen3_vl:Qwen3VLForConditionalGeneration"),
         sees_images=True,
     ),
-    "seed_oss": Family(BOTH, True, _PLAIN, float8=True, counted=True, output_bias=False),
-    "smollm3": Family(any_head=True, vllm=_PLAIN, float8=True),
+    "seed_oss": Family(BOTH, True, float8=True, counted=True, output_bias=False),
+    "smollm3": Family(any_head=True, float8=True),
     "starcoder2": _OF_ANY_HEAD,
 }
 """model_type of config.json -> what is known of it."""

@@ -30,9 +30,6 @@ from siirl.errors import ConfigError, EpisodeFailed, RolloutError, WeightSyncErr
 from siirl.parallel.dims import ParallelDims
 
 ENGINES = [name for name, row in ROLLOUT_BACKENDS.items() if row.weights]
-ENGINES.append(pytest.param("vllm guessing", marks=pytest.mark.slow))
-GUESSES = {"vllm guessing": ("actor_rollout_ref.rollout.speculative_tokens=3",)}
-"""Keys of engines that guess tokens, which are drawn all the same."""
 START_FAST = ["hf"]
 VOCAB = 24
 BLOCK = 32
@@ -56,8 +53,6 @@ def reference(model_dir):
 
 
 def build(name, model_dir, *overrides):
-    overrides = (*GUESSES.get(name, ()), *overrides)
-    name = name.split()[0]
     cfg = load_config(
         [
             f"actor_rollout_ref.rollout.name={name}",

@@ -58,25 +58,6 @@ def test_log_probs_of_vllm_are_the_trainers_after_every_sync(plain):
     assert f"its output is in {log}" in (plain.output / "logs" / "run.log").read_text()
 
 
-@pytest.mark.timeout(300)
-def test_a_run_whose_engine_guesses_tokens_trains_what_it_would_have(inputs, plain, tmp_path):
-    run = two_steps(inputs, tmp_path, "speculative_tokens=3")
-    assert not plain.values("rollout/vllm_guessed_right_total")
-    guessed, right = (run.values(f"rollout/vllm_guessed_{what}_total") for what in ("tokens", "right"))
-    assert 0 < right[0] < right[1] < guessed[1], "some were right and some were wrong"
-    for name in (
-        "rollout/response_length",
-        "actor/pg_loss",
-        "actor/grad_norm",
-        "reward/score",
-        "val/reward/mean",
-    ):
-        assert run.values(name) and run.values(name) == plain.values(name), name
-    assert max(run.values("actor/rollout_log_prob_diff")) < 1e-5
-    ours, theirs = run.weights(), plain.weights()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def losing(output, ends):
     """Signal the engines of a run once it has trained a step; again when there is another one. ends: how."""
     lost = []

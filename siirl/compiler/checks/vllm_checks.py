@@ -1,19 +1,16 @@
 """What must hold for a rollout on vLLM, or on a service: what its engine takes, and how it is cut. Pure."""
 
 from siirl.compiler.checks.model_checks import check_trained_model
-from siirl.compiler.checks.shared_prompt_checks import check_shared_prompts
 from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.dag.ops import ModelRole
-from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
-from siirl.models.config_json import model_type_of
-from siirl.models.families import family_of
+from siirl.errors import ConfigError, DagError, PlacementError
 from siirl.parallel.dims import ParallelDims
 
 KEY = "actor_rollout_ref.rollout"
 _DRAWS = "siirl draws the tokens by their seeds and says their log-probs. Remove it."
-_GUESSES = f"tokens are guessed by {KEY}.speculative_tokens, and drawn by their seeds. Set that."
+_DRAFTS = "tokens are drawn one by one, by their seeds. Remove it."
 _LOADS = "siirl makes the engine and sends its weights. Remove it."
 _TOKENS = "requests and answers are token ids. Remove it."
 _RANKS = f"the plan says which ranks share an engine. Set {KEY}.tensor_model_parallel_size, or more ranks."
@@ -21,7 +18,7 @@ _ADAPTERS = "siirl loads the adapters that it trains. Remove it."
 _ENDS = "siirl reads a response when it is complete. Remove it."
 
 NOT_GIVEN = {
-    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _GUESSES),
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _DRAFTS),
     **dict.fromkeys(
         ("logprobs_mode", "logits_processors", "generation_config", "override_generation_config"), _DRAWS
     ),
@@ -68,7 +65,6 @@ def check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedN
     """All that must hold for an engine of vLLM; raises UserError."""
     check_trained_model(cfg, role, str(node))
     _check_arguments(cfg, node)
-    check_shared_prompts(cfg, node)
     key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={dims.tp}"
     if dims.tp > cfg.trainer.n_gpus_per_node:
         raise PlacementError(
@@ -89,24 +85,7 @@ def check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedN
 
 
 def _check_arguments(cfg: Config, node: ResolvedNode) -> None:
-    """Raise for arguments that would undo what siirl tells vLLM, and for guesses that were not seen."""
-    rollout = cfg.actor_rollout_ref.rollout
+    """Raise for arguments that would undo what siirl tells vLLM."""
     for name, why in NOT_GIVEN.items():
-        if name in rollout.engine_kwargs.vllm:
+        if name in cfg.actor_rollout_ref.rollout.engine_kwargs.vllm:
             raise ConfigError(f"{node}: {KEY}.engine_kwargs.vllm.{name}: {why}")
-    if rollout.speculative_tokens and (problem := _no_guesses(cfg)):
-        raise NotSupportedError(
-            f"not supported yet: {node}: {KEY}.speculative_tokens={rollout.speculative_tokens} {problem}. "
-            "Set it to 0."
-        )
-
-
-def _no_guesses(cfg: Config) -> str:
-    actor_rollout_ref = cfg.actor_rollout_ref
-    if family_of(model_type_of(actor_rollout_ref.model)).sees_images:
-        return "for a model that sees images: only rows of texts were seen with it"
-    if actor_rollout_ref.actor.router_replay.mode == "R3":
-        return (
-            "with actor.router_replay.mode=R3: that vLLM says the experts of drafted tokens has not been seen"
-        )
-    return ""

@@ -7,13 +7,11 @@ torch.distributed and the engine's never meet, a dead or silent engine is notice
 and `native*.py` alone know its interfaces. Weights go through vLLM's weight-transfer interface with an
 engine of ours, and through SGLang's update interface with a loader of ours; for both a bucket is a piece of
 shared memory, of the GPU or of the host. SGLang's scheduler is a further process, where
-`native_scheduler.py` has it draw by seeds (`served/draws.py`). With `rollout.share_prompts_in_decode`
-vLLM's attention is a subclass of its own (`vllm/native_prefixes.py`), which reads a prompt once for its
-rows (`vllm/shared_prompts.py`). `sleep` discards the weights and says so (version -1), so the next sync
-sends them again. vLLM's scheduler, where it is in the engine's process and keeps no statistics, is asked
-for what a step sampled as a whole: tokens and log-probs wait in lists until their response ends
-(`vllm/native_steps.py`), past vLLM's cutting and streaming of each token. A request that runs asks it for
-slots of the KV cache once a block; what it decides is the same (`vllm/native_steps.py`).
+`native_scheduler.py` has it draw by seeds (`served/draws.py`). `sleep` discards the weights and says so
+(version -1), so the next sync sends them again. vLLM's scheduler, where it is in the engine's process and
+keeps no statistics, is asked for what a step sampled as a whole: tokens and log-probs wait in lists until
+their response ends (`vllm/native_steps.py`), past vLLM's cutting and streaming of each token. A request that
+runs asks it for slots of the KV cache once a block; what it decides is the same.
 
 **Weights in place** (`rollout.replace_weights`, `engines/weights/in_place.py`). In a process's first update
 vLLM's loaders take each tensor. Meanwhile they are run once more on tensors without values, and which

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from siirl.engines.rollout.sampling import invert, uniforms
-from siirl.engines.rollout.served import draws
 
 VOCAB = 30
 SUPPORT = Path(__file__).resolve().parents[2] / "support"
@@ -87,95 +85,23 @@ def test_the_second_runner_draws_by_the_number_of_the_token_in_its_response(top_
 def test_each_version_of_vllm_has_what_is_replaced():
     sampler = pytest.importorskip("vllm.v1.worker.gpu.sample.sampler")
     first = pytest.importorskip("vllm.v1.sample.sampler")
-    rejection = pytest.importorskip("vllm.v1.sample.rejection_sampler")
     wanted = {"logits", "expanded_idx_mapping", "idx_mapping_np", "pos"}
     assert wanted <= set(inspect.signature(sampler.Sampler.sample).parameters)
     assert hasattr(sampler, "compute_topk_logprobs") != hasattr(sampler, "compute_topk_scores")
     assert {"logits", "sampling_metadata"} <= set(inspect.signature(first.Sampler.forward).parameters)
-    guessed = ["self", "metadata", "draft_probs", "logits", "sampling_metadata"]
-    assert list(inspect.signature(rejection.RejectionSampler.forward).parameters) == guessed
 
 
-class FirstRunner(SimpleNamespace):
-    """What of vLLM's first model runner is used where tokens are guessed."""
-
-    def __init__(self, prompt_lens, written):
-        never = SimpleNamespace(forward=None, topk_topp_sampler=None)
-        batch = SimpleNamespace(
-            num_prompt_tokens=np.array(prompt_lens), num_tokens_no_spec=np.array(prompt_lens) + written
-        )
-        super().__init__(
-            sampler=never, rejection_sampler=SimpleNamespace(), speculative_config="ngram", input_batch=batch
-        )
-
-
-def random_guesses(rng, tokens):
-    """Some of the first of these tokens, the last one wrong now and then."""
-    guesses = tokens[: rng.randrange(len(tokens) + 1)]
-    if guesses and rng.random() < 0.5:
-        at = rng.randrange(len(guesses))
-        guesses[at] = (guesses[at] + 1) % VOCAB
-    return guesses
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_guesses_change_nothing_but_how_many_tokens_come_at_once(seed):
-    """Of each request come the tokens that are drawn without drafts, up to the first wrong guess."""
+def test_the_first_runner_draws_by_how_often_it_drew_for_a_request():
     native_draws = pytest.importorskip("siirl.engines.rollout.vllm.native_draws")
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    count = rng.randrange(1, 6)
-    seeds = [rng.getrandbits(64) for _ in range(count)]
-    written = [rng.randrange(40) for _ in range(count)]
-    runner = FirstRunner([rng.randrange(1, 9) for _ in range(count)], written)
+    seeds = [5, 1 << 63]
+    runner = SimpleNamespace(sampler=SimpleNamespace(forward=None, topk_topp_sampler=None))
     native_draws.draw_by_seeds(runner)
-    temperature = torch.tensor([rng.choice([0.0, 0.6, 1.0]) for _ in range(count)])
-    limits = torch.tensor([rng.choice([3, VOCAB]) for _ in range(count)]) if rng.random() < 0.5 else None
-    logits = torch.randn(count, 5, VOCAB) * 3
-    drawn, log_probs = [], []
-    for row in range(count):
-        of_row = [torch.tensor([value] * 5) for value in (temperature[row].item(), draws.signed(seeds[row]))]
-        number, top_k = written[row] + torch.arange(5), None if limits is None else limits[row].repeat(5)
-        token_5, log_prob_5 = draws.draw(logits[row], *of_row, number, top_k)
-        drawn.append(token_5.tolist())
-        log_probs.append(log_prob_5)
-    guesses = [random_guesses(rng, tokens[:4]) for tokens in drawn]
-    rows = [(row, ahead) for row in range(count) for ahead in range(len(guesses[row]) + 1)]
-    guessed = [at for at, (row, ahead) in enumerate(rows) if ahead < len(guesses[row])]
-    metadata = SimpleNamespace(
-        num_draft_tokens=[len(tokens) for tokens in guesses],
-        draft_token_ids=torch.tensor([token for tokens in guesses for token in tokens], dtype=torch.int32),
-        target_logits_indices=torch.tensor(guessed, dtype=torch.int32),
-        bonus_logits_indices=torch.tensor([len(tokens) + 1 for tokens in guesses]).cumsum(0) - 1,
-    )
-    settings = SimpleNamespace(
-        generators={row: torch.Generator().manual_seed(seeds[row]) for row in range(count)},
-        temperature=temperature,
-        top_k=limits,
-        top_p=None,
-        max_num_logprobs=0,
-    )
-    flat = torch.stack([logits[row, ahead] for row, ahead in rows])
-    given = runner.rejection_sampler.forward(metadata, None, flat, settings)
-    width = max(map(len, guesses)) + 1
-    assert given.sampled_token_ids.shape == (count, width)
-    of_places = given.logprobs_tensors.logprobs.view(count, width)
-    for row, tokens in enumerate(given.sampled_token_ids.tolist()):
-        right = [guess == token for guess, token in zip(guesses[row], drawn[row], strict=False)]
-        kept = (right.index(False) if False in right else len(right)) + 1
-        assert tokens == drawn[row][:kept] + [-1] * (width - kept)
-        assert torch.equal(of_places[row, :kept], log_probs[row][:kept])
-
-
-def test_where_nobody_guesses_a_step_draws_by_the_tokens_that_are_there():
-    native_draws = pytest.importorskip("siirl.engines.rollout.vllm.native_draws")
-    runner, seeds = FirstRunner([4, 9], [7, 0]), [5, 1 << 63]
-    native_draws.draw_by_seeds(runner)
-    logits = torch.randn(2, VOCAB)
     generators = {row: torch.Generator().manual_seed(seed) for row, seed in enumerate(seeds)}
-    settings = SimpleNamespace(
-        generators=generators, temperature=torch.ones(2), top_k=None, top_p=None, max_num_logprobs=None
-    )
-    given = runner.sampler.forward(logits, settings)
-    uniform = torch.from_numpy(uniforms(seeds, 1, [7, 0])[0])
-    assert given.sampled_token_ids[:, 0].tolist() == invert(logits.softmax(-1), uniform).tolist()
+    for step in range(3):
+        logits = torch.randn(2, VOCAB)
+        settings = SimpleNamespace(
+            generators=generators, temperature=torch.ones(2), top_k=None, top_p=None, max_num_logprobs=None
+        )
+        given = runner.sampler.forward(logits, settings)
+        uniform = torch.from_numpy(uniforms(seeds, 1, [step, step])[0])
+        assert given.sampled_token_ids[:, 0].tolist() == invert(logits.softmax(-1), uniform).tolist()

@@ -13,9 +13,7 @@ pytest.importorskip("vllm")
 from vllm.config import (
     CacheConfig,
     ModelConfig,
-    ParallelConfig,
     SchedulerConfig,
-    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.sampling_params import SamplingParams
@@ -27,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -44,7 +42,7 @@ def model_dir(tmp_path_factory):
 
 
 @functools.cache
-def configured(model_dir, ahead, guesses):
+def configured(model_dir, ahead):
     """ahead: the scheduler runs one step ahead of the model."""
     model = ModelConfig(str(model_dir), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_LEN)
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
@@ -57,23 +55,12 @@ def configured(model_dir, ahead, guesses):
         async_scheduling=ahead,
         watermark=0.0,
     )
-    guessing = None
-    if guesses:
-        guessing = SpeculativeConfig(
-            method="ngram",
-            num_speculative_tokens=guesses,
-            prompt_lookup_max=2,
-            target_model_config=model,
-            target_parallel_config=ParallelConfig(),
-        )
-    return VllmConfig(
-        model_config=model, cache_config=cache, scheduler_config=settings, speculative_config=guessing
-    )
+    return VllmConfig(model_config=model, cache_config=cache, scheduler_config=settings)
 
 
-def make_scheduler(model_dir, blocks, ahead, guesses, window=None):
+def make_scheduler(model_dir, blocks, ahead, window=None):
     """vLLM's own, over a KV cache of so many blocks."""
-    config = configured(model_dir, ahead, guesses)
+    config = configured(model_dir, ahead)
     size = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     kind = FullAttentionSpec(**size) if window is None else SlidingWindowSpec(**size, sliding_window=window)
     layout = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], kind)])
@@ -94,7 +81,7 @@ class Twin:
         self.asked += 1
         return self.allocate(*args, **options)
 
-    def step(self, guesses):
+    def step(self):
         """What the scheduler decides of a step, and then makes of the tokens of the one before."""
         found = []
         if self.scheduler.has_requests():
@@ -102,22 +89,17 @@ class Twin:
             self.in_work.append((decided, self.reading(decided)))
             found.append(decided)
         if len(self.in_work) >= self.depth or (self.in_work and not found):
-            self.finish(*self.in_work.popleft(), guesses)
+            self.finish(*self.in_work.popleft())
         return found
 
-    def finish(self, decided, reading, guesses):
+    def finish(self, decided, reading):
         names = [*decided.num_scheduled_tokens]
         tokens = []
         for name in names:
-            guessed = decided.scheduled_spec_decode_tokens.get(name, [])
-            count = 0 if name in reading else 1 + self.rng.randint(0, len(guessed))
+            count = 0 if name in reading else 1
             tokens.append([self.rng.randrange(2, VOCAB) for _ in range(count)])
         places = {name: place for place, name in enumerate(names)}
         self.scheduler.update_from_output(decided, ModelRunnerOutput(names, places, tokens))
-        if guesses:
-            running = [request.request_id for request in self.scheduler.running]
-            drafts = [[1] * self.rng.randint(0, guesses) for _ in running]
-            self.scheduler.update_draft_token_ids(DraftTokenIds(running, drafts))
 
     def reading(self, decided):
         """Requests of a step of which tokens that are there are still to be read after it."""
@@ -153,18 +135,11 @@ def held(scheduler):
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize(
-    ("ahead", "guesses", "beyond"), [(False, 0, 0), (True, 0, 0), (False, 3, 0), (False, 3, 3)]
-)
-def test_what_is_decided_and_what_is_cached_are_the_same(model_dir, seed, ahead, guesses, beyond):
-    """beyond: slots for guesses that a model of its own would make after the tokens of a step."""
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_decided_and_what_is_cached_are_the_same(model_dir, seed, ahead):
     rng = random.Random(seed)
     blocks = rng.choice([20, 28, 200])
-    twins = [
-        Twin(make_scheduler(model_dir, blocks, ahead, guesses), 2 if ahead else 1, seed) for _ in range(2)
-    ]
-    for twin in twins:
-        twin.scheduler.num_lookahead_tokens = beyond
+    twins = [Twin(make_scheduler(model_dir, blocks, ahead), 2 if ahead else 1, seed) for _ in range(2)]
     core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=twins[1].scheduler))
     ask_for_slots_once_a_block(SimpleNamespace(engine_core=core))
     init_none_hash(sha256)
@@ -179,7 +154,7 @@ def test_what_is_decided_and_what_is_cached_are_the_same(model_dir, seed, ahead,
                 hasher = get_request_block_hasher(BLOCK, sha256)
                 twin.scheduler.add_request(Request(str(number), prompt, params, None, block_hasher=hasher))
             number += 1
-        found = [twin.step(guesses) for twin in twins]
+        found = [twin.step() for twin in twins]
         assert [shown(x) for x in found[0]] == [shown(x) for x in found[1]]
         assert held(twins[0].scheduler) == held(twins[1].scheduler)
         preempted += sum(len(x.preempted_req_ids or ()) for x in found[0])
@@ -189,7 +164,7 @@ def test_what_is_decided_and_what_is_cached_are_the_same(model_dir, seed, ahead,
 
 
 def test_a_scheduler_whose_blocks_are_freed_while_a_row_grows_is_left_alone(model_dir):
-    scheduler = make_scheduler(model_dir, 40, False, 0, window=8)
+    scheduler = make_scheduler(model_dir, 40, False, window=8)
     manager = scheduler.kv_cache_manager
     core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
     ask_for_slots_once_a_block(SimpleNamespace(engine_core=core))

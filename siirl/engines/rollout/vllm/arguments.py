@@ -20,12 +20,6 @@ scale for each output feature, and for each token that they are multiplied by.""
 CPU_BLOCK = 128
 """Tokens that a block of vLLM's KV cache on a CPU holds at most."""
 LEAST_CPU_CACHE_BYTES = 64 << 20
-FOLLOWS = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-"""How many last tokens of a row are looked for earlier in it, to guess what follows them."""
-ATTENTION_BACKEND = "CUSTOM"
-"""vLLM's name for an attention backend of others: here that of rollout.share_prompts_in_decode."""
-SHARED_PROMPTS = "siirl.engines.rollout.vllm.native_prefixes.SharedPromptBackend"
-"""What is registered under it. It is imported where an engine is asked for it."""
 KEPT_BLOCK = 32
 """Tokens of a block of the KV cache on a CPU with rollout.keep_kv: the fewest that its fast kernels take."""
 
@@ -59,9 +53,6 @@ def engine_arguments(
     }
     if rollout.quantization:
         arguments["quantization"] = ONLINE[rollout.quantization]
-    if rollout.speculative_tokens:
-        guessed = {"method": "ngram", "num_speculative_tokens": rollout.speculative_tokens}
-        arguments["speculative_config"] = guessed | FOLLOWS
     if device.type == "cpu":
         if rollout.keeps_kv:  # full blocks are kept, and those of the CPU hold 128 tokens otherwise
             arguments["block_size"] = KEPT_BLOCK
@@ -90,12 +81,10 @@ def tokens_of_a_step(most: int, rows: int, longest: int) -> int:
     return most - left if each and each + left > longest else most
 
 
-def engine_environment(
-    tensor_parallel: int, device: torch.device, visible: list[str], guesses: bool = False
-) -> dict[str, str]:
+def engine_environment(tensor_parallel: int, device: torch.device, visible: list[str]) -> dict[str, str]:
     """Environment of the engine's process, on top of the worker's.
 
-    visible: GPUs that it may see. guesses: with rollout.speculative_tokens, see native_draws.
+    visible: GPUs that it may see.
     """
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
     wishes = {"VLLM_LOGGING_LEVEL": "WARNING"}
@@ -104,8 +93,6 @@ def engine_environment(
         wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     else:
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(visible), "OMP_NUM_THREADS": "1"}
-    if guesses:
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if tensor_parallel == 1:
         wishes["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's process is already one of its own
     return env | {name: value for name, value in wishes.items() if name not in os.environ}

@@ -20,7 +20,6 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -29,7 +28,6 @@ from siirl.data.image_reader import ImageReader
 from siirl.engines.rollout.sampling import later_seed
 from siirl.engines.rollout.served.draws import signed
 from siirl.engines.rollout.served.messages import UNKNOWN, Answer, RowScores
-from siirl.engines.rollout.vllm.arguments import ATTENTION_BACKEND, SHARED_PROMPTS
 from siirl.engines.rollout.vllm.native_draws import draw_by_seeds
 from siirl.engines.rollout.vllm.native_places import ParameterMap, read_parameter
 from siirl.engines.rollout.vllm.native_steps import KeptTokens, ask_for_slots_once_a_block, own_name
@@ -46,8 +44,6 @@ OF_IMAGES = {
     "mm_device_do_normalize": False,  # from 0.32 on, vLLM would take pixels as the file has them
 }
 """Arguments of an engine that is given patches of images."""
-
-register_backend(AttentionBackendEnum[ATTENTION_BACKEND], SHARED_PROMPTS)
 
 
 class NativeEngine:

@@ -53,25 +53,21 @@ class KeptTokens:
         sampled.logprobs = None
         updated = update(scheduled, sampled)
         column: list[float] = [] if found is None else found.logprobs[:, 0].tolist()
-        starts = None if found is None else found.cu_num_generated_tokens
         for outputs in updated.values():
             if outputs.outputs:
-                keep = functools.partial(self._keep, column, starts, sampled.req_id_to_index)
+                keep = functools.partial(self._keep, column, sampled.req_id_to_index)
                 outputs.outputs = [output for output in outputs.outputs if not keep(output)]
         return updated
 
-    def _keep(
-        self, column: list[float], starts: list[int] | None, places: dict[str, int], output: EngineCoreOutput
-    ) -> bool:
+    def _keep(self, column: list[float], places: dict[str, int], output: EngineCoreOutput) -> bool:
         """Keep what a step sampled for a request; whether there is no more to say than that.
 
-        Where there is, the output gets the tokens that were kept before. column: log-probs of sampled tokens;
-        places: of requests among the step's; starts: where the tokens of each begin, None: one of each.
+        Where there is, the output gets the tokens that were kept before. column: log-probs of the tokens, one
+        of each request; places: of requests among the step's.
         """
         name, token_ids = own_name(output.request_id), output.new_token_ids
         if column:
-            place = places[output.request_id]
-            start = place if starts is None else starts[place]
+            start = places[output.request_id]
             self._log_probs[name] += column[start : start + len(token_ids)]
         if output.routed_experts is None and output == EngineCoreOutput(output.request_id, token_ids):
             self._token_ids[name] += token_ids

@@ -9,12 +9,7 @@ from siirl.compiler.plan import ModelPlan
 from siirl.compiler.replacing_weights import writes_in_place
 from siirl.config import Config
 from siirl.engines.rollout.served.served_rollout import ServedRollout
-from siirl.engines.rollout.vllm.arguments import (
-    ATTENTION_BACKEND,
-    adapter_arguments,
-    engine_arguments,
-    engine_environment,
-)
+from siirl.engines.rollout.vllm.arguments import adapter_arguments, engine_arguments, engine_environment
 from siirl.engines.rollout.vllm.routed_experts import ARGUMENT as ROUTED_EXPERTS
 from siirl.engines.weights.engine_loader import EngineWeights
 from siirl.engines.weights.in_place import WeightsInPlace
@@ -33,8 +28,6 @@ class VLLMRollout(ServedRollout):
     counters = (
         ("vllm:num_preemptions", "rollout/vllm_preemptions_total"),
         ("vllm:kv_cache_usage_perc", "rollout/vllm_kv_cache_usage"),
-        ("vllm:spec_decode_num_draft_tokens", "rollout/vllm_guessed_tokens_total"),
-        ("vllm:spec_decode_num_accepted_tokens", "rollout/vllm_guessed_right_total"),
     )
 
     def check_here(self, plan: ModelPlan, cfg: Config, device: torch.device) -> None:
@@ -47,11 +40,6 @@ class VLLMRollout(ServedRollout):
             )
         if device.type == "cpu" and (problem := why_not_on_cpu(as_built(cfg.actor_rollout_ref.model))):
             raise NotSupportedError(f"not supported yet: rollout.name=vllm: {problem}. Set rollout.name=hf.")
-        if cfg.actor_rollout_ref.rollout.share_prompts_in_decode and device.type == "cpu":
-            raise NotSupportedError(
-                "not supported yet: rollout.share_prompts_in_decode on a CPU: it is for Hopper GPUs. Set it "
-                "to False."
-            )
 
     def engine_arguments(self, plan: ModelPlan, hf_config: Any, num_ranks: int) -> dict[str, Any]:
         """See ServedRollout."""
@@ -60,16 +48,13 @@ class VLLMRollout(ServedRollout):
         arguments = engine_arguments(cfg, folder, hf_config, num_ranks, self._device)
         if _says_experts(plan, cfg):
             arguments[ROUTED_EXPERTS] = True
-        if cfg.actor_rollout_ref.rollout.share_prompts_in_decode and not plan.is_teacher:
-            arguments["attention_backend"] = ATTENTION_BACKEND
         if plan.is_teacher:
             arguments["max_logprobs"] = max(1, cfg.teacher.top_k)
         return arguments | (adapter_arguments(plan.adapters) if plan.adapters else {})
 
     def engine_environment(self, num_ranks: int, gpus: list[str]) -> dict[str, str]:
         """See ServedRollout."""
-        guesses = self._cfg.actor_rollout_ref.rollout.speculative_tokens > 0
-        return engine_environment(num_ranks, self._device, gpus, guesses)
+        return engine_environment(num_ranks, self._device, gpus)
 
     def new_weights(self, plan: ModelPlan) -> EngineWeights:
         """See ServedRollout; or in place."""
