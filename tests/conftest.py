@@ -1,5 +1,6 @@
 """Makes the shared helpers of the test suite importable, and what tests record their results by."""
 
+import gc
 import shutil
 import sys
 import tempfile
@@ -15,6 +16,20 @@ from dist_harness import start_by_forks
 from forked_starts import asks
 
 start_by_forks()
+
+
+def pytest_sessionstart() -> None:
+    """No looking for garbage while everything is imported, and never again in what that leaves."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -92,6 +92,10 @@ class Session:
             self._starts[branch] = self._serving("starts", branch)
         return self._starts[branch]
 
+    def take_orders_to(self, nursery: socket.socket) -> None:
+        """A process below this one is the first: of a worker of pytest, which is a fork itself."""
+        self._orders[""] = nursery
+
     def forget(self, branch: str) -> None:
         """The next workers are asked of another process."""
         self._jobs.pop(branch).close()
@@ -142,6 +146,9 @@ atexit.register(_session.close)
 def start_by_forks() -> None:
     """Have the commands of siirl that this process starts be forks."""
     owner = os.getpid()
+
+    if (below := forked_starts.asks.below.pop(owner, None)) is not None:
+        _session.take_orders_to(below)
 
     def channel(words: Sequence[str]) -> socket.socket | None:
         return _session.starts(words) if os.getpid() == owner else None

@@ -27,23 +27,30 @@ import tempfile
 import threading
 import types
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 MODULES = {
-    "siirl.main_dag": True,
-    "siirl.cli": True,
-    "siirl.launch.worker_entry": True,
-    "siirl.engines.rollout.served.server": True,
-    "torch.distributed.run": True,
-    "launch_written_job": True,
-    "multiprocessing.spawn": False,
+    "siirl.main_dag": "starts",
+    "siirl.cli": "starts",
+    "siirl.launch.worker_entry": "starts",
+    "siirl.engines.rollout.served.server": "starts",
+    "torch.distributed.run": "starts",
+    "launch_written_job": "starts",
+    "multiprocessing.spawn": None,
+    "execnet": "orders",
 }
-"""That are forked -> whether they start others of them."""
+"""That are forked -> what a process below serves them with, if they start others of them."""
 TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-SPAWNED = "from multiprocessing.spawn import spawn_main"
-"""How the code of a process begins that multiprocessing starts, as vLLM does those of several ranks."""
+TEXTS = {
+    "from multiprocessing.spawn import spawn_main": "multiprocessing.spawn",
+    "import sys;exec(eval(sys.stdin.readline()))": "execnet",
+}
+"""How the code of a process begins that multiprocessing starts, as vLLM does those of several ranks, and that
+of a worker of pytest."""
+SERVICES: dict[str, Callable[[socket.socket], None]] = {}
+"""What a nursery can serve with, see MODULES."""
 MAY_DIFFER = frozenset(
     {
         "RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TMPDIR",
@@ -175,8 +182,8 @@ def _module(words: list[Any]) -> Any:
     if words[:1] != [sys.executable]:
         return None
     rest = words[2:] if words[1:2] == ["-u"] else words[1:]
-    if rest[:1] == ["-c"] and rest[1].startswith(SPAWNED):
-        return "multiprocessing.spawn"
+    if rest[:1] == ["-c"]:
+        return next((module for text, module in TEXTS.items() if rest[1].startswith(text)), None)
     return rest[1] if rest[:1] == ["-m"] and len(rest) > 1 else None
 
 
@@ -198,12 +205,12 @@ def _ask(order: Mapping[str, Any], given: Sequence[int]) -> int | None:
     return int(answer) if answer else None
 
 
-def serve_below() -> None:
+def serve_below(service: str = "starts") -> None:
     """Have a process below this one fork for it. While it has no threads."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (pid := os.fork()) == 0:
         keep_only(theirs.fileno())
-        serve(theirs)
+        SERVICES[service](theirs)
         os._exit(0)
     theirs.close()
     asks.below, asks.nursery = {os.getpid(): ours}, pid
@@ -291,8 +298,8 @@ def become(order: Mapping[str, Any], fds: Sequence[int]) -> None:
     if order["session"]:
         os.setsid()
     asks.below = {}
-    if MODULES[module]:
-        serve_below()
+    if (service := MODULES[module]) is not None:
+        serve_below(service)
     high = [_raised(fd) for fd in fds]
     asks.below = {pid: socket.socket(fileno=_raised(ours.detach())) for pid, ours in asks.below.items()}
     keep_only(*high, *(ours.fileno() for ours in asks.below.values()))

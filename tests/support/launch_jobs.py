@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -43,6 +45,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until_dead(pids: list[int], within_s: float) -> None:
-    _, left = psutil.wait_procs([psutil.Process(pid) for pid in pids if alive(pid)], timeout=within_s)
-    assert [process.pid for process in left if alive(process.pid)] == [], "still alive"
+def wait_until_dead(pids: Iterable[int], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in pids if alive(pid)]:
+        assert time.monotonic() < deadline, f"still alive: {left}"
+        time.sleep(0.05)

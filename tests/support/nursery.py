@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import sys
+import warnings
 from collections.abc import Collection
 from multiprocessing.connection import Connection
 
@@ -81,14 +82,16 @@ def serve_jobs(channel: socket.socket) -> None:
     forked_workers.serve(Connection(channel.detach()))
 
 
-SERVICES = {"orders": serve_orders, "jobs": serve_jobs, "starts": forked_starts.serve}
+SERVICES = forked_starts.SERVICES
+SERVICES.update(orders=serve_orders, jobs=serve_jobs, starts=forked_starts.serve)
 
 
 def _import(names: Collection[str]) -> None:
     gc.disable()
-    for name in names:
-        with contextlib.suppress(ImportError):  # of what is not installed
-            importlib.import_module(name)
+    with warnings.catch_warnings(action="ignore"):
+        for name in names:
+            with contextlib.suppress(ImportError):  # of what is not installed
+                importlib.import_module(name)
     gc.enable()
     gc.collect()
     gc.freeze()  # no process looks for garbage in what all share

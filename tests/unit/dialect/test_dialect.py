@@ -13,7 +13,7 @@ from siirl.config import load_config
 from siirl.dialect.dialect import derive, dialect_of, tool_findings, untold_tools
 from siirl.dialect.file_vocabulary import FileVocabulary
 from siirl.dialect.marks import KNOWN, ReasoningMarks
-from siirl.dialect.parts import raw_text, read_turn
+from siirl.dialect.parts import opens_reasoning, raw_text, read_turn
 from siirl.dialect.template import ChatTemplate, clock, template_options
 from siirl.dialect.tool_formats import tool_parser
 
@@ -221,6 +221,25 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
 def test_a_turn_is_split_into_reasoning_and_answer(marks, text, opened, reasoning, answer, closed):
     said = read_turn(dataclasses.replace(derived(None), reasoning=marks), text, opened)
     assert (said.raw, said.reasoning, said.answer, said.closed) == (text, reasoning, answer, closed)
+
+
+@pytest.mark.parametrize(
+    ("marks", "prompt_end", "opens"),
+    [
+        (THINK, "assistant\n<think>", True),
+        (THINK, "assistant\n<think>\n\n", True),
+        (THINK, "<think>a</think>b assistant\n<think>\n", True),
+        (THINK, "assistant\n", False),
+        (THINK, "assistant\n<think>\n\n</think>\n\n", False),
+        (THINK, "user says <think> and </think> assistant\n", False),
+        (THINK, "user says <think> assistant\n", None),
+        (THINK, "", False),
+        (ReasoningMarks("[THINK]", "[/THINK]"), "assistant\n<think>\n", False),
+        (None, "assistant\n<think>\n", False),
+    ],
+)
+def test_a_prompt_opens_reasoning_by_a_mark_at_its_end_alone(marks, prompt_end, opens):
+    assert opens_reasoning(dataclasses.replace(derived(None), reasoning=marks), prompt_end) is opens
 
 
 def test_calls_that_reasoning_mentions_are_none():

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
+from launch_jobs import wait_until_dead
 
 from siirl.config import load_config
 from siirl.data.completions import Completion, Request, SamplingParams
@@ -25,6 +26,7 @@ from siirl.engines.rollout.served import engine_child, engine_process
 from siirl.engines.rollout.served.beating_channel import BeatingChannel
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
 from siirl.engines.rollout.served.engine_shard import physical_gpu
+from siirl.engines.rollout.served.kept_engine import KEEPER_FD as KEEPER
 from siirl.engines.rollout.served.messages import (
     Abort,
     Answer,
@@ -40,10 +42,16 @@ from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_enviro
 from siirl.engines.weights.shared_buffer import SharedBuffer, open_buffer
 from siirl.errors import RolloutError
 from siirl.model_files.hf_config import load_hf_config
+from siirl.observe.heartbeat import FD_VARIABLE as HEARTBEAT
 
 pytestmark = pytest.mark.heavy
 
 ROLLOUT = "actor_rollout_ref.rollout"
+LAUNCHERS = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    *(HEARTBEAT, KEEPER),
+)
 PARAMS = SamplingParams(max_tokens=1)
 
 
@@ -121,6 +129,54 @@ def test_what_streams_finish_while_another_answer_is_awaited_is_kept_until_it_is
     assert process.call("stats") == 4
     process.forget()
     assert process.listen(0.0) == []
+
+
+def test_an_engine_sees_nothing_of_the_launchers_variables_and_what_is_its_own(monkeypatch, tmp_path):
+    """Of our process group, of Megatron, and descriptors, which other files may have there."""
+    seen = []
+
+    class Child:
+        pid = os.getpid()
+
+        def __init__(self, environment, connection, log):
+            seen.append(environment)
+
+    monkeypatch.setattr(engine_process, "EngineChild", Child)
+    for name in LAUNCHERS:
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    EngineProcess("engine", {"VLLM_PORT": "1"}, tmp_path / "vllm.log", deadline_s=1.0)
+    (environment,) = seen
+    assert not set(LAUNCHERS) & set(environment)
+    assert environment == {k: v for k, v in os.environ.items() if k not in LAUNCHERS} | {"VLLM_PORT": "1"}
+
+
+HANDS_OVER = """
+import os, subprocess, sys
+fd = int(sys.argv[1])
+words = [sys.executable, "-m", "siirl.engines.rollout.served.server", str(fd)]
+print(subprocess.Popen(words, pass_fds=[fd]).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_engine_ends_with_its_worker_also_where_its_connection_lasts(tmp_path):
+    """A process that the worker had started may hold it, and an engine that computes does not look."""
+    ours, theirs = socket.socketpair()
+    held = theirs.dup()
+    with ours, theirs, held:
+        words = [sys.executable, "-c", HANDS_OVER, str(theirs.fileno())]
+        worker = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()]
+        )
+        engine = int(worker.stdout.readline())
+        channel = Channel(ours, FromEngine)
+        channel.send(Abort())
+        while not isinstance(channel.receive(), Done):
+            pass  # beats
+        worker.kill()
+        worker.communicate()
+        wait_until_dead([engine], 20)
 
 
 def test_an_engine_that_cannot_read_a_message_ends_and_shows_why(process):

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
+from launch_jobs import wait_until_dead
 
 from siirl.launch.health import (
     FACTOR,
@@ -378,3 +380,29 @@ def test_a_stopped_rank_goes_on_for_its_stacks_alone_and_then_no_more(tmp_path):
         end_all(workers, lambda: True)
     assert (tmp_path / "stacks").exists() and number("step") > stopped_at, "it went on"
     assert number("seen") == stopped_at
+
+
+STAYS = """
+import pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+name = sys.argv[1]
+if name == "worker":
+    subprocess.Popen([sys.executable, "-S", "-c", open(sys.argv[2]).read(), "child", sys.argv[2]])
+pathlib.Path(name).touch()
+time.sleep(60)
+"""
+
+
+def test_who_passes_over_sigterm_is_killed_and_all_that_it_started(tmp_path):
+    script = tmp_path / "stays.py"
+    script.write_text(STAYS)
+    words = [sys.executable, "-S", str(script), "worker", str(script)]
+    worker = Worker(0, subprocess.Popen(words, cwd=tmp_path, start_new_session=True))
+    deadline = time.monotonic() + 60
+    while not ((tmp_path / "worker").exists() and (tmp_path / "child").exists()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (child,) = psutil.Process(worker.process.pid).children()
+    end_all([worker], lambda: True)
+    assert worker.process.returncode == -signal.SIGKILL
+    wait_until_dead([child.pid], 10)
