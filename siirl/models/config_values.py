@@ -111,6 +111,9 @@ def _misfits(config: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[str]
     section = (config.get("rope_parameters") or {}).get("mrope_section")
     if section and 2 * sum(section) > head_size(config):
         yield f"mrope_section={section} with heads of {head_size(config)} features"
+    state_keys, states = size("linear_num_key_heads"), size("linear_num_value_heads")
+    if state_keys and states % state_keys:
+        yield f"linear_num_value_heads={states}, no multiple of linear_num_key_heads={state_keys}"
     if config.get("kv_lora_rank"):
         yield from _latent_misfits(config, latent, heads, kv_heads)
     if config.get("n_group") and config.get("topk_method") != "greedy":

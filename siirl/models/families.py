@@ -99,6 +99,8 @@ class Family:
     counted: bool = False
     """The parameters of its layers are known to the memory estimate: what follows describes them."""
 
+    delta_nets: bool = False
+    """Some of its layers are gated delta nets (layer_types, "linear_attention")."""
     sees_images: bool = False
     """It has a vision tower, and a decoder as any other."""
     latent: Latent | None = None
@@ -141,6 +143,7 @@ class Family:
 _SEEN = InVLLM(in_place=True)
 _QWEN2 = InVLLM(windows="all above", shares_hidden=True, in_place=True)
 _CUT = InVLLM(shares_hidden=True)
+_DELTA_NETS = InVLLM("what it computes of states of layers on a GPU has not been seen")
 _DENSE = Family(float8=True)
 _OF_ANY_HEAD = Family(any_head=True, float8=True)
 
@@ -298,6 +301,13 @@ FAMILIES: dict[str, Family] = {
         experts=Experts(adapted=True),
         qk_norm="heads",
         windows=True,
+    ),
+    "qwen3_5_moe_text": Family(
+        vllm=_DELTA_NETS, delta_nets=True, experts=Experts(shared="gated", normed_by="", replayed=False)
+    ),
+    "qwen3_5_text": Family(vllm=_DELTA_NETS, delta_nets=True),
+    "qwen3_next": Family(
+        any_head=True, vllm=_DELTA_NETS, delta_nets=True, experts=Experts(shared="gated", replayed=False)
     ),
     "qwen3_vl": Family(
         vllm=InVLLM(vision_class="vllm.model_executor.models.qwen3_vl:Qwen3VLForConditionalGeneration"),

@@ -11,7 +11,7 @@ from siirl.models.families import Experts, family_of, known_types
 OWN_TYPE = ("e_score_correction_bias",)
 """Tensors of the files, by the end of their names, that keep their own type whatever the model's."""
 DELTA_NETS = "linear_attention"
-"""The kind of layer that Qwen3-Next's gated delta nets are of; config.json may tell of their heads only."""
+"""The kind of layer that gated delta nets are of; config.json may tell of their heads only."""
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -48,10 +48,10 @@ def why_not(config: Mapping[str, Any], strategy: str, head: str = "lm") -> str:
 
 def _problem(config: Mapping[str, Any], strategy: str, head: str) -> str:
     kind = config.get("model_type")
-    traits = _traits(config)
+    traits = _traits(config, strategy)
     if kind in known_types(strategy):
         config = language_part(config)
-        traits = chain(_traits(config), TRAINABLE[strategy].lacks(config))
+        traits = chain(_traits(config, strategy), TRAINABLE[strategy].lacks(config))
     if trait := next(traits, ""):
         return f"{kind} with {trait}"
     if kind in known_types(strategy, head):
@@ -61,15 +61,21 @@ def _problem(config: Mapping[str, Any], strategy: str, head: str) -> str:
     return f"{kind} is no model type whose results under {strategy} were compared with transformers'"
 
 
-def _traits(config: Mapping[str, Any]) -> Iterator[str]:
-    """What neither strategy computes."""
-    kinds = set(config.get("layer_types") or ()) - PACKED_LAYERS
+def _traits(config: Mapping[str, Any], strategy: str) -> Iterator[str]:
+    """What a strategy does not compute, of whatever family."""
+    named = set(config.get("layer_types") or ())
+    kinds = named - PACKED_LAYERS
     kinds |= {DELTA_NETS} if config.get("linear_num_value_heads") else set()
+    if family_of(config.get("model_type")).delta_nets:
+        if strategy == "megatron":
+            yield f"layers of kind {DELTA_NETS} (megatron-core 0.16's gated delta net takes no packed rows)"
+        layers, every = config.get("num_hidden_layers"), config.get("full_attention_interval", 4)
+        few = not named and isinstance(layers, int) and layers < every
+        if few or named == {DELTA_NETS}:
+            yield f"layers of kind {DELTA_NETS} alone (nothing tells how long a row is that is decoded)"
+        kinds -= {DELTA_NETS}
     if kinds:
-        why = "their state would leak between packed rows"
-        if DELTA_NETS in kinds:
-            why += ", of which megatron-core 0.16's gated delta net takes none at all"
-        yield f"layers of kind {', '.join(sorted(kinds))} ({why})"
+        yield f"layers of kind {', '.join(sorted(kinds))} (their state would leak between packed rows)"
     for name in SCALES:
         if config.get(name) not in (None, 1, 1.0):
             yield f"{name}={config[name]} (an output head that is not a plain matrix, or attention likewise)"

@@ -25,10 +25,10 @@ OF_ANY_HEAD = types_with(lambda row: row.any_head)
 VISION_MODELS = types_with(lambda row: row.sees_images)
 
 SOME = {
-    "fsdp": ("mistral", "opt", "gemma3_text", "exaone4", "olmoe", "gpt_oss"),
+    "fsdp": ("mistral", "opt", "gemma3_text", "exaone4", "olmoe", "gpt_oss", "qwen3_next"),
     "megatron": ("mixtral", "mistral", "glm4", "qwen2_moe"),
 }
-"""What `make test` builds: models whose differences are in attention, windows, dropout and experts."""
+"""What `make test` builds: models that differ in attention, windows, dropout, experts and states."""
 FEW_VALUES = ["mixtral", "llama", "deepseek_v2"]
 """Of which `make test` also builds those whose files leave values out."""
 SHARED = Scenario("two ranks share rows", 2, sizes=(("cp", 2),))

@@ -45,10 +45,19 @@ LATENT = {
     },
     **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"},
 }
+DELTA_NETS = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+}
 OF_A_KIND = {
     "deepseek_v2": {**LATENT, "q_lora_rank": None},
     "deepseek_v3": {**LATENT, "q_lora_rank": 16},
     "glm4_moe": {"head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    **{
+        kind: {**DELTA_NETS, "shared_expert_intermediate_size": 16}
+        for kind in ("qwen3_5_moe_text", "qwen3_next")
+    },
+    "qwen3_5_text": DELTA_NETS,
     "gpt_bigcode": {"num_key_value_heads": 1},
 }
 """What a kind of model has besides, so that all its parts are there."""

@@ -240,6 +240,22 @@ def _divides_its_heads(one: ModelOfRole) -> str:
     return ""
 
 
+def _has_its_delta_nets(one: ModelOfRole) -> str:
+    """Why layers that have states are not computed as asked."""
+    if not one.family.delta_nets:
+        return ""
+    if one.model.use_liger:
+        return f"Liger kernels in a {one.type}. Set {one.keys}.use_liger=false."
+    ranks, values = sequence_ranks(one.cfg, one.role), one.config["linear_num_value_heads"]
+    keys = 2 * one.config["linear_num_key_heads"] * one.config["linear_key_head_dim"]
+    if values % ranks or keys % ranks:
+        return (
+            f"{one.group}.ulysses_sequence_parallel_size={ranks} does not divide the {values} value heads of "
+            f"its gated delta nets, and the {keys} channels of their queries and keys. Set it to 1."
+        )
+    return ""
+
+
 def _multiplies_in_float8(one: ModelOfRole) -> str:
     fsdp, key = role_group(one.cfg, one.role).fsdp_config, f"{one.group}.fsdp_config.float8"
     if one.strategy != "fsdp" or not fsdp.float8:
@@ -318,6 +334,7 @@ MODEL_CHECKS: tuple[Callable[[ModelOfRole], str], ...] = (
     _has_experts_as_asked,
     _divides_its_experts,
     _divides_its_heads,
+    _has_its_delta_nets,
     _multiplies_in_float8,
     _is_compiled_as_asked,
     _is_adapted_as_asked,

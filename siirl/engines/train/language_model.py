@@ -23,6 +23,7 @@ from siirl.engines.train.packed.sequence_bounds import SequenceBounds
 from siirl.engines.train.vision.image_embeddings import see, tower_of
 from siirl.engines.train.vision.packed_images import PackedImages
 from siirl.models.sizes import EXPERTS, TOP_K, head_size
+from siirl.models.trained import DELTA_NETS
 
 
 class PackedModel(nn.Module, ABC):
@@ -210,9 +211,9 @@ def model_flops(hf: PreTrainedModel, lengths: list[int], backward: bool, num_pat
     tower = tower_of(hf)
     of_tower = {id(p): p for p in tower.parameters()} if tower is not None else {}
     for param in {id(p): p for p in hf.parameters() if id(p) not in of_tower}.values():
-        if param.ndim == 3:
+        if param.ndim == 3 and param.shape[1] > 1:  # of a convolution of each channel by itself it is 1
             num_weights += param.numel() * _experts_of_a_token(config) // param.shape[0]
-        elif param.ndim == 2:
+        elif param.ndim > 1:
             num_weights += param.numel()
     seeing = 2.0 * num_patches * sum(p.numel() for p in of_tower.values() if p.ndim == 2)
     return pass_flops(num_weights, config, lengths, backward) + seeing * (3.0 if backward else 1.0)
@@ -228,13 +229,19 @@ def pass_flops(num_weights: int, config: PretrainedConfig, lengths: list[int], b
     """Model FLOPs of a pass over rows of these token counts; three times as many with backward.
 
     2 per token and weight that it is multiplied by (num_weights: the output head once, the embedding table
-    not), and causal attention. Source: Chowdhery et al., "PaLM" (2022), appendix B, with causal attention
-    counted as half.
+    not), and causal attention; of a gated delta net, what its rule takes of a token: 7 for each number of its
+    state, of which 1 lets it decay, and 2 each read it by the key, write it and read it by the query.
+    Source: Chowdhery et al., "PaLM" (2022), appendix B, with causal attention counted as half.
     """
     features = float(head_size(config.to_dict()))
     if getattr(config, "kv_lora_rank", None):  # a head's keys and values differ in size
         features = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
     heads_size = config.num_attention_heads * features
     pairs = sum(length * length for length in lengths) / 2
-    forward = 2.0 * num_weights * sum(lengths) + 4.0 * config.num_hidden_layers * heads_size * pairs
+    delta_nets = (getattr(config, "layer_types", None) or []).count(DELTA_NETS)
+    if delta_nets:
+        state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+        num_weights += 3.5 * delta_nets * state
+    attending = config.num_hidden_layers - delta_nets
+    forward = 2.0 * num_weights * sum(lengths) + 4.0 * attending * heads_size * pairs
     return forward * (3.0 if backward else 1.0)

@@ -69,7 +69,7 @@ def _misread(raw) -> str:
         return "no flops"
     if raw["model_type"] not in LATENT:
         widths = [getattr(x, "head_dim", None) or getattr(x, "head_size", None) for x in model.modules()]
-        if {head_size(read)} != {width for width in widths if isinstance(width, int)}:
+        if {width for width in widths if isinstance(width, int)} - {head_size(read)}:
             return f"heads of {head_size(read)}, not {widths}"
         each = getattr(config, "num_key_value_heads", None) or num_heads(read)
         if cache_bytes_per_token(config) != 8 * config.num_hidden_layers * each * head_size(read):

@@ -28,14 +28,10 @@ REFUSED = {
         "docs/models.md has the lines",
     ),
     "phimoe": ({"num_local_experts": 16}, "no model type"),
-    "qwen3_next": (
-        {"layer_types": ["linear_attention", "full_attention"]},
-        "layers of kind linear_attention",
-    ),
-    "qwen3_next ": (
-        {"full_attention_interval": 4, "linear_num_value_heads": 32, "num_experts": 512},
-        "packed rows, of which megatron-core 0.16's gated delta net takes none at all",
-    ),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of kind conv"),
+    "olmo_hybrid": ({"linear_num_value_heads": 32}, "would leak between packed rows"),
+    "qwen3_next": ({"layer_types": ["linear_attention"] * 2}, "linear_attention alone|takes no packed rows"),
+    "qwen3_next ": ({"num_hidden_layers": 3}, "linear_attention alone|takes no packed rows"),
     "llama4": ({"text_config": {"num_local_experts": 16}}, "a text_config"),
     "glm4v_moe": ({"vision_config": {"depth": 24}}, "a vision_config"),
     "kimi_k2": ({"kv_lora_rank": 512}, "kv_lora_rank=512"),
@@ -64,6 +60,33 @@ def test_a_model_that_no_engine_computes_is_refused_by_its_trait(tmp_path, kind,
     ) as caught:
         check(tmp_path, strategy, model_type=kind, **values)
     assert any(word in str(caught.value) for word in words.split("|")), caught.value
+
+
+@pytest.mark.parametrize(
+    ("values", "keys", "words"),
+    [
+        ({}, (f"{ACTOR}.strategy=megatron",), r"takes no packed rows\). Set strategy=fsdp"),
+        (
+            {"model_type": "qwen3_5_text"},
+            ("actor_rollout_ref.model.use_liger=True",),
+            "Liger kernels in a qwen3_5_text",
+        ),
+        ({"num_experts": 0}, (f"{ACTOR}.ulysses_sequence_parallel_size=2",), None),
+        (
+            {"linear_num_value_heads": 9, "linear_num_key_heads": 3},
+            (f"{ACTOR}.ulysses_sequence_parallel_size=2",),
+            "does not divide the 9 value heads",
+        ),
+        ({"linear_num_value_heads": 9, "vocab_size": 99}, (), "linear_num_value_heads=9, no multiple of"),
+        ({}, ("actor_rollout_ref.rollout.name=vllm",), "Set actor_rollout_ref.rollout.name=hf"),
+        ({}, (), None),
+    ],
+)
+def test_gated_delta_nets_are_trained_as_far_as_they_were_compared(tmp_path, values, keys, words):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_next", **values}))
+    cfg = config(f"actor_rollout_ref.model.path={tmp_path}", *keys)
+    with nullcontext() if words is None else pytest.raises(NotSupportedError, match=words):
+        compile_plan(load_dag(cfg), cfg, 2)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

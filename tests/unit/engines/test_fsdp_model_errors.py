@@ -83,7 +83,7 @@ def test_pickled_weights_are_refused(tmp_path):
     ("kind", "values", "reason"),
     [
         ("gemma2", {}, "softcapping"),
-        ("qwen3_next", {}, "linear_attention"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, "layers of kind conv"),
         ("granite", {"logits_scaling": 8.0}, "logits_scaling"),
         ("nemotron", {}, "no model type whose results"),
     ],

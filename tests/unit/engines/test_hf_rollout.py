@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import causal_lms
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
@@ -15,6 +16,7 @@ from siirl.engines.rollout.hf import decode, hf_rollout, kv_cache
 from siirl.engines.rollout.hf.hf_rollout import HFRollout
 from siirl.engines.weights.target import stored_tensors_of
 from siirl.errors import ConfigError, DataError, NotSupportedError
+from siirl.models.families import types_with
 from siirl.nodes.streams import Streams
 from siirl.parallel.dims import ParallelDims
 
@@ -96,6 +98,24 @@ def test_attention_that_would_be_computed_without_a_part_of_it_is_refused(tmp_pa
     family(**sizes, **extra, num_key_value_heads=2, head_dim=16, vocab_size=VOCAB).save_pretrained(tmp_path)
     with pytest.raises(NotSupportedError, match=f"without plain softmax attention: .*{words}"):
         build(tmp_path)
+
+
+@pytest.mark.parametrize("kind", types_with(lambda row: row.delta_nets))
+def test_states_of_padded_prompts_are_repeated_and_dropped_with_their_rows(tmp_path, kind):
+    """Three samples of each prompt, in two blocks of prompts, which end at other steps."""
+    causal_lms.write_model(tmp_path, causal_lms.tiny_config(kind))
+    engine = loaded(tmp_path, "actor_rollout_ref.rollout.max_num_batched_tokens=24")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    params = SamplingParams(max_tokens=24, n=3, stop_token_ids=tuple(range(12)))
+    lengths = set()
+    for prompt, samples in zip(PROMPTS, engine.generate(PROMPTS, params, range(5)), strict=True):
+        for sample in samples:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *sample.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            assert (torch.tensor(sample.log_probs) - expected).abs().max() < 1e-5
+            lengths.add(len(sample.token_ids))
+    assert len(lengths) > 4, "rows that end together"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +216,7 @@ def test_no_weight_file_is_needed_to_start(tmp_path):
         ("qwen3", ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], ConfigError, "one device"),
         ("qwen3", ["actor_rollout_ref.model.path=/does/not/exist"], DataError, "does not exist"),
         ("qwen3", ["actor_rollout_ref.model.path={tmp}/empty"], DataError, "config.json"),
-        ("qwen3_next", [], NotSupportedError, "linear_attention"),
+        ("falcon_h1", [], NotSupportedError, "hybrid"),
     ],
 )
 def test_what_cannot_run_is_refused(tmp_path, family, overrides, error, words):

@@ -25,6 +25,7 @@ from siirl.engines.rollout.hf.prefill import Prompt, PromptReader
 from siirl.engines.rollout.sampling import derive_seed, later_seed
 from siirl.engines.train.adapters.frozen_base import use_base
 from siirl.engines.train.adapters.lora import adapter_name, add_lora
+from siirl.engines.train.attention.delta_nets import pin_delta_nets
 from siirl.engines.train.experts.router_replay import RouterReplay
 from siirl.engines.train.hf_model import attentions, model_class
 from siirl.engines.weights.target import (
@@ -38,10 +39,11 @@ from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError
 from siirl.model_files.hf_config import load_hf_config
 from siirl.models.families import family_of
 from siirl.models.sizes import head_size
+from siirl.models.trained import DELTA_NETS, PACKED_LAYERS
 from siirl.parallel.process_groups import ProcessGroupManager
 
-CACHED_LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types whose state is keys and values of each position: what can be padded and repeated."""
+CACHED_LAYERS = PACKED_LAYERS | {DELTA_NETS}
+"""Layer types whose state is keys and values of each position, or one of a size: what can be repeated."""
 
 
 class _Row(NamedTuple):
@@ -280,6 +282,7 @@ def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> Pre
                 raise
             raise _unplain(model_cfg, str(error)) from error
     use_decode_attention(model)
+    pin_delta_nets(model)
     model.tie_weights()
     return model.eval().requires_grad_(False)
 

@@ -1,5 +1,5 @@
-"""Keys and values of a batch that is decoded: transformers' cache interface over buffers that are written
-in place.
+"""Keys and values of a batch that is decoded, and states of layers that have these in their place:
+transformers' cache interface over buffers that are written in place.
 
 transformers' own dynamic layer concatenates at each token, which copies the whole cache; here a token costs
 a token. Layers that attend to a sliding window keep all positions too: the model's mask hides the old ones.
@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
-from transformers import Cache
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+
+from siirl.models.trained import DELTA_NETS
 
 GROWTH = 256
 """Positions added to a full buffer, at least: few copies, little memory for responses that stop early."""
@@ -45,9 +48,12 @@ class BufferedLayer(DynamicLayer):
         return self.length
 
 
-def new_cache(limit: int) -> Cache:
-    """An empty cache; its layers appear as the model writes to them."""
-    return Cache(layer_class_to_replicate=partial(BufferedLayer, limit))
+def new_cache(limit: int, config: PretrainedConfig) -> Cache:
+    """An empty cache for a model's text; where its layers are alike, they appear as it writes to them."""
+    kinds = getattr(config, "layer_types", None) or ()
+    if DELTA_NETS not in kinds:
+        return Cache(layer_class_to_replicate=partial(BufferedLayer, limit))
+    return Cache([LinearAttentionLayer() if kind == DELTA_NETS else BufferedLayer(limit) for kind in kinds])
 
 
 @dataclass(frozen=True)
@@ -70,10 +76,13 @@ def gather(blocks: Sequence[Block], limit: int) -> Cache:
     """
     width = max(block.width for block in blocks)
     rows = [len(block.rows) for block in blocks]
-    cache = new_cache(limit)
+    cache = Cache([])
     for index in range(len(blocks[0].cache.layers)):
-        layer = BufferedLayer(limit)
         sources = [block.cache.layers[index] for block in blocks]
+        if isinstance(sources[0], LinearAttentionLayer):
+            cache.layers.append(_states(sources, blocks))
+            continue
+        layer = BufferedLayer(limit)
         for name in ("keys", "values"):
             first = getattr(sources[0], name)
             capacity = min(limit, width + GROWTH)
@@ -94,7 +103,19 @@ def gather(blocks: Sequence[Block], limit: int) -> Cache:
 def keep_rows(cache: Cache, rows: Tensor) -> None:
     """Drop all rows but `rows` (int64 indices), in place."""
     for layer in cache.layers:
-        layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        if isinstance(layer, LinearAttentionLayer):
+            layer.reorder_cache(rows)
+        else:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+
+def _states(sources: Sequence[LinearAttentionLayer], blocks: Sequence[Block]) -> LinearAttentionLayer:
+    """A layer of the rows of all blocks, whose states are of one size however many tokens they have read."""
+    for source, block in zip(sources, blocks, strict=True):
+        source.reorder_cache(block.rows)
+    for states in ("conv_states", "recurrent_states"):
+        getattr(sources[0], states)[0] = torch.cat([getattr(source, states)[0] for source in sources])
+    return sources[0]
 
 
 def _grown(buffer: Tensor, capacity: int) -> Tensor:

@@ -82,7 +82,7 @@ class PromptReader:
         ids_DP = torch.zeros(len(prompts), width, dtype=torch.int64)
         ids_DP[real_DP] = torch.tensor([token for prompt in prompts for token in prompt.ids])
         position_DP = (torch.arange(width) - (width - length_D[:, None])).clamp_(min=0)
-        cache = new_cache(width)
+        cache = new_cache(width, self.model.config.get_text_config())
         given = {
             "attention_mask": None if bool(real_DP.all()) else real_DP.to(device),
             "past_key_values": cache,

@@ -70,6 +70,11 @@ def whole_sequences(
     return q, k, v
 
 
+def all_tokens(x_nHD: Tensor, shard: SequenceShard) -> Tensor:
+    """All tokens with this rank's share of the heads, [N, H / R, D]; R divides H."""
+    return _Exchange.apply(_for_each_rank(x_nHD, shard.group.size()), shard.group).flatten(0, 1)
+
+
 def own_shares(out_NhD: Tensor, shard: SequenceShard) -> Tensor:
     """This rank's tokens with all heads, [n, H, D], of all tokens with some."""
     ranks = shard.group.size()

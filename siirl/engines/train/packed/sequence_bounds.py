@@ -176,6 +176,20 @@ class SequenceBounds:
         halves = ((self.shared.prompts, length_S[:num]), (behind, length_S[num:]))
         return tuple((tokens, bounds_of(lengths)) for tokens, lengths in halves if len(lengths))
 
+    @cached_property
+    def _prompt_of(self) -> Tensor:
+        """Of each segment behind the shared prompts its prompt; G of those that share none."""
+        shared = self.shared
+        own = [number for number, lengths in enumerate(shared.response_lengths) for _ in lengths]
+        num = len(shared.prompt_lengths)
+        alone = self.num_sequences - num - len(own)
+        return sent(torch.tensor(own + [num] * alone, dtype=torch.int64), self.cu_seqlens.device)
+
+    def started_by(self, x_GX: Tensor) -> Tensor:
+        """What each segment behind the shared prompts starts with, of what these leave behind: zeros where it
+        shares none."""
+        return torch.cat([x_GX, torch.zeros_like(x_GX[:1])]).index_select(0, self._prompt_of)
+
 
 def with_segment(bounds: SequenceBounds, length: int) -> SequenceBounds:
     """The bounds with one more segment at the end, which shares nothing."""

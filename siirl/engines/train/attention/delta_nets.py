@@ -1,0 +1,139 @@
+"""Gated delta nets over packed rows: each row's state and convolution begin anew, or where its prompt ended.
+
+transformers hands the keywords of a decoder down to the convolution and the rule of each such layer, so the
+bounds of packed rows arrive there: two functions of the modules that define a model are replaced, and which
+kernels compute the others is not left to what happens to be installed. Where rows share a prompt, its last
+state and the last inputs of its convolution start each of its responses, and gradients flow back through
+both. Source: Yang et al., "Gated Delta Networks" (2024).
+
+Legend: N packed tokens, S segments, L the longest, C channels of the convolution, W its width, H value heads,
+K and V features of a head's keys and values.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from siirl.engines.train.attention.ulysses import all_tokens, own_shares
+from siirl.engines.train.packed.sequence_bounds import SequenceBounds
+
+CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+KERNELS = (CONVOLUTION, RULE, "causal_conv1d_update", "torch_recurrent_gated_delta_rule")
+"""Functions of a module of transformers: as it imports them they are other packages' where these are there,
+which fail on a CPU, and leak between packed rows where one of two is missing."""
+
+
+def pin_delta_nets(model: nn.Module) -> None:
+    """Have the gated delta nets of a model, if it has some, compute packed rows, and by torch's kernels."""
+    for name in {type(module).__module__ for module in model.modules() if hasattr(module, "A_log")}:
+        if hasattr(sys.modules[name], RULE):
+            _pin(sys.modules[name])
+
+
+@functools.cache
+def _pin(module: ModuleType) -> None:
+    theirs = {name: inspect.unwrap(getattr(module, name)) for name in KERNELS}
+    packed = {
+        CONVOLUTION: _packed_or(packed_convolution, theirs[CONVOLUTION]),
+        RULE: _packed_or(packed_rule, theirs[RULE]),
+    }
+    for name, function in (theirs | packed).items():
+        setattr(module, name, function)
+
+
+def _packed_or(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, sequence_bounds: SequenceBounds | None = None, **kwargs: Any) -> Any:
+        if sequence_bounds is None:
+            return theirs(*args, **kwargs)
+        return ours(*args, theirs=theirs, bounds=sequence_bounds, **kwargs)
+
+    return call
+
+
+def packed_convolution(
+    x_1CN: Tensor,
+    weight_CW: Tensor,
+    bias: None = None,
+    activation: str | None = None,
+    *,
+    bounds: SequenceBounds,
+    theirs: Callable[..., Tensor],
+    **extra: object,
+) -> Tensor:
+    """The causal convolution of each channel, and its activation, within each row: [1, C, N].
+
+    Where ranks share the tokens, each has some of the channels of all, in messages around it.
+    """
+    x_NC, shard = x_1CN[0].T, bounds.shard
+    if shard is not None:
+        x_NC = all_tokens(x_NC.unsqueeze(-1), shard).squeeze(-1)
+        weight_CW = weight_CW.chunk(shard.group.size())[shard.group.rank()]
+    outs, before, width = [], None, weight_CW.shape[1] - 1
+    for tokens, part in bounds.parts:
+        x_SLC = _padded(x_NC[tokens], part)
+        first = x_SLC.new_zeros(len(x_SLC), width, x_SLC.shape[2]) if before is None else before
+        x_SLC = torch.cat([first, x_SLC], dim=1)
+        y_SCL = theirs(x_SLC.transpose(1, 2), weight_CW, bias, activation=activation)
+        outs.append(_tokens(y_SCL.transpose(1, 2)[:, width:], part))
+        if bounds.shared is not None and before is None:
+            last_SW = part.cu_seqlens.diff().unsqueeze(1) + torch.arange(width, device=x_NC.device)
+            before = bounds.started_by(x_SLC.take_along_dim(last_SW.long().unsqueeze(-1), dim=1))
+    y_NC = torch.cat(outs)
+    y_NC = y_NC if shard is None else own_shares(y_NC.unsqueeze(-1), shard).squeeze(-1)
+    return y_NC.T.unsqueeze(0)
+
+
+def packed_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    bounds: SequenceBounds,
+    theirs: Callable[..., tuple[Tensor, Tensor | None]],
+    use_qk_l2norm_in_kernel: bool,
+    **extra: object,
+) -> tuple[Tensor, None]:
+    """The gated delta rule within each row: queries, keys [1, N, H, K] and values [1, N, H, V], decays g and
+    rates beta [1, N, H] -> [1, N, H, V].
+
+    Where ranks share the tokens, each has some of the heads of all, in messages around it.
+    """
+    given, shard = (query, key, value, g.unsqueeze(-1), beta.unsqueeze(-1)), bounds.shard
+    given = [x.squeeze(0) if shard is None else all_tokens(x.squeeze(0), shard) for x in given]
+    outs, state = [], None
+    for tokens, part in bounds.parts:
+        q, k, v, decay, rate = (_padded(x[tokens], part) for x in given)
+        out_SLHV, last_SHKV = theirs(
+            q,
+            k,
+            v,
+            g=decay.squeeze(-1),
+            beta=rate.squeeze(-1),
+            initial_state=state,
+            output_final_state=bounds.shared is not None,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )
+        outs.append(_tokens(out_SLHV, part))
+        if bounds.shared is not None and state is None:
+            state = bounds.started_by(last_SHKV)
+    out_NHV = torch.cat(outs)
+    return (out_NHV if shard is None else own_shares(out_NHV, shard)).unsqueeze(0), None
+
+
+def _padded(x_NX: Tensor, part: SequenceBounds) -> Tensor:
+    """[S, L, ...], zeros behind each segment: they write nothing into a state, and decay nothing of it."""
+    shape = (part.num_sequences * part.max_length, *x_NX.shape[1:])
+    return x_NX.new_zeros(shape).index_copy(0, part.padded_index, x_NX).unflatten(0, (-1, part.max_length))
+
+
+def _tokens(x_SLX: Tensor, part: SequenceBounds) -> Tensor:
+    """The packed tokens of segments that were padded."""
+    return x_SLX.flatten(0, 1).index_select(0, part.padded_index)

@@ -1,0 +1,175 @@
+"""Gated delta nets over packed rows are those of each row alone: in float64, longer than chunks, shared."""
+
+import importlib.util
+import re
+import sys
+import types
+from pathlib import Path
+
+import causal_lms
+import pytest
+import torch
+from dist_harness import run_workers
+from tensordict import TensorDict
+from torch import Tensor
+
+from siirl.engines.train.attention import delta_nets
+from siirl.engines.train.attention.packed_attention import PACKED_ATTENTION
+from siirl.engines.train.language_model import PackedLanguageModel, model_flops, run_packed
+from siirl.engines.train.packed.packing import pack_rows
+from siirl.models.families import types_with
+
+KINDS = types_with(lambda row: row.delta_nets)
+ROWS = {
+    "rows alone": ([0, 1, 2, 3], [7, 2, 1, 70], [9, 66, 130, 1]),
+    "shared prompts": (
+        [0, 0, 0, 1, 1, 2, 3, 3, 4],
+        [70, 70, 70, 2, 2, 9, 1, 1, 5],
+        [9, 66, 130, 3, 1, 12, 2, 4, 0],
+    ),
+}
+"""Prompt number, prompt and response tokens of each row: shorter than a convolution, longer than a chunk."""
+
+
+def in_float64(kind: str) -> None:
+    """Have transformers' code of a type compute in float64 where it asks for float32."""
+    name = type(causal_lms.tiny_config(kind)).__module__.replace("configuration_", "modeling_")
+    origin = importlib.util.find_spec(name).origin
+    source = re.sub(r"torch\.float\b|torch\.float32", "torch.float64", Path(origin).read_text())
+    sys.modules[name] = module = importlib.util.module_from_spec(importlib.util.find_spec(name))
+    exec(compile(source.replace(".float()", ".double()"), origin, "exec"), module.__dict__)
+
+
+def small_model(kind: str, attention: str) -> torch.nn.Module:
+    """Whose states decay slowly and whose weights are large, so that a leak would show."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = causal_lms.tiny_config(kind, max_position_embeddings=512)
+    config._experts_implementation = "eager"  # torch's grouped products have no float64
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=attention)
+    for name, param in model.named_parameters():
+        if name.endswith("A_log"):
+            param.data.uniform_(-4.0, 0.0)
+        elif param.ndim > 1:
+            param.data.normal_(std=0.3)
+    return model
+
+
+def rows_of(numbers: list[int], prompts: list[int], responses: list[int]) -> TensorDict:
+    draw = torch.Generator().manual_seed(3)
+    of_number = {number: torch.randint(3, 64, (max(prompts),), generator=draw) for number in numbers}
+    return TensorDict(
+        {
+            "prompt_ids": torch.stack([of_number[number] for number in numbers]),
+            "response_ids": torch.randint(3, 64, (len(numbers), max(responses)), generator=draw),
+            "prompt_length": torch.tensor(prompts),
+            "response_length": torch.tensor(responses),
+            "prompt_index": torch.tensor(numbers),
+            "group_id": torch.tensor(numbers),
+        },
+        batch_size=[len(numbers)],
+    )
+
+
+def alone(model: torch.nn.Module, rows: TensorDict) -> Tensor:
+    """Log-probs of the response tokens, a row at a time."""
+    found = []
+    for row in range(len(rows)):
+        prompt, response = int(rows["prompt_length"][row]), int(rows["response_length"][row])
+        if response:
+            ids = torch.cat([rows["prompt_ids"][row][-prompt:], rows["response_ids"][row][:response]])
+            logits = model(ids.unsqueeze(0), use_cache=False).logits[0, prompt - 1 : -1]
+            found.append(logits.log_softmax(-1).gather(1, ids[prompt:, None])[:, 0])
+    return torch.cat(found)
+
+
+def packed(model: torch.nn.Module, rows: TensorDict, share: bool) -> Tensor:
+    at = pack_rows(rows, torch.device("cpu"), share_prompts=share)
+    hidden = model.model(
+        input_ids=at.input_ids, position_ids=at.position_ids, use_cache=False, sequence_bounds=at.bounds
+    ).last_hidden_state[0]
+    return model.lm_head(hidden[at.predict_index]).log_softmax(-1).gather(1, at.target[:, None])[:, 0]
+
+
+def gradients(model: torch.nn.Module, log_prob_M: Tensor) -> dict[str, Tensor]:
+    weight_M = torch.randn(log_prob_M.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    (log_prob_M * weight_M).sum().backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def distances(rank: int, world: int, kind: str) -> list[tuple[float, float]]:
+    """Of log-probs, and of gradients relative to the largest of each tensor; the last without our kernels."""
+    in_float64(kind)
+    torch.set_num_threads(1)
+    found, pins = [], delta_nets._pin
+    cases = [(ROWS["rows alone"], False), (ROWS["shared prompts"], False), (ROWS["shared prompts"], True)]
+    for pin, rows, share in ((False, *cases[0]), *((True, *case) for case in cases)):
+        whole, ours = small_model(kind, "sdpa"), small_model(kind, PACKED_ATTENTION)
+        if pin:
+            delta_nets.pin_delta_nets(ours)
+        at = rows_of(*rows)
+        want, got = alone(whole, at), packed(ours, at, share)
+        theirs, own = gradients(whole, want), gradients(ours, got)
+        gap = max(
+            float((theirs[n] - own[n]).abs().max() / theirs[n].abs().max().clamp_min(1e-9)) for n in theirs
+        )
+        found.append((float((want - got).abs().max().detach()), gap))
+    assert pins.cache_info().currsize == 1
+    return [*found[1:], found[0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_and_shared_prompts_are_rows_alone_to_the_last_bits_of_float64(kind):
+    *exact, leaking = run_workers(distances, 1, kind, deadline_s=100)[0]
+    assert all(log_prob < 1e-12 and gradient < 1e-12 for log_prob, gradient in exact), exact
+    assert leaking[0] > 0.01  # transformers' own way
+
+
+def test_kernels_that_happen_to_be_installed_are_not_taken(monkeypatch):
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback as with_fallback
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("0 active drivers")
+
+    module, there = types.ModuleType("modeling_of_tomorrow"), types.ModuleType("fast_kernels")
+    monkeypatch.setitem(sys.modules, there.__name__, there)
+    for name in delta_nets.KERNELS:
+        setattr(there, name, fails)
+        setattr(module, name, with_fallback(name, there.__name__)(lambda x: x + 1))
+        with pytest.raises(RuntimeError):
+            getattr(module, name)(1)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    layer = type("Layer", (torch.nn.Module,), {"__module__": module.__name__, "A_log": None})
+    delta_nets.pin_delta_nets(layer())
+    assert [getattr(module, name)(1) for name in delta_nets.KERNELS] == [2] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flops_count_states_of_each_token_and_pairs_where_layers_attend(kind):
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(causal_lms.tiny_config(kind))
+    one, two = (model_flops(model, [length], backward=False) for length in (100, 200))
+    pairs = 4 * 4 * 8 * (200**2 / 2 - 2 * 100**2 / 2)  # of one layer: 4 heads of 8 features
+    assert two - 2 * one == pytest.approx(pairs)
+    net = model.model.layers[0].linear_attn
+    weights = sum(p.numel() for name, p in net.named_parameters() if p.ndim > 1)
+    net.requires_grad_(False)
+    attending = model_flops(model, [100], backward=False)
+    del model.model.layers[0].linear_attn
+    assert attending - model_flops(model, [100], backward=False) == pytest.approx(2 * 100 * weights)
+    model.config.layer_types = ["full_attention"] * 2
+    states = one - 2 * 100 * weights - model_flops(model, [100], backward=False) + 4 * 4 * 8 * 100**2 / 2
+    assert states == pytest.approx(7 * 4 * 8 * 8 * 100)
+
+
+def test_log_probs_of_the_head_over_packed_rows_are_float32():
+    rows = rows_of(*ROWS["shared prompts"])
+    model = PackedLanguageModel(small_model(KINDS[0], PACKED_ATTENTION).float())
+    delta_nets.pin_delta_nets(model)
+    found = run_packed(model, pack_rows(rows, torch.device("cpu"), share_prompts=True), 1.0, ("log_prob",))
+    want = alone(small_model(KINDS[0], "sdpa").float(), rows)
+    inside = torch.arange(130) < rows["response_length"][:, None]
+    assert float((found["log_prob"][inside] - want).abs().max().detach()) < 3e-5
