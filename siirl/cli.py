@@ -174,9 +174,14 @@ def _export(args: argparse.Namespace, overrides: list[str]) -> None:
 
 def _convert(args: argparse.Namespace, overrides: list[str]) -> None:
     from siirl.checkpoint.convert import convert
+    from siirl.checkpoint.text_part import write_text_part, write_whole
 
+    source, out = Path(args.source), Path(args.out)
     with _damage_is_the_users():
-        written = convert(Path(args.source), Path(args.out), args.model)
+        if args.into:
+            written = write_whole(source, args.into, out)
+        else:
+            written = write_text_part(source, out) if args.text else convert(source, out, args.model)
     print(f"wrote {Path(args.out).absolute()}, {written}")
 
 
@@ -279,6 +284,9 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("source", help="a model directory, or a checkpoint: distributed, or of a run")
     convert.add_argument("out", help="directory to write, which must not exist")
     convert.add_argument("--model", help="which model of a run's checkpoint, e.g. agent_0.actor")
+    parts = convert.add_mutually_exclusive_group()
+    parts.add_argument("--text", action="store_true", help="the language model inside one that sees images")
+    parts.add_argument("--into", type=Path, help="such a model, which gets the trained source in its place")
     convert.set_defaults(command=_convert)
     trace = commands.add_parser("trace", help="join the traces of a run's ranks, also after a crash")
     trace.add_argument("output_dir", help="trainer.output_dir of a run with trainer.trace=true")

@@ -318,6 +318,11 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": _OF_ANY_HEAD,
 }
 """model_type of config.json -> what is known of it."""
+TEXT_PARTS = (
+    *("exaone4_5", "gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("qwen3_5", "qwen3_5_moe", "smolvlm", "vipllava"),
+)
+"""Types made of several models, whose text part was seen to compute of texts what the whole does."""
 UNKNOWN = Family(strategies=())
 """What is known of all others: nothing was run."""
 

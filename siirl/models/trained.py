@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 from siirl.models.config_json import PARTS, language_part
-from siirl.models.families import Experts, family_of, known_types
+from siirl.models.families import TEXT_PARTS, Experts, family_of, known_types
 
 OWN_TYPE = ("e_score_correction_bias",)
 """Tensors of the files, by the end of their names, that keep their own type whatever the model's."""
@@ -81,7 +81,7 @@ def _traits(config: Mapping[str, Any], strategy: str) -> Iterator[str]:
             yield f"{name}={config[name]} (an output head that is not a plain matrix, or attention likewise)"
     for name in PARTS:
         if config.get(name):
-            yield f"a {name} (it is made of several models)"
+            yield f"a {name} (it is made of several models{_text_part(config, strategy)})"
     if config.get("kv_lora_rank") and family_of(config.get("model_type")).latent is None:
         yield f"kv_lora_rank={config['kv_lora_rank']} (keys and values that are compressed)"
     if config.get("quantization_config"):
@@ -93,6 +93,19 @@ def _traits(config: Mapping[str, Any], strategy: str) -> Iterator[str]:
         )
     if config.get("use_bidirectional_attention"):
         yield "use_bidirectional_attention (its tokens see the future)"
+
+
+def _text_part(config: Mapping[str, Any], strategy: str) -> str:
+    """What to do where the text part of a model made of several trains."""
+    text = config.get("text_config")
+    if config.get("model_type") not in TEXT_PARTS or not isinstance(text, Mapping):
+        return ""
+    if _problem(text, strategy, "lm"):
+        return ""
+    return (
+        f", of which the {text['model_type']} trains on texts: `siirl convert --text MODEL FOLDER` writes "
+        "it, then set model.path=FOLDER"
+    )
 
 
 def _as_plain_numbers(config: Mapping[str, Any]) -> str:
