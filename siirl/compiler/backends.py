@@ -38,8 +38,7 @@ from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.common import TrainedConfig
 from siirl.config.resolve import get, sizes_group
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model, sequence_ranks
-from siirl.config.teacher import TeacherConfig
-from siirl.dag.ops import ModelRole
+from siirl.config.teacher import FrozenConfig
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.megatron_groups import megatron_groups
@@ -54,7 +53,7 @@ class Backend:
     engine: str
     """ "module:Class", imported where an engine is built; empty for one that cannot be used yet."""
 
-    dims: Callable[[Config, ModelRole, int], ParallelDims]
+    dims: Callable[[Config, str, int], ParallelDims]
     """The parallel sizes that a model gets on so many ranks."""
 
     memory: Callable[[ModelPlan, Config, ModelShape, int], list[MemoryLine]]
@@ -72,21 +71,21 @@ class Backend:
     groups: Callable[[ParallelDims, Ranks], Iterable[Ranks]] = lambda dims, ranks: ()
     """The rank tuples that a model of these sizes, on these ranks, communicates over."""
 
-    check: Callable[[Config, ModelRole, ParallelDims, ResolvedNode], None] = lambda *model: None
+    check: Callable[[Config, str, ParallelDims, ResolvedNode], None] = lambda *model: None
     """What must hold beyond the product of the sizes; raises UserError."""
 
-    packages: Callable[[Config, ModelRole], object] = lambda *model: None
+    packages: Callable[[Config, str], object] = lambda *model: None
     """ConfigError where what it needs is not installed; asked on the machine where it would run."""
 
     advice: Callable[[ModelPlan, Config], list[str]] = lambda model, cfg: []
     """What works, but badly, and what could not be checked: a line each."""
 
-    recomputes: Callable[[Config, ModelRole], bool] = lambda cfg, role: (
+    recomputes: Callable[[Config, str], bool] = lambda cfg, role: (
         role_model(cfg, role).enable_gradient_checkpointing
     )
     """Whether whole layers are computed again in the backward pass."""
 
-    own_recomputation: Callable[[Config, ModelRole], bool] = lambda cfg, role: False
+    own_recomputation: Callable[[Config, str], bool] = lambda cfg, role: False
     """Whether options of its own say what is computed again, in the place of the model's key."""
 
     kernels_of_parts: bool = False
@@ -159,7 +158,7 @@ def _along(*axes: str) -> Callable[[ParallelDims, Ranks], Iterable[Ranks]]:
     return groups
 
 
-def _fsdp_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
+def _fsdp_dims(cfg: Config, role: str, world: int) -> ParallelDims:
     """The ranks of a sequence share its model's weights, with as many others as fsdp_size says."""
     size, sequence = role_group(cfg, role).fsdp_config.fsdp_size, sequence_ranks(cfg, role)
     shard = world if size < 1 or size > world else size
@@ -173,7 +172,7 @@ def _fsdp_groups(dims: ParallelDims, ranks: Ranks) -> Iterable[Ranks]:
     return [group for groups in dims.fsdp_groups(ranks).values() for group in groups]
 
 
-def _megatron_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
+def _megatron_dims(cfg: Config, role: str, world: int) -> ParallelDims:
     section = role_group(cfg, role).megatron
     tp, pp, cp = (
         section.tensor_model_parallel_size,
@@ -199,9 +198,7 @@ def _megatron_environment(dims: ParallelDims) -> dict[str, str]:
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if max(dims.tp, dims.cp) > 1 else {}
 
 
-def _megatron_model(
-    cfg: Config, role: ModelRole, dims: ParallelDims, who: str, trains: bool
-) -> MegatronModel:
+def _megatron_model(cfg: Config, role: str, dims: ParallelDims, who: str, trains: bool) -> MegatronModel:
     group = role_group(cfg, role)
     return MegatronModel(
         who=who,
@@ -219,13 +216,13 @@ def _megatron_model(
     )
 
 
-def _token_budgets(cfg: Config, role: ModelRole) -> dict[str, int]:
+def _token_budgets(cfg: Config, role: str) -> dict[str, int]:
     """Key -> tokens of a micro-batch, of the budgets that a role's model has."""
     batches = [keys for keys in (ROLES[role].train, ROLES[role].forward) if keys is not None]
     return {keys.max_tokens: get(cfg, keys.max_tokens) for keys in batches if get(cfg, keys.dynamic)}
 
 
-def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+def _check_megatron(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) -> None:
     cut = f"ranks that cut the stream of tokens (cp {dims.cp}) have attention of their own."
     check_attention_kernels(cfg, role, node, cut if dims.cp > 1 else "")
     check_trained_model(cfg, role, str(node))
@@ -252,13 +249,13 @@ def _megatron_no_replay(actor: ActorConfig) -> str:
     return ""
 
 
-def _megatron_recomputes(cfg: Config, role: ModelRole) -> bool:
+def _megatron_recomputes(cfg: Config, role: str) -> bool:
     whole = role_model(cfg, role).enable_gradient_checkpointing
     options = recomputation(role_group(cfg, role).megatron.override_transformer_config, whole)
     return options.get("recompute_granularity") == "full"
 
 
-def _megatron_own_recomputation(cfg: Config, role: ModelRole) -> bool:
+def _megatron_own_recomputation(cfg: Config, role: str) -> bool:
     options = role_group(cfg, role).megatron.override_transformer_config
     return any(name.startswith("recompute") for name in options)
 
@@ -287,15 +284,15 @@ def _megatron_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int)
     return megatron_lines(model, shape, settings) + full_kl + teacher_lines(model, cfg, shape, rows) + experts
 
 
-def _optimizer_options(group: TrainedConfig | RefConfig | TeacherConfig) -> dict[str, Any]:
+def _optimizer_options(group: TrainedConfig | RefConfig | FrozenConfig) -> dict[str, Any]:
     return group.optim.override_optimizer_config or {} if isinstance(group, TrainedConfig) else {}
 
 
-def _replicas(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
+def _replicas(cfg: Config, role: str, world: int) -> ParallelDims:
     return ParallelDims(world, dp_replicate=world)
 
 
-def _tensor_parallel_replicas(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
+def _tensor_parallel_replicas(cfg: Config, role: str, world: int) -> ParallelDims:
     tp = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
     return ParallelDims(world, tp=tp, dp_replicate=max(1, world // tp))
 
@@ -401,7 +398,7 @@ def backend_of(model: ModelPlan) -> Backend:
     return (ROLLOUT_BACKENDS if model.generates else TRAIN_BACKENDS)[model.backend]
 
 
-def choose_backend(role: ModelRole, node: ResolvedNode) -> tuple[str, Backend]:
+def choose_backend(role: str, node: ResolvedNode) -> tuple[str, Backend]:
     """Name and row of the backend that a node's configuration gives a role; ConfigError for one unknown."""
     key = ROLES[role].backend_key
     name, known = get(node.cfg, key) or "", ROLLOUT_BACKENDS if ROLES[role].generates else TRAIN_BACKENDS

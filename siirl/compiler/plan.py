@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from siirl.compiler import plan_json
 from siirl.config.roles import ROLES, Head
-from siirl.dag.ops import OPS, ModelRole, OpSpec
+from siirl.dag.ops import OPS, OpSpec
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.placement import Ranks
 from siirl.types import FieldKey, Layout
@@ -63,7 +63,7 @@ class ModelPlan:
     name: str
     """agent_0.actor, for one."""
     agent: int
-    role: ModelRole
+    role: str
     backend: str
     head: Head
     trains: bool

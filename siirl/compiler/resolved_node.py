@@ -75,26 +75,24 @@ class ResolvedNode:
 
     @property
     def model_agent(self) -> int:
-        """The agent whose model its op runs on: its own, unless its critic or reward model is another
-        agent's, or the policy that it trains on responses of the dataset."""
-        shared = self.cfg.critic.share_instance if self.op.on_critic else self.shared_scorer
-        if (
-            self.op.role is not None
-            and self.op.role.gives_weights
-            and self.cfg.actor_rollout_ref.rollout.gives_data
-        ):
+        """The agent whose model its op runs on: its own, unless another agent's has its place, as the policy
+        may have that it trains on responses of the dataset."""
+        role, shared = self.op.role, None
+        if role is not None and role.shared_by:
+            shared = self.value(role.shared_by)
+        elif role is not None and role.gives_weights and self.cfg.actor_rollout_ref.rollout.gives_data:
             shared = self.shares
         return self.agent if shared is None else shared
 
     @property
     def model(self) -> str | None:
         """Name of the model that its op runs on; each reward of a name of its own has a model of its own, if
-        it does not share one, and so has each teacher."""
+        it does not share one, and each node where models of the role are nodes' own."""
         if self.op.model is None:
             return None
         named = self.op.by_model and self.writes[0].name != "score" and self.shared_scorer is None
         own = f".{self.writes[0].name}" if named else ""
-        if self.op.role is not None and self.op.role.is_teacher:
+        if self.op.role is not None and self.op.role.of_node:
             own = f".{self.id}"
         return f"agent_{self.model_agent}.{self.op.model}{own}"
 

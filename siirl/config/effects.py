@@ -105,6 +105,13 @@ def _no_teacher(cfg: Config, name: str) -> str:
     return "teacher.policy is null, so teachers are frozen" if frozen and older else ""
 
 
+def _no_frozen(cfg: Config, name: str) -> str:
+    """Why a key of frozen models of nodes has no effect in a built-in workflow, or an empty string."""
+    if not name.startswith("frozen.") or cfg.dag.workflow_path or cfg.dag.custom_pipeline_fn:
+        return ""
+    return "no node of the built-in workflow has a frozen model of its own"
+
+
 def _no_critic(cfg: Config, name: str) -> str:
     """Why a key of the critic has no effect, or an empty string."""
     if not name.startswith("critic.") or cfg.algorithm.may_use_critic:
@@ -157,7 +164,7 @@ def _spans_ranks(cfg: Config, name: str) -> str:
 
 
 ABSENT = (
-    *(_no_reference, _no_teacher, _no_critic, _no_reward_training, _other_loss, _without),
+    *(_no_reference, _no_teacher, _no_frozen, _no_critic, _no_reward_training, _other_loss, _without),
     _spans_ranks,
 )
 """Why a key has no effect, beyond what the schema says of it."""

@@ -9,7 +9,7 @@ from siirl.config.actor import RefConfig
 from siirl.config.common import ModelConfig, TrainedConfig
 from siirl.config.resolve import get
 from siirl.config.root import Config
-from siirl.config.teacher import TeacherConfig
+from siirl.config.teacher import FrozenConfig
 
 Head = Literal["lm", "value", "score", "trained_score"]
 """What a model on a training engine computes: log-probs of tokens, their values, or a score of each row.
@@ -117,11 +117,21 @@ class Role:
     export: str = ""
     """The folder of a run into which it is exported, if it was trained."""
 
+    of_node: bool = False
+    """Each node has one of its own, for itself; all others are their agent's."""
+
     is_teacher: bool = False
-    """The policy learns from it. Each node has one of its own."""
+    """The policy learns from it."""
+
+    shared_by: str = ""
+    """The key that says whose model of this role an agent has instead of one of its own."""
 
     any_length: bool = False
     """It takes rows that are longer than the model can read: they are cut, or not asked about."""
+
+    own_length: str = ""
+    """The key with the tokens of its longest row, if its rows are in tokens of its own; not set, or none:
+    those of prompt and response."""
 
     engine_cfg: Callable[[Config], Config] = lambda cfg: cfg
     """The configuration that its engine is built from."""
@@ -146,6 +156,11 @@ def _ppo(group: str, tokens: str = "ppo_max_token_len_per_gpu") -> BatchKeys:
     return BatchKeys(f"{group}.use_dynamic_bsz", f"{group}.{tokens}", f"{group}.ppo_micro_batch_size_per_gpu")
 
 
+def of_a_node(head: Head) -> Role:
+    """A frozen model of a node's own on a training engine, by what it computes."""
+    return Role("frozen", "frozen.model", head=head, forward=_log_prob("frozen"), of_node=True)
+
+
 ROLES: dict[str, Role] = {
     "actor": Role(
         "actor_rollout_ref.actor",
@@ -155,13 +170,16 @@ ROLES: dict[str, Role] = {
         export="hf_model",
     ),
     "ref": Role("actor_rollout_ref.ref", forward=_log_prob("actor_rollout_ref.ref"), is_reference=True),
-    "teacher": Role("teacher", "teacher.model", forward=_log_prob("teacher"), is_teacher=True),
+    "teacher": Role("teacher", "teacher.model", forward=_log_prob("teacher"), of_node=True, is_teacher=True),
+    "frozen": of_a_node("lm"),
+    "frozen_score": of_a_node("score"),
     "scoring_teacher": Role(
         "teacher",
         "teacher.model",
         generates=True,
         backend="teacher.strategy",
         positions_beside=SAMPLED_BESIDE,
+        of_node=True,
         is_teacher=True,
         engine_cfg=scoring_config,
     ),
@@ -172,6 +190,7 @@ ROLES: dict[str, Role] = {
         head="value",
         forward=_ppo("critic", "forward_max_token_len_per_gpu"),
         train=_ppo("critic"),
+        shared_by="critic.share_instance",
         export="hf_critic",
     ),
     "reward": Role(
@@ -182,6 +201,8 @@ ROLES: dict[str, Role] = {
         trained_head="trained_score",
         train=_ppo("reward_model"),
         export="hf_reward",
+        shared_by="reward_model.share_instance",
+        own_length="reward_model.max_length",
         forward=BatchKeys(
             "reward_model.use_dynamic_bsz",
             "reward_model.forward_max_token_len_per_gpu",
@@ -206,7 +227,7 @@ ROLE_GROUPS = {name: role.group for name, role in ROLES.items()}
 """Role -> full name of the group that holds its settings, for messages."""
 
 
-def role_group(cfg: Config, role: str) -> TrainedConfig | RefConfig | TeacherConfig:
+def role_group(cfg: Config, role: str) -> TrainedConfig | RefConfig | FrozenConfig:
     """The settings of a model on a training engine: its batches, sharding and checkpoints."""
     return get(cfg, ROLES[role].group)
 

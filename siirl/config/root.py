@@ -16,7 +16,7 @@ from siirl.config.profiler import ProfilerConfig
 from siirl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from siirl.config.rollout import RolloutConfig
 from siirl.config.serve import ServeConfig
-from siirl.config.teacher import TeacherConfig
+from siirl.config.teacher import FrozenConfig, TeacherConfig
 from siirl.config.trainer import DagConfig, RayInitConfig, TrainerConfig
 from siirl.config.unused_keys import unused_keys
 
@@ -46,6 +46,7 @@ class Config:
     critic: CriticConfig = group(CriticConfig, "value model")
     reward_model: RewardModelConfig = group(RewardModelConfig, "scores")
     teacher: TeacherConfig = group(TeacherConfig, "models that the policy learns from")
+    frozen: FrozenConfig = group(FrozenConfig, "frozen models of nodes' own")
     custom_reward_function: CustomRewardFunctionConfig = group(
         CustomRewardFunctionConfig, "own reward function"
     )

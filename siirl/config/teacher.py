@@ -1,4 +1,7 @@
-"""Group teacher: a model that the policy learns from, in a node of node_role TEACHER."""
+"""Groups of frozen models that nodes have of their own.
+
+teacher: one that the policy learns from, in a node of node_role TEACHER. frozen: one that an op asks.
+"""
 
 from dataclasses import dataclass
 
@@ -23,42 +26,22 @@ TOP_K = (
 
 
 @dataclass(frozen=True)
-class TeacherModelConfig(ModelConfig):
-    """ModelConfig of a frozen model that the policy learns from."""
+class FrozenModelConfig(ModelConfig):
+    """ModelConfig of a frozen model of a node's own."""
 
     path: str = key("", "directory of a Hugging Face model with the policy's tokenizer, or its name on a hub")
 
 
 @dataclass(frozen=True)
-class TeacherConfig:
-    """A teacher: its model, which rows it takes, and what it says of them."""
+class FrozenConfig:
+    """A frozen model of a node's own, and how it computes."""
 
-    strategy: str = key(
-        "fsdp",
-        "backend of the teacher; vllm: an engine like that of rollouts, with the settings of "
-        "actor_rollout_ref.rollout",
-        **{**STRATEGY, "choices": (*STRATEGIES, SCORING)},
-    )
-    model: TeacherModelConfig = group(TeacherModelConfig, "teacher")
+    strategy: str = key("fsdp", "backend of the model", **STRATEGY)
+    model: FrozenModelConfig = group(FrozenModelConfig, "model")
     fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
     ulysses_sequence_parallel_size: int = key(1, ULYSSES, when="strategy=fsdp", low=1)
     megatron: ForwardMegatronConfig = group(
         ForwardMegatronConfig, "sizes and options under megatron", when="strategy=megatron"
-    )
-    policy: int | None = key(
-        None,
-        "agent whose policy it is, in the place of a model of its own: that of its own agent, older, or that "
-        "of another agent in training",
-        low=0,
-    )
-    sync_steps: int = key(1, "with policy: it takes the policy's weights before every such step", low=1)
-    update_rate: float = key(
-        1.0,
-        "with policy: what it then is, update_rate policy + (1 - update_rate) teacher; 1: a copy, less: an "
-        "exponential moving average",
-        low=0,
-        high=1,
-        excluded=0,
     )
     log_prob_micro_batch_size_per_gpu: int = key(
         1,
@@ -73,6 +56,34 @@ class TeacherConfig:
         when="log_prob_use_dynamic_bsz",
         low=1,
         auto=True,
+    )
+
+
+@dataclass(frozen=True)
+class TeacherConfig(FrozenConfig):
+    """A teacher: its model, which rows it takes, and what it says of them."""
+
+    strategy: str = key(
+        "fsdp",
+        "backend of the teacher; vllm: an engine like that of rollouts, with the settings of "
+        "actor_rollout_ref.rollout",
+        **{**STRATEGY, "choices": (*STRATEGIES, SCORING)},
+    )
+    model: FrozenModelConfig = group(FrozenModelConfig, "teacher")
+    policy: int | None = key(
+        None,
+        "agent whose policy it is, in the place of a model of its own: that of its own agent, older, or that "
+        "of another agent in training",
+        low=0,
+    )
+    sync_steps: int = key(1, "with policy: it takes the policy's weights before every such step", low=1)
+    update_rate: float = key(
+        1.0,
+        "with policy: what it then is, update_rate policy + (1 - update_rate) teacher; 1: a copy, less: an "
+        "exponential moving average",
+        low=0,
+        high=1,
+        excluded=0,
     )
     by: str = key(
         "data_source", "field of the row that says which teachers take it: data_source, or extra_info.NAME"

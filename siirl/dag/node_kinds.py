@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from siirl.dag.ops import OPS
+
 ROWS_MOVE = "rows move by themselves to the ranks of the nodes that read them"
 
 
@@ -82,4 +84,9 @@ NODE_ROLES: dict[str, NodeRole] = {
         idle="rows are sharded evenly before each node that computes on them; trainer.balance_batch=true "
         "weighs them by their cost"
     ),
+    **{
+        op.node_role: NodeRole(op.role.group, follows=op.role.group)
+        for op in OPS.values()
+        if op.node_role and op.role is not None
+    },
 }

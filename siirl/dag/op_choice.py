@@ -78,6 +78,7 @@ ROLE_OPS: dict[str, RoleOps] = {
     "ACTOR": RoleOps(("MODEL_TRAIN",), _either(ACTOR_TRAIN, OLD_LOG_PROB)),
     "POSTPROCESS_SAMPLING": RoleOps(("COMPUTE",), _either(DYNAMIC_SAMPLING), plugin=FILTER),
     "CRITIC": RoleOps(("MODEL_TRAIN",), _either(CRITIC_TRAIN, VALUES)),
+    **{op.node_role: RoleOps(_MODEL, _either(op)) for op in OPS.values() if op.node_role},
 }
 _OTHER = RoleOps(("COMPUTE", "CUSTOM"))
 

@@ -26,8 +26,6 @@ from siirl.dag.fields_read import (
 from siirl.dag.teacher_fields import teacher_reads
 from siirl.types import FIELDS, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 
-ModelRole = Literal["actor", "ref", "rollout", "critic", "reward", "judge", "teacher", "scoring_teacher"]
-
 SERVICES = (
     *("engine", "scorer", "encoder", "judge", "judge_tokenizer", "interaction", "recordings"),
     *("buffer", "in_flight"),
@@ -54,8 +52,12 @@ class OpSpec:
     needs: Names = ()
     """SERVICES that it gets by keyword."""
 
-    model: ModelRole | None = None
-    """The role of the model worker that it runs on."""
+    model: str | None = None
+    """The role of the model worker that it runs on: one of ROLES."""
+
+    node_role: str = ""
+    """The node_role of its nodes, if they have one of their own; the keys of their config are those of the
+    group of its model. Those of the other ops say node_kinds.py and op_choice.py."""
 
     split: Literal["group", "cost", "any"] = "any"
     """How its rows must lie: whole groups on one shard, or balanced by cost, or anyhow."""
@@ -132,12 +134,12 @@ class OpSpec:
     @property
     def on_critic(self) -> bool:
         """Whether it runs on a critic, which several agents may share."""
-        return self.role is not None and self.role.head == "value"
+        return self.model == "critic"
 
     @property
     def on_scorer(self) -> bool:
-        """Whether it runs on a reward model with a score head, which several agents may share."""
-        return self.role is not None and self.role.head == "score"
+        """Whether it runs on the reward model of an agent, which several may share."""
+        return self.model == "reward"
 
     @property
     def asks_policy(self) -> bool:

@@ -10,8 +10,8 @@ from siirl.spelling import suggest
 from siirl.user_code.source import source_of, split_reference, top_functions
 
 DECORATOR = "declare_op"
-MODELS = ("actor", "ref", "critic", "rollout")
-"""Models that users' ops can run on, without training them."""
+MODELS = ("actor", "ref", "critic", "rollout", "frozen", "frozen_score")
+"""Models that users' ops can run on, without training them; the last two are of the node alone."""
 OFFERED = ("engine", "scorer", "encoder", "judge")
 """SERVICES that mean something to any op."""
 _NAMES = ("reads", "writes", "needs")

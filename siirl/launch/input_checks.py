@@ -140,6 +140,10 @@ def check_model(cfg: Config, model: ModelPlan, found: Findings) -> None:
         if not on_hub(role_model(cfg, model.role).path):
             check_model_files(cfg, model.role, model.trains)
     with found.at(Place.MODELS):
+        role = ROLES[model.role]
+        if role.of_node and not role.is_teacher:  # of teachers it is said with what they teach
+            check_same_words(cfg, model.name, model.role)
+    with found.at(Place.MODELS):
         if not model.generates:
             check_kernels(cfg, model.role)
     with found.at(Place.MODELS):

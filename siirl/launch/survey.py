@@ -19,7 +19,7 @@ from siirl.errors import DataError, Place, PlacementError, UserError
 from siirl.findings import Findings
 from siirl.launch.preflight import check_code, check_resumed, check_reward_code
 from siirl.launch.run_folder import refuse_busy
-from siirl.model_files.directory import check_lengths, check_reward_model, check_stop_tokens
+from siirl.model_files.directory import check_lengths, check_score_model, check_stop_tokens
 from siirl.model_files.hf_config import check_overrides
 from siirl.model_files.local_models import with_local_configs
 
@@ -130,7 +130,7 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
                 check_stop_tokens(configs[model.node], folder, model.role)
                 check_trained_model(configs[model.node], model.role, f"model {model.name!r}")
                 if ROLES[model.role].head == "score":
-                    check_reward_model(configs[model.node], folder, model.trains)
+                    check_score_model(configs[model.node], folder, model.role, model.trains)
     has_sizes = not len(found)
     check_code(seen.plan, configs, found)
     if not elsewhere:

@@ -187,7 +187,7 @@ def check_model_files(cfg: Config, role: str, trains: bool = False, of_known_typ
     if trains:
         _check_adapted(cfg, path, role)
     if ROLES[role].head == "score":
-        check_reward_model(cfg, path, trains)
+        check_score_model(cfg, path, role, trains)
 
 
 def _check_weights(cfg: Config, path: Path, role: str) -> None:
@@ -231,17 +231,19 @@ def _check_adapted(cfg: Config, path: Path, role: str) -> None:
         )
 
 
-def check_reward_model(cfg: Config, path: Path, trains: bool) -> None:
+def check_score_model(cfg: Config, path: Path, role: str, trains: bool) -> None:
     """DataError unless the model has a score head that gives one number, and knows the tokens it will get.
 
     The head is looked for only where there are weights; that of a model in training may be new.
     """
+    rewards = not ROLES[role].of_node
     if any(path.glob("*.safetensors")):
-        _check_score_head(path, trains)
-    _check_reward_tokens(cfg, path)
+        _check_score_head(path, "a reward model" if rewards else "a model with a score head", trains)
+    if rewards:
+        _check_reward_tokens(cfg, path)
 
 
-def _check_score_head(path: Path, trains: bool) -> None:
+def _check_score_head(path: Path, what: str, trains: bool) -> None:
     shapes = weight_shapes(path)
     shape = shapes.get(SCORE_WEIGHT)
     if trains and SCORE_BIAS in shapes:
@@ -254,13 +256,13 @@ def _check_score_head(path: Path, trains: bool) -> None:
         return
     if shape is None:
         raise DataError(
-            f"{_here()}: the weights of {path} have no {SCORE_WEIGHT}: a reward model needs its trained "
+            f"{_here()}: the weights of {path} have no {SCORE_WEIGHT}: {what} needs its trained "
             "head. Give a model that was saved as ForSequenceClassification or ForTokenClassification."
         )
     if shape[0] != 1:
         raise DataError(
-            f"{_here()}: {SCORE_WEIGHT} of {path} gives {shape[0]} numbers for a conversation: a reward "
-            "model gives one (num_labels=1). Give another model."
+            f"{_here()}: {SCORE_WEIGHT} of {path} gives {shape[0]} numbers for a conversation: {what} "
+            "gives one (num_labels=1). Give another model."
         )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
+from siirl.config.roles import ROLES, role_model
 from siirl.config.teacher import SAMPLED, WHOLE
 from siirl.errors import ConfigError, DataError
 from siirl.model_files.local_models import on_hub
@@ -15,25 +16,39 @@ LARGEST_GIB = 16
 """Of one teacher's distributions of a batch on a rank, in host memory."""
 
 
-def check_same_words(cfg: Config, who: str) -> None:
-    """DataError unless a teacher has the tokens of the policy; nothing is said of models that are not here.
+def check_same_words(cfg: Config, who: str, role: str = "teacher") -> None:
+    """DataError unless a node's own model has the tokens of the policy; models that are not here pass.
 
-    Embeddings may be padded differently, unless distributions over all words are compared.
+    Embeddings may be padded differently, unless a teacher's distributions over all words are compared.
     """
-    own, other = cfg.data.tokenizer or cfg.actor_rollout_ref.model.path, cfg.teacher.model.path
+    own, other = cfg.data.tokenizer or cfg.actor_rollout_ref.model.path, role_model(cfg, role).path
+    teaches = ROLES[role].is_teacher
     if on_hub(own) or on_hub(other):
         return
     mine, its = _words(own), _words(other)
     if mine and its and mine != its:
         different = sorted(mine.items() ^ its.items())
         name, token = different[0]
-        where = "the policy" if mine.get(name) == token else "the teacher"
+        where = "the policy" if mine.get(name) == token else "the teacher" if teaches else "that model"
         raise DataError(
             f"model {who!r}: the tokenizer of {other} is not that of {own}: they have {len(its)} and "
-            f"{len(mine)} tokens, and {len(different)} differ, e.g. {name!r} = {token} of {where}. A teacher "
-            "says how likely the policy's tokens are, so it needs the same ones. Choose one of its family."
+            f"{len(mine)} tokens, and {len(different)} differ, e.g. {name!r} = {token} of {where}. "
+            + (
+                "A teacher says how likely the policy's tokens are"
+                if teaches
+                else "It reads the policy's tokens"
+            )
+            + ", so it needs the same ones. Choose one of its family."
         )
     sizes = [_size(path) for path in (cfg.actor_rollout_ref.model.path, other)]
+    if not teaches:
+        if not (mine and its) and None not in sizes and sizes[1] < sizes[0]:
+            raise DataError(
+                f"model {who!r}: vocab_size is {sizes[1]} in {other} and {sizes[0]} in "
+                f"{cfg.actor_rollout_ref.model.path}: it reads the policy's tokens, and does not have all of "
+                "them. Choose a model of its family."
+            )
+        return
     compared = cfg.teacher.top_k != SAMPLED or not (mine and its)
     if compared and None not in sizes and sizes[0] != sizes[1]:
         raise DataError(

@@ -1,5 +1,7 @@
 """What is added to siirl and not finished is red by itself: tried in a copy of the tree."""
 
+import filecmp
+import json
 import os
 import shutil
 import subprocess
@@ -7,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from fixtures_tiny import make_tiny_reward_model
+from job_harness import Inputs, overrides
 
 from siirl.algorithms.advantages import built_in
 
@@ -93,3 +97,88 @@ def test_an_estimator_without_a_row_is_told_where_one_is_missing():
         LookupError, match=r"'mine' .*without a row in siirl/config/algorithm_table\.py: .*Add one"
     ):
         built_in("mine")
+
+
+STYLE_CODE = '''"""What a frozen model thinks of the style of a response."""
+
+from tensordict import TensorDict
+
+from siirl.engines.train.base import TrainEngine
+from siirl.nodes.context import OpContext
+
+
+def style(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
+    """style [B]: the score of a frozen model of the node's own. Collective over the model's ranks."""
+    style_B = engine.compute(rows, ("score",), 1.0)["score"][:, 0]
+    ctx.metrics.mean("style/mean", style_B.double().sum(), len(rows))
+    return TensorDict({"style": style_B}, batch_size=rows.batch_size)
+'''
+STYLE_OP = """
+STYLE = replace(
+    OLD_LOG_PROB,
+    name="style",
+    reads=fixed(*TOKENS),
+    writes=fixed("style"),
+    code="style:style",
+    model="style",
+    node_role="STYLE",
+)
+"""
+STYLE_NODES = """\
+  - {node_id: style, node_type: MODEL_INFERENCE, node_role: STYLE, dependencies: [rollout_actor],
+     config: {model.path: PATH, fsdp_config.mixed_precision.param_dtype: float32}}
+  - {node_id: liked, node_type: COMPUTE, dependencies: [style, function_reward],
+     executable_ref: "liked.py:liked", reads: [score, style], writes: []}
+"""
+LIKED = """from tensordict import TensorDict
+
+
+def liked(ctx, rows):
+    ctx.metrics.mean("style/liked", (rows["style"] * (rows["score"] > 0)).double().sum(), len(rows))
+    return TensorDict({}, batch_size=rows.batch_size)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.real_starts  # forks have imported siirl from elsewhere
+def test_an_op_with_a_model_of_a_role_of_its_own_takes_three_files(tree):
+    """Its code, its row among ops, its row among roles of models: checked, planned, and run a step."""
+    ops, last = tree / "siirl/dag/ops.py", "FILTER, CUSTOM),\n"
+    (tree / "siirl/nodes/style.py").write_text(STYLE_CODE)
+    change(ops, "ACTOR_TRAIN = OpSpec(", f"{STYLE_OP}\nACTOR_TRAIN = OpSpec(")
+    change(ops, last, last.replace("CUSTOM", "CUSTOM, STYLE"))
+    row = '    "frozen": of_a_node("lm"),\n'
+    change(tree / "siirl/config/roles.py", row, row + '    "style": of_a_node("score"),\n')
+    changed = [
+        file
+        for file in (tree / "siirl").rglob("*.py")
+        if not (ROOT / file.relative_to(tree)).exists()
+        or not filecmp.cmp(file, ROOT / file.relative_to(tree), shallow=False)
+    ]
+    assert len(changed) <= 3
+
+    model = make_tiny_reward_model(tree / "style_model", init_std=0.2, seed=3)
+    workflow = tree / "style.yaml"
+    nodes = (ROOT / "dag_templates/grpo.yaml").read_text().rstrip() + "\n" + STYLE_NODES
+    workflow.write_text(nodes.replace("PATH", str(model)).replace("liked.py", str(tree / "liked.py")))
+    (tree / "liked.py").write_text(LIKED)
+    keys = overrides(Inputs.make(tree / "inputs"), tree / "out", f"dag.workflow_path={workflow}")
+    keys.append("trainer.total_training_steps=1")
+    told = by_command(tree, "siirl.cli", "check", *keys)
+    assert "agent_0.style.style" in told, told
+    by_command(tree, "siirl.main_dag", *keys)
+    last = json.loads((tree / "out/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["style/mean"] != 0 and "style/liked" in last
+
+
+def by_command(tree: Path, *words: str) -> str:
+    """What a command of the copy prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config.reward_weights import RewardWeights
-from siirl.config.roles import normalizes_weights
+from siirl.config.roles import normalizes_weights, role_model
 from siirl.dag.fields_read import uses_critic, why_unread
 from siirl.dag.ops import score_names
 from siirl.errors import ConfigError, DagError, NotSupportedError, UserError, reworded
@@ -154,6 +154,25 @@ def _check_shared_critics(kept: Workflow) -> Iterator[UserError]:
                     "which comes first: values must be those of before the update. Let the former depend on "
                     "the latter."
                 )
+
+
+def check_models_of_nodes(kept: Workflow) -> Iterator[UserError]:
+    """A node with a frozen model of its own says which."""
+    for node in kept.nodes.values():
+        role = node.op.role
+        if role is None or not role.of_node or role.is_teacher:
+            continue
+        model = role_model(node.cfg, str(node.op.model))
+        if not model.path:
+            yield ConfigError(
+                f"{node}: {role.model}.path is not set: the node has no model. Add config: "
+                f"{{{role.model}.path: DIRECTORY}} to it."
+            )
+        if model.lora_rank:
+            yield ConfigError(
+                f"{node}: {role.model}.lora_rank={model.lora_rank}: the model is frozen, and a new adapter "
+                "changes nothing. Leave it out; adapters that were trained are merged by `siirl export`."
+            )
 
 
 def check_reward_models(workflow: Workflow) -> Iterator[UserError]:

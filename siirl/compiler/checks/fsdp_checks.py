@@ -9,7 +9,6 @@ from siirl.config import Config
 from siirl.config.common import FLASH_4
 from siirl.config.resolve import COMPUTE_DTYPE, get
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model, trained_group
-from siirl.dag.ops import ModelRole
 from siirl.errors import ConfigError, PlacementError, UserError, joined
 from siirl.parallel.dims import ParallelDims
 
@@ -31,7 +30,7 @@ RECOMPUTATION: Mapping[str, Callable[[Any], bool]] = {
 """The same of torch.utils.checkpoint."""
 
 
-def check_fsdp(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+def check_fsdp(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) -> None:
     """All that must hold for a model of a role under fsdp; raises UserError."""
     check_attention_kernels(cfg, role, node)
     _check_sequence_ranks(cfg, role, dims, node)
@@ -41,7 +40,7 @@ def check_fsdp(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedN
         raise joined(problems)
 
 
-def _check_sequence_ranks(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+def _check_sequence_ranks(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) -> None:
     """PlacementError where the ranks that share a sequence do not divide those that share weights, or all."""
     group, size = ROLE_GROUPS[role], role_group(cfg, role).fsdp_config.fsdp_size
     key = f"{group}.ulysses_sequence_parallel_size"
@@ -58,7 +57,7 @@ def _check_sequence_ranks(cfg: Config, role: ModelRole, dims: ParallelDims, node
             )
 
 
-def _check_expert_ranks(role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+def _check_expert_ranks(role: str, dims: ParallelDims, node: ResolvedNode) -> None:
     """PlacementError unless experts are whole on each rank, or sharded over one copy of all weights."""
     if dims.ep in (1, dims.weight_shards):
         return

@@ -10,6 +10,7 @@ from siirl.compiler.agent_steps import check_windows
 from siirl.compiler.checks.fields import (
     check_critics,
     check_kept,
+    check_models_of_nodes,
     check_readers,
     check_resampling,
     check_reward_models,
@@ -57,6 +58,7 @@ CHECKS = (
     Check("nodes", KEPT, check_router_replay),
     Check("nodes", KEPT, check_log_prob_bound),
     Check("nodes", KEPT, check_quantized),
+    Check("nodes", KEPT, check_models_of_nodes),
     Check("nodes", WHOLE, check_reward_models),
     Check("nodes", KEPT, check_reward_training),
     Check("nodes", WHOLE, check_reward_weights),

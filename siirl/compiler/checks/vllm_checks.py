@@ -4,7 +4,6 @@ from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
-from siirl.dag.ops import ModelRole
 from siirl.errors import ConfigError, DagError, PlacementError
 from siirl.parallel.dims import ParallelDims
 
@@ -45,7 +44,7 @@ NOT_GIVEN = {
 """Arguments of vLLM's engine that cannot be given by engine_kwargs.vllm, and why."""
 
 
-def check_openai(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+def check_openai(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) -> None:
     """All that must hold for a service that speaks in interactions; raises UserError."""
     url = cfg.actor_rollout_ref.rollout.agent.endpoint.url
     if not (url or "").startswith(("http://", "https://")):
@@ -61,7 +60,7 @@ def check_openai(cfg: Config, role: ModelRole, dims: ParallelDims, node: Resolve
         )
 
 
-def check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+def check_vllm(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) -> None:
     """All that must hold for an engine of vLLM; raises UserError."""
     check_trained_model(cfg, role, str(node))
     _check_arguments(cfg, node)

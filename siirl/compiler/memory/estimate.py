@@ -426,7 +426,8 @@ def longest_row(cfg: Config, role: str) -> int:
     """Tokens of the longest row that a role's model computes."""
     rollout = cfg.actor_rollout_ref.rollout
     row = rollout.prompt_length + rollout.response_length
-    return (cfg.reward_model.max_length or row) if ROLES[role].head == "score" else row
+    own = ROLES[role].own_length
+    return (get(cfg, own) or row) if own else row
 
 
 def _own_tokens(model: ModelPlan, cfg: Config, trains: bool) -> int:

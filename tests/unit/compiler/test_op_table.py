@@ -12,7 +12,7 @@ from siirl.compiler.plan import Plan
 from siirl.dag.ops import OPS, SERVICES
 from siirl.dag.spec import DagBuilder
 from siirl.dag.user_ops import OFFERED
-from siirl.errors import DagError, NotSupportedError
+from siirl.errors import DagError, NotSupportedError, UserError
 from siirl.nodes import services
 from siirl.user_code.signatures import Call, misfits
 
@@ -80,6 +80,48 @@ def test_an_op_of_the_user_runs_on_the_model_that_it_declares(tmp_path, model):
     assert plan.nodes["mine"].needs == ("engine", "scorer") and plan.nodes["train"].needs == ("engine",)
     assert {key.name for key in plan.run_of("mine").writes} == {"score", "reward_info"}
     assert any(getattr(ins, "node", None) == "mine" for ins in plan.validation), "it is a reward"
+
+
+def asking_frozen_models(reference: str, *configs: dict):
+    """Two nodes of a user's op, each with a frozen model of its own."""
+    dag = DagBuilder("asked")
+    dag.node("rollout", "MODEL_INFERENCE", "ROLLOUT")
+    dag.node("reward", "COMPUTE", "REWARD", dependencies=["rollout"])
+    for number, keys in enumerate(configs):
+        writes = [f"style_{number}"]
+        dag.node(
+            *(f"mine_{number}", "MODEL_INFERENCE"),
+            **{"dependencies": ["reward"], "executable_ref": reference, "config": keys, "writes": writes},
+        )
+    dag.node("told", "COMPUTE", dependencies=["mine_0", "mine_1"], reads=["style_0", "style_1"], writes=[],
+             executable_ref=reference.replace("mine.py:mine", "mine.py:told"))  # fmt: skip
+    dag.node("advantage", "COMPUTE", "ADVANTAGE", dependencies=["reward"])
+    dag.node("train", "MODEL_TRAIN", "ACTOR", dependencies=["advantage"])
+    return dag.build()
+
+
+OF_A_NODE = '@declare_op(reads=("response_ids",), writes=("style",), model="{}", needs=("engine",))'
+
+
+@pytest.mark.parametrize(("model", "head"), [("frozen", "lm"), ("frozen_score", "score")])
+def test_each_node_of_an_op_has_a_frozen_model_of_its_own(tmp_path, model, head):
+    reference = own_op(tmp_path, OF_A_NODE.format(model))
+    (tmp_path / "mine.py").open("a").write("\ndef told(ctx, rows): ...\n")
+    paths = [
+        {"frozen.model.path": "/a"},
+        {"frozen.model.path": "/b", "frozen.log_prob_use_dynamic_bsz": True},
+    ]
+    plan, configs = compile_plan(asking_frozen_models(reference, *paths), config(), 2)
+    for number, path in enumerate("ab"):
+        mine = plan.models[f"agent_0.{model}.mine_{number}"]
+        assert (mine.head, mine.trains, mine.nodes) == (head, False, (f"mine_{number}",))
+        assert configs[mine.node].frozen.model.path == f"/{path}"
+    wrong = [paths[0], {"frozen.model.lora_rank": 4}]
+    with pytest.raises(UserError) as refused:
+        compile_plan(asking_frozen_models(reference, *wrong), config(), 2)
+    assert "node 'mine_1': frozen.model.path is not set: the node has no model" in str(refused.value)
+    assert "node 'mine_1': frozen.model.lora_rank=4: the model is frozen" in str(refused.value)
+    assert "mine_0" not in str(refused.value) and "reward_model" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
