@@ -19,7 +19,7 @@ from siirl.agents.renderer import Chat, ChatRenderer, TokenizedText
 from siirl.agents.shown import PLACE, Shown, content_of
 from siirl.agents.tool_use import ToolUse
 from siirl.agents.user_thread import where_raised
-from siirl.compiler.plan import InteractionPlan, StagePlan
+from siirl.compiler.plan import AgentStage, EnvStage, InteractionPlan, Stage
 from siirl.dialect.tool_formats import ToolParser
 from siirl.errors import EpisodeFailed, UserCodeError
 from siirl.observe.printable import encodable
@@ -164,19 +164,19 @@ async def run_episode(game: Game, episode: Episode, prompt_ids: list[int] | None
 async def _play(game: Game, played: Played) -> None:
     episode = played.episode
     if game.make_env is not None:
-        acted_in = [stage for stage in game.plan.stages if stage.kind == "env"]
+        acted_in = game.plan.acting
         episode.env, played.node = game.make_env(), acted_in[0].node
         seed = episode.seed if episode.env_seed is None else episode.env_seed
         seen = await reset_env(episode.env, episode.task, seed, game.env_deadline_s)
-        shown = seen.texts if any(stage.options["obs_with_env"] for stage in acted_in) else ""
-        _observe(episode, shown, seen.info, acted_in[0].node, set(_agents(game)))
+        shown = seen.texts if any(stage.obs_with_env for stage in acted_in) else ""
+        _observe(episode, shown, seen.info, acted_in[0].node, set(game.plan.homes))
     stages = {stage.node: stage for stage in game.plan.stages}
-    episode.nodes = {stage.agent: stage.node for stage in reversed(game.plan.stages) if stage.kind == "agent"}
+    episode.nodes = game.plan.homes
     node, acted = game.plan.entry, 0
     while node is not None and not episode.done:
         stage, played.node = stages[node], node
         episode.visits[node] = episode.visits.get(node, 0) + 1
-        if stage.kind == "env":
+        if isinstance(stage, EnvStage):
             acted = await _act(game, stage, played, acted)
         else:
             await _speak(game.speakers[node], stage, played)
@@ -186,7 +186,7 @@ async def _play(game: Game, played: Played) -> None:
             episode.ended = ""
 
 
-async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
+async def _speak(speaker: Speaker, stage: AgentStage, played: Played) -> None:
     """One turn of an agent; more, as long as it calls tools."""
     episode = played.episode
     episode.speaker = stage.agent
@@ -220,7 +220,7 @@ async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
 
 async def take_turn(
     speaker: Speaker,
-    stage: StagePlan,
+    stage: Stage,
     episode: Episode,
     context: Context,
     opening: TurnPrompt,
@@ -263,13 +263,13 @@ async def take_turn(
     return message
 
 
-async def _act(game: Game, stage: StagePlan, played: Played, acted: int) -> int:
+async def _act(game: Game, stage: EnvStage, played: Played, acted: int) -> int:
     """Give the environment what was said since `acted`, a count of messages; returns the new count."""
     episode = played.episode
     said = [message for message in episode.messages[acted:] if message.agent is not None]
     actions = {message.agent: message.content for message in said if message.agent is not None}
     result: StepResult = await step_env(episode.env, actions, game.env_deadline_s)
-    rewards = result.rewards if stage.options["rewards_with_env"] else {}
+    rewards = result.rewards if stage.rewards_with_env else {}
     shares = rewards if isinstance(rewards, dict) else dict.fromkeys(actions, rewards)
     for agent, value in shares.items():
         last = episode.last_turn(agent)
@@ -277,8 +277,8 @@ async def _act(game: Game, stage: StagePlan, played: Played, acted: int) -> int:
             last.reward += value
             last.info["rewarded"] = True
             played.contexts[agent].reward(last.turn, value)
-    shown = result.observations if stage.options["obs_with_env"] else ""
-    _observe(episode, shown, result.info, stage.node, set(_agents(game)))
+    shown = result.observations if stage.obs_with_env else ""
+    _observe(episode, shown, result.info, stage.node, set(game.plan.homes))
     episode.done = result.done
     return len(episode.messages)
 
@@ -295,11 +295,7 @@ def _observe(episode: Episode, texts: Texts, info: dict[str, Any], node: str, ag
             episode.messages.append(message)
 
 
-def _agents(game: Game) -> list[int]:
-    return [stage.agent for stage in game.plan.stages if stage.kind == "agent"]
-
-
-def _next(game: Game, stage: StagePlan, episode: Episode) -> str | None:
+def _next(game: Game, stage: Stage, episode: Episode) -> str | None:
     """Where an episode goes after a stage; None: it ends, as episode.ended says."""
     again = stage.back_to is not None and episode.visits[stage.node] < stage.max_turns
     if stage.back_to is not None and not again:
@@ -328,7 +324,7 @@ def _next(game: Game, stage: StagePlan, episode: Episode) -> str | None:
     return target if again else stage.following
 
 
-def _called(name: str, stage: StagePlan, function: Callable[..., Any], *arguments: Any) -> Any:
+def _called(name: str, stage: Stage, function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function of the workflow's author returns; what it raises ends the run, with the node."""
     try:
         return function(*arguments)

@@ -178,17 +178,12 @@ class LoaderPlan:
 
 
 @dataclass(frozen=True)
-class StagePlan:
+class Stage:
     """A node of an interaction: what happens there to an episode, and where it goes next."""
 
     node: str
-    kind: Literal["agent", "env"]
     agent: int
-    """Who speaks."""
-    policy: int | None
-    """The agent whose rollout model it speaks with; None for an environment."""
-    rows: bool
-    """Whether rows of it are made; those of an agent that shares a policy are among the owner's."""
+    """Whose node it is."""
     following: str | None
     """Where an episode goes that does not go back; None: it ends."""
     back_to: str | None
@@ -198,12 +193,78 @@ class StagePlan:
     """A function of the episode: whether it does not go back."""
     route: str | None
     """A function of the episode that chooses the node instead."""
-    options: dict[str, Any]
-    """process_path, pre_process_kwargs and post_process_kwargs of an agent; at the entry of an interaction
-    that a program plays, serve: the group of that name, and needs_reward, if nobody else scores; of an
-    environment env_path,
-    env_kwargs, env_seed, deadline_s, max_concurrent, and whether its observations and rewards are used
-    (obs_with_env, rewards_with_env)."""
+
+
+@dataclass(frozen=True)
+class AgentStage(Stage):
+    """An agent speaks."""
+
+    policy: int
+    """The agent whose rollout model it speaks with."""
+    rows: bool
+    """Whether rows of it are made; those of an agent that shares a policy are among the owner's."""
+    process_path: str | None = None
+    """Where pre_process and post_process are, the functions around a turn."""
+    pre_process_kwargs: dict[str, Any] | None = None
+    """None: there is no such function."""
+    post_process_kwargs: dict[str, Any] | None = None
+
+    @property
+    def model(self) -> str:
+        """Name of the rollout model that it speaks with."""
+        return f"agent_{self.policy}.rollout"
+
+    @property
+    def who(self) -> str:
+        """What messages call whoever acts."""
+        return f"agent {self.agent}"
+
+    @property
+    def acts_by(self) -> str:
+        """What it acts by, for reports."""
+        return f"{self.model}{'' if self.policy == self.agent else ' (shared)'}"
+
+
+@dataclass(frozen=True)
+class ProgramStage(AgentStage):
+    """The first agent of an interaction that a program plays, which says who speaks when."""
+
+    serve: dict[str, Any] | None = None
+    """The group of that name, and needs_reward, if nobody else scores."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An environment: each episode has one of its own."""
+
+    path: str
+    kwargs: dict[str, Any]
+    seed: str
+    """Of ENV_SEEDS: whether episodes of a prompt play the same one."""
+    deadline_s: float
+    max_concurrent: int
+
+
+@dataclass(frozen=True)
+class EnvStage(Stage):
+    """The environment of the episode steps."""
+
+    obs_with_env: bool
+    """Whether what it shows is used."""
+    rewards_with_env: bool
+    """Whether what it gives is."""
+    env: Environment | None = None
+    """None: another stage says which."""
+    rows = False
+    who = "environment"
+
+    @property
+    def acts_by(self) -> str:
+        """What it acts by, for reports."""
+        return self.env.path if self.env else ""
+
+
+StagePlan = AgentStage | ProgramStage | EnvStage
 
 
 @dataclass(frozen=True)
@@ -225,7 +286,7 @@ class InteractionPlan:
     """A conversation of agents, episode by episode, which the Run of `entry` plays."""
 
     entry: str
-    stages: tuple[StagePlan, ...]
+    stages: tuple[AgentStage | ProgramStage | EnvStage, ...]
     """In the order of dependencies, the entry first."""
     policies: tuple[str, ...]
     """Names of the rollout models, the entry's first, of which all have their trainer's weights before that
@@ -239,7 +300,32 @@ class InteractionPlan:
     @property
     def program(self) -> dict[str, Any] | None:
         """What plays its episodes in the place of the stages: the keys of actor_rollout_ref.serve."""
-        return self.stages[0].options.get("serve")
+        return self.stages[0].serve if isinstance(self.stages[0], ProgramStage) else None
+
+    @property
+    def speaking(self) -> list[AgentStage]:
+        """The stages at which agents speak."""
+        return [stage for stage in self.stages if isinstance(stage, AgentStage)]
+
+    @property
+    def acting(self) -> list[EnvStage]:
+        """The stages at which its environment steps."""
+        return [stage for stage in self.stages if isinstance(stage, EnvStage)]
+
+    @property
+    def homes(self) -> dict[int, str]:
+        """Agent -> the first node at which it speaks."""
+        return {stage.agent: stage.node for stage in reversed(self.speaking)}
+
+    @property
+    def environment(self) -> Environment | None:
+        """The environment of its episodes: one at most, whichever stages name it."""
+        return next((stage.env for stage in reversed(self.acting) if stage.env), None)
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether something beside reward nodes does: its environment, or the program that plays it."""
+        return self.program is not None or any(stage.rewards_with_env for stage in self.acting)
 
     def heads(self, policy: str, driver: int) -> Ranks:
         """The ranks whose engines answer the episodes of a driver."""

@@ -38,6 +38,7 @@ def _fields(kind: type) -> dict[str, Any]:
 
 
 def _pack(value: Any, hint: Any) -> Any:
+    hint = _given(value, hint)
     args = typing.get_args(hint)
     if hint is FieldKey:
         return str(value)
@@ -60,6 +61,7 @@ def _pack(value: Any, hint: Any) -> Any:
 
 
 def _unpack(value: Any, hint: Any) -> Any:
+    hint = _given(value, hint)
     args = typing.get_args(hint)
     if hint is FieldKey:
         agent, _, name = value.partition(".")
@@ -67,6 +69,7 @@ def _unpack(value: Any, hint: Any) -> Any:
     if hint == tuple[int, ...]:
         return parse_ranks(value)
     if _is_union_of_classes(hint):
+        value = _older_stage(value) if "do" not in value else value
         kind = next(option for option in args if option.__name__ == value["do"])
         return _unpack({name: item for name, item in value.items() if name != "do"}, kind)
     if dataclasses.is_dataclass(hint):
@@ -81,6 +84,25 @@ def _unpack(value: Any, hint: Any) -> Any:
     if typing.get_origin(hint) is dict:
         return {key: _unpack(item, args[1]) for key, item in value.items()}
     return value
+
+
+def _given(value: Any, hint: Any) -> Any:
+    """The class of a value that may be None, and is not."""
+    args = typing.get_args(hint)
+    optional = isinstance(hint, types.UnionType) and len(args) == 2 and args[1] is types.NoneType
+    return args[0] if optional and value is not None else hint
+
+
+def _older_stage(value: dict[str, Any]) -> dict[str, Any]:
+    """A stage of an interaction as older plans have it: its kind is a field, the rest are options."""
+    options = value["options"]
+    shared = {name: item for name, item in value.items() if name not in ("kind", "options", "policy", "rows")}
+    if value["kind"] == "agent":
+        kind = "ProgramStage" if "serve" in options else "AgentStage"
+        return {"do": kind, **shared, "policy": value["policy"], "rows": value["rows"], **options}
+    uses = {name: item for name, item in options.items() if name.endswith("_with_env")}
+    env = {name.removeprefix("env_"): item for name, item in options.items() if name not in uses}
+    return {"do": "EnvStage", **shared, **uses, "env": env or None}
 
 
 def _is_union_of_classes(hint: Any) -> bool:

@@ -59,9 +59,9 @@ def _single_sequences(model: ModelPlan, cfg: Config) -> Iterator[str]:
 def _counted_twice(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]:
     """Reward functions of the user's that return what credit adds besides."""
     for talk in plan.interactions.values():
-        if talk.program is None and not any(stage.options.get("rewards_with_env") for stage in talk.stages):
+        if not talk.gives_rewards:
             continue
-        agents = {stage.policy for stage in talk.stages}
+        agents = {stage.policy for stage in talk.speaking}
         for name, node in plan.nodes.items():
             credit, user = node_cfgs[name].algorithm.credit, node_cfgs[name].custom_reward_function
             counts = "scorer" in node.needs and node.agent in agents and credit.turn and credit.own
@@ -108,8 +108,8 @@ def plan_notes(plan: Plan) -> list[str]:
         key.agent for run in plan.instructions for key in getattr(run, "writes", ()) if key.name == "score"
     }
     notes = []
-    for stage in (stage for inter in plan.interactions.values() for stage in inter.stages):
-        if stage.kind == "env" or stage.policy != stage.agent:
+    for stage in (stage for inter in plan.interactions.values() for stage in inter.speaking):
+        if stage.policy != stage.agent:
             continue
         who = f"agent {stage.agent} ({stage.node})"
         if stage.agent in trained - scored:

@@ -389,13 +389,13 @@ class DAGWorker:
 
     def _build_interaction(self, entry: str) -> Interaction:
         plan = self.plan.interactions[entry]
-        stages = [stage for stage in plan.stages if stage.kind == "agent"]
-        owners = {f"agent_{stage.policy}.rollout" for stage in stages}
-        policies = {name: self._tokenizer(self.node_cfg(self.plan.models[name].node)) for name in owners}
+        policies = {
+            name: self._tokenizer(self.node_cfg(self.plan.models[name].node)) for name in plan.policies
+        }
         return build_interaction(
             plan,
-            {stage.node: self.node_cfg(stage.node) for stage in stages},
-            {stage.node: policies[f"agent_{stage.policy}.rollout"] for stage in stages},
+            {stage.node: self.node_cfg(stage.node) for stage in plan.speaking},
+            {stage.node: policies[stage.model] for stage in plan.speaking},
             self.rollout_engines,
             self.streams[entry],
             self.rank,

@@ -167,15 +167,16 @@ def check_kernels(cfg: Config, role: str) -> None:
 
 def check_packages(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
     """Environments of packages that are not installed, or that cannot be made; servers of tools likewise."""
-    for stage in (stage for interaction in plan.interactions.values() for stage in interaction.stages):
-        multi_turn = node_cfgs[stage.node].actor_rollout_ref.rollout.multi_turn
-        with found.at(Place.MACHINE):
-            if stage.kind == "agent" and multi_turn.enable:
-                check_tools_here(multi_turn, f"node {stage.node!r}")
-        path = stage.options.get("env_path")
-        with found.at(Place.MACHINE):
-            if env_package(path):
-                check_packaged(path, f"node {stage.node!r}: env_path", stage.options["env_kwargs"])
+    for interaction in plan.interactions.values():
+        for stage in interaction.speaking:
+            multi_turn = node_cfgs[stage.node].actor_rollout_ref.rollout.multi_turn
+            with found.at(Place.MACHINE):
+                if multi_turn.enable:
+                    check_tools_here(multi_turn, f"node {stage.node!r}")
+        for stage in interaction.acting:
+            with found.at(Place.MACHINE):
+                if stage.env and env_package(stage.env.path):
+                    check_packaged(stage.env.path, f"node {stage.node!r}: env_path", stage.env.kwargs)
 
 
 def check_named(cfg: Config, found: Findings) -> None:

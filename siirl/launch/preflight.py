@@ -206,10 +206,10 @@ def check_settings(cfg: Config, plan: Plan, checkpoint: Path) -> None:
 
 def check_tools(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
     """Files of tools that cannot be used."""
-    for stage in (stage for interaction in plan.interactions.values() for stage in interaction.stages):
+    for stage in (stage for interaction in plan.interactions.values() for stage in interaction.speaking):
         multi_turn = node_cfgs[stage.node].actor_rollout_ref.rollout.multi_turn
         with found.at(Place.WORKFLOW):
-            if stage.kind == "agent" and multi_turn.enable:
+            if multi_turn.enable:
                 check_tool_file(multi_turn, f"node {stage.node!r}")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from siirl.agents.tool_files import code_of_tools, servers_of_tools
-from siirl.compiler.plan import Plan, StagePlan
+from siirl.compiler.plan import AgentStage, Plan, Stage
 from siirl.config import Config
 from siirl.config.resolve import get
 from siirl.config.root import all_keys
@@ -80,9 +80,14 @@ class Subject:
         yield "", self.cfg
         yield from ((f"node {name!r}: ", cfg) for name, cfg in self.node_cfgs.items())
 
-    def stages(self) -> Iterator[StagePlan]:
+    def stages(self) -> Iterator[Stage]:
         for interaction in self.plan.interactions.values():
             yield from interaction.stages
+
+    def environments(self) -> Iterator[str]:
+        """What names the environments, as often as nodes do."""
+        for interaction in self.plan.interactions.values():
+            yield from (stage.env.path for stage in interaction.acting if stage.env)
 
 
 def torch_store(run: Subject) -> Iterator[Line]:
@@ -191,8 +196,7 @@ def prometheus(run: Subject) -> Iterator[Line]:
 def services(run: Subject) -> Iterator[Line]:
     """Services that the run asks: prompts, answers and tokens go there."""
     told = set()
-    for stage in run.stages():
-        path = str(stage.options.get("env_path") or "")
+    for path in run.environments():
         if path.startswith(OPENENV):
             yield _service(f"environment {path}", path.removeprefix(OPENENV))
     for who, cfg in run.configs():
@@ -272,11 +276,11 @@ def _code(run: Subject) -> Iterator[tuple[str, str]]:
         if node.executable is not None:
             yield node.executable, worker
     for stage in run.stages():
-        for reference in (stage.until, stage.route, stage.options.get("process_path")):
-            if reference is not None:
-                yield reference, worker
-        if stage.options.get("env_path") and not stage.options["env_path"].startswith(OPENENV):
-            yield f"environment {stage.options['env_path']}", thread
+        process = stage.process_path if isinstance(stage, AgentStage) else None
+        yield from ((code, worker) for code in (stage.until, stage.route, process) if code is not None)
+    for path in run.environments():
+        if not path.startswith(OPENENV):
+            yield f"environment {path}", thread
     for interaction in run.plan.interactions.values():
         if (program := interaction.program) and program["command"] and not program["is_function"]:
             yield f"program {program['command']!r}", "is a process for each episode"

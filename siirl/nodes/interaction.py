@@ -18,7 +18,7 @@ from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Played, Speaker, run_all
 from siirl.agents.tool_use import ToolUse, tool_use
 from siirl.compiler.interactions.stages import process_call
-from siirl.compiler.plan import InteractionPlan, StagePlan
+from siirl.compiler.plan import AgentStage, InteractionPlan
 from siirl.config import Config
 from siirl.config.serve import VERIFIERS
 from siirl.config.trainer import TrainerConfig
@@ -105,8 +105,8 @@ def build_interaction(
     """Load the code that an interaction names. DagError or DataError if it cannot be used."""
     functions: dict[str, Callable[..., Any]] = {}
     make_env, deadline_s = None, 60.0
-    for stage in plan.stages:
-        engine = engines.get(f"agent_{stage.policy}.rollout")
+    for stage in plan.speaking:
+        engine = engines.get(stage.model)
         if engine is not None and engine.vocabulary is not None:
             tokenizers = tokenizers | {stage.node: engine.vocabulary}
     for stage in plan.stages:
@@ -115,22 +115,22 @@ def build_interaction(
             if reference is not None:
                 functions[reference] = load_object(reference, f"{who}: {key}")
                 check_loaded(functions[reference], f"{who}: {key} = {reference!r}", Call(("episode",)))
+    for stage in plan.speaking:
+        who = f"node {stage.node!r}"
         for name in ("pre_process", "post_process"):
-            if f"{name}_kwargs" in stage.options:
-                function = load_object(f"{stage.options['process_path']}:{name}", f"{who}: {name}")
-                kwargs = stage.options[f"{name}_kwargs"]
+            if (kwargs := getattr(stage, f"{name}_kwargs")) is not None:
+                function = load_object(f"{stage.process_path}:{name}", f"{who}: {name}")
                 check_loaded(function, f"{who}: {name}", process_call(name, kwargs))
                 functions[f"{stage.node}.{name}"] = functools.partial(function, **kwargs)
-        if stage.options.get("env_path"):
-            path, kwargs = stage.options["env_path"], stage.options["env_kwargs"]
-            places = stage.options["max_concurrent"]
-            make_env = load_environment(path, f"{who}: env_path", kwargs, places)
-            deadline_s = stage.options["deadline_s"]
-        if stage.kind == "agent" and not tokenizers[stage.node].chat_template:
+        if not tokenizers[stage.node].chat_template:
             raise DataError(
                 f"{who}: the tokenizer of {tokenizers[stage.node].name_or_path} has no chat template, which "
                 "turns what others said into tokens. Use a chat model's tokenizer (data.tokenizer)."
             )
+    for stage in plan.acting:
+        if env := stage.env:
+            who, deadline_s = f"node {stage.node!r}: env_path", env.deadline_s
+            make_env = load_environment(env.path, who, env.kwargs, env.max_concurrent)
     return Interaction(
         plan,
         cfgs,
@@ -152,13 +152,7 @@ def _tools(node: str, cfg: Config) -> ToolUse | None:
 
 def _readers(plan: InteractionPlan, cfgs: Mapping[str, Config]) -> dict[str, ImageReader]:
     """What counts the tokens of images for each agent's node: that of the policy's model."""
-    owners = {stage.agent: stage.node for stage in reversed(plan.stages) if stage.kind == "agent"}
-    speaking = [stage for stage in plan.stages if stage.kind == "agent"]
-    found = {
-        stage.node: ImageReader.from_config(cfgs[owners[stage.policy]])
-        for stage in speaking
-        if stage.policy is not None
-    }
+    found = {stage.node: ImageReader.from_config(cfgs[plan.homes[stage.policy]]) for stage in plan.speaking}
     return {node: reader for node, reader in found.items() if reader is not None}
 
 
@@ -263,7 +257,7 @@ def give_rows(
     report_episodes(ctx, shared.plan, played, finished)
     for engine in shared.engines.values():
         ctx.metrics.merge(engine.drain_metrics())
-    agents = {s.policy for s in shared.plan.stages if s.rows or s.node == shared.plan.entry}
+    agents = {s.policy for s in shared.plan.speaking if s.rows or s.node == shared.plan.entry}
     shared.rows = {agent: rows_of(shared.plan, agent, finished, rows, n) for agent in agents}
     shared.experts = {
         agent: [row.experts for *_, row in spoken_rows(shared.plan, agent, finished)] for agent in agents
@@ -294,7 +288,8 @@ def episodes_of(
     ctx: OpContext, shared: Interaction, rows: TensorDict, n: int, steps: Sequence[int]
 ) -> list[Episode]:
     """n episodes of each prompt, those of a prompt in a row. steps: of each prompt, that of its seeds."""
-    one_per_prompt = any(stage.options.get("env_seed") == "prompt" for stage in shared.plan.stages)
+    env = shared.plan.environment
+    one_per_prompt = env is not None and env.seed == "prompt"
     names = ("raw_prompt", "data_source", "ground_truth", "extra_info")
     tasks = zip(*(objects(rows, name) for name in names), strict=True)
     episodes = []
@@ -316,23 +311,19 @@ def episodes_of(
 
 def game_of(shared: Interaction, policies: Mapping[str, tuple[Any, ...]], validate: bool) -> Game:
     """The interaction with its code. policies: of each rollout model, its engines."""
-    speakers = {
-        stage.node: _speaker(stage, shared, policies, validate)
-        for stage in shared.plan.stages
-        if stage.kind == "agent"
-    }
+    speakers = {stage.node: _speaker(stage, shared, policies, validate) for stage in shared.plan.speaking}
     return Game(
         shared.plan, speakers, shared.functions, shared.make_env, shared.env_deadline_s, shared.programs
     )
 
 
 def _speaker(
-    stage: StagePlan, shared: Interaction, policies: Mapping[str, tuple[Any, ...]], validate: bool
+    stage: AgentStage, shared: Interaction, policies: Mapping[str, tuple[Any, ...]], validate: bool
 ) -> Speaker:
     cfg, tokenizer = shared.cfgs[stage.node], shared.tokenizers[stage.node]
     tools = shared.tools.get(stage.node)
     rollout = cfg.actor_rollout_ref.rollout
-    name = f"agent_{stage.policy}.rollout"
+    name = stage.model
     counted = name not in shared.engines or shared.engines[name].vocabulary is None
     dialect = dialect_of(cfg, tokenizer) if counted else Dialect.of_service(tokenizer)
     if tools is not None and not shared.told_of_tools and (untold := untold_tools(dialect)):

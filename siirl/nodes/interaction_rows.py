@@ -31,7 +31,7 @@ def rows_of(
 
     row_id: episode_id * rows of an episode + rows of earlier speakers at most + number of the row.
     """
-    num_speakers = sum(stage.policy == policy for stage in plan.stages)
+    num_speakers = sum(stage.policy == policy for stage in plan.speaking)
     sources = {int(group): index for index, group in enumerate(prompts["group_id"].tolist())}
     samples = prompts["sample_index"].tolist()
     seeing = IMAGE_FIELDS if "images" in prompts.keys() else ()
@@ -80,7 +80,7 @@ def spoken_rows(
     plan: InteractionPlan, policy: int, played: list[Played]
 ) -> Iterator[tuple[Episode, int, int, int, TokenSequence]]:
     """The rows of a policy: episode, place of the speaker among those of the policy, speaker, number, row."""
-    speakers = [stage.agent for stage in plan.stages if stage.policy == policy]
+    speakers = [stage.agent for stage in plan.speaking if stage.policy == policy]
     for one in played:
         for position, speaker in enumerate(speakers):
             context = one.contexts.get(speaker)
@@ -108,11 +108,10 @@ def report_episodes(
         metrics.mean("interaction/env_done", one.episode.done)
         metrics.mean("interaction/env_reward", sum(message.reward for message in one.episode.messages))
         _report_turns(metrics, one)
-        for stage in plan.stages:
-            if stage.kind == "agent":
-                spoken = [message for message in one.episode.messages if message.turn is not None]
-                count = sum(message.node == stage.node for message in spoken)
-                metrics.mean(f"interaction/{stage.node}/turns", count)
+        for stage in plan.speaking:
+            spoken = [message for message in one.episode.messages if message.turn is not None]
+            count = sum(message.node == stage.node for message in spoken)
+            metrics.mean(f"interaction/{stage.node}/turns", count)
         for agent, context in one.contexts.items():
             metrics.mean(f"interaction/agent_{agent}/rows", len(context.rows))
             metrics.mean(f"interaction/agent_{agent}/cut_messages", context.num_truncated)

@@ -15,7 +15,7 @@ Configs = Mapping[str, Config]
 def speakers_of(plan: Plan, policy: int) -> list[int]:
     """The agents that speak with a policy in an interaction; none if there is none."""
     talks = plan.interactions.values()
-    return [stage.agent for talk in talks for stage in talk.stages if stage.policy == policy]
+    return [stage.agent for talk in talks for stage in talk.speaking if stage.policy == policy]
 
 
 def credit_rows(plan: Plan, configs: Configs) -> list[list[str]]:
@@ -97,7 +97,7 @@ def _terms(plan: Plan, name: str, agent: int, cfg: Config) -> list[str]:
     if team and reads["value"]:
         terms.append(f"{team:g} x rewards of agents {_listed(reads['value'])}, at their turns")
     talk = next(talk for talk in plan.interactions.values() if _speaks(talk, agent))
-    if credit.turn and any(stage.options.get("rewards_with_env") for stage in talk.stages):
+    if credit.turn and any(stage.rewards_with_env for stage in talk.acting):
         terms.append(f"{credit.turn:g} x the environment's")
     if credit.turn and talk.program is not None:
         terms.append(f"{credit.turn:g} x the program's, if it gives one")
@@ -109,4 +109,4 @@ def _listed(agents: set[int]) -> str:
 
 
 def _speaks(talk: InteractionPlan, policy: int) -> bool:
-    return any(stage.policy == policy for stage in talk.stages)
+    return any(stage.policy == policy for stage in talk.speaking)

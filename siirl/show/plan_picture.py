@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.compiler.instructions import ROUTING
-from siirl.compiler.plan import LinkPlan, Plan, Reshard, Run, StagePlan
+from siirl.compiler.plan import EnvStage, LinkPlan, Plan, Reshard, Run, StagePlan
 from siirl.errors import ConfigError
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.show.credit_text import Configs, credit_words, tool_words, turn_words
@@ -313,7 +313,7 @@ def _moved(plan: Plan, parent: str, child: str) -> str:
 def _agents(plan: Plan) -> dict[int, str]:
     """Agent -> what the legend calls it: its number, and the first node that speaks for it."""
     speakers: dict[int, str] = {}
-    talking = [name for name, stage in _stages(plan).items() if stage.kind == "agent"]
+    talking = [stage.node for talk in plan.interactions.values() for stage in talk.speaking]
     rollouts_first = sorted(plan.nodes, key=lambda name: not plan.nodes[name].spec.is_rollout)
     for name in (*talking, *rollouts_first):
         speakers.setdefault(plan.nodes[name].agent, name)
@@ -383,8 +383,8 @@ def _detail(plan: Plan, name: str, configs: Configs) -> str:
     """The last line of a node's box: what it runs on, tools, when it trains, or whose rewards it adds up."""
     node, stage = plan.nodes[name], _stages(plan).get(name)
     model = plan.models.get(node.model or "")
-    if stage is not None and stage.kind == "env":
-        return _short(stage.options.get("env_path")) or "the same environment"
+    if isinstance(stage, EnvStage):
+        return _short(stage.acts_by) or "the same environment"
     tools = tool_words(name, configs).partition(",")[0] if stage is not None else ""
     if model:
         runs_on = f"{model.backend}, {sizes(model)}"

@@ -97,8 +97,8 @@ def rank_classes(plan: Plan) -> list[tuple[Ranks, dict[str, str]]]:
         for rank in ranks:
             marks[rank].setdefault(node, []).append("x")
     for interaction in plan.interactions.values():
-        for stage in interaction.stages:
-            for head in _asked(plan, interaction, f"agent_{stage.policy}.rollout"):
+        for stage in interaction.speaking:
+            for head in _asked(plan, interaction, stage.model):
                 marks[head].setdefault(stage.node, []).append("serves")
     classes: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for rank, found in marks.items():
@@ -120,9 +120,8 @@ def home_ranks(plan: Plan) -> dict[str, Ranks]:
     """As node_ranks, but an agent of an interaction is where its engines are."""
     homes = node_ranks(plan)
     for interaction in plan.interactions.values():
-        for stage in interaction.stages:
-            if stage.kind == "agent":
-                homes[stage.node] = plan.models[f"agent_{stage.policy}.rollout"].ranks
+        for stage in interaction.speaking:
+            homes[stage.node] = plan.models[stage.model].ranks
     return homes
 
 
@@ -132,10 +131,9 @@ def conversations(plan: Plan, configs: Configs) -> list[str]:
     for talk in plan.interactions.values():
         rows = [["", "node", "who", "by", "tools", "then"]]
         for position, stage in enumerate(talk.stages, 1):
-            who = "environment" if stage.kind == "env" else f"agent {stage.agent}"
-            tools = "" if stage.kind == "env" else tool_words(stage.node, configs)
+            tools = tool_words(stage.node, configs) if stage in talk.speaking else ""
             then = goes_to(stage) if talk.program is None else "where the program says"
-            rows.append([str(position), stage.node, who, acts_by(stage), tools, then])
+            rows.append([str(position), stage.node, stage.who, stage.acts_by, tools, then])
         lines += table(rows)
         if talk.program is not None:
             lines.append(_who_plays(talk.program))
@@ -154,14 +152,6 @@ def _who_plays(program: Mapping[str, Any]) -> str:
     where = f"port {port} + rank" if int(port) else "a free port"
     secret = f"the secret in {program['token_env']}" if program["token_env"] else "the run's token"
     return f"clients play the episodes: each rank that plays listens on {host}, {where}; they show {secret}"
-
-
-def acts_by(stage: StagePlan) -> str:
-    """What speaks or acts at a stage: a policy, or the class of an environment, where the stage names it."""
-    if stage.kind == "env":
-        return stage.options.get("env_path", "")
-    kept = "" if stage.policy == stage.agent else " (shared)"
-    return f"agent_{stage.policy}.rollout{kept}"
 
 
 def goes_to(stage: StagePlan) -> str:

@@ -99,7 +99,7 @@ def _turn_edges(plan: Plan, series: Series, step: int) -> list[dict[str, Any]]:
     for entry, talk in plan.interactions.items():
         prefix = f"agent_{plan.nodes[entry].agent}/" if several else ""
         stages = {stage.node: stage for stage in talk.stages}
-        for child in (name for name, stage in stages.items() if stage.kind == "agent"):
+        for child in (stage.node for stage in talk.speaking):
             names = ("episodes", "failed", f"{child}/turns")
             values = (series.get(f"{prefix}interaction/{name}", {}).get(step) for name in names)
             told = [value for value in values if value is not None]

@@ -5,6 +5,7 @@ read the diff.
 """
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -176,6 +177,33 @@ def test_plans_of_runs_before_a_rollout_with_a_lag_was_a_rollout_are_read():
     older = stored.replace('"op": "rollout"', '"op": "partial_rollout"')
     older = older.replace("runs_in_background", "decodes_on")
     assert older != stored and Plan.from_json(older) == Plan.from_json(stored)
+
+
+def older_stage(stage: dict) -> dict:
+    """A stage as plans had it when its kind was a field."""
+    stage = dict(stage)
+    kind, env = stage.pop("do"), stage.pop("env", None) or {}
+    of_env = {"env_path": "path", "env_kwargs": "kwargs", "env_seed": "seed"}
+    of_env |= {name: name for name in ("deadline_s", "max_concurrent")}
+    options = {older: env[name] for older, name in of_env.items() if env}
+    own = ("obs_with_env", "rewards_with_env", "serve", "process_path")
+    own += ("pre_process_kwargs", "post_process_kwargs")
+    options |= {name: stage.pop(name) for name in own if name in stage}
+    shared = {"policy": None, "rows": False} | stage
+    return {**shared, "kind": "env" if kind == "EnvStage" else "agent", "options": options}
+
+
+def test_plans_of_runs_before_stages_had_kinds_are_read():
+    serve = "actor_rollout_ref.serve.command=python agent.py"
+    played = compiled(load_dag_file(TEMPLATES / "solver_verifier.yaml"), 1, serve).to_json()
+    kinds = set()
+    for text in (played, *(file.read_text() for file in GOLDEN.glob("*.json"))):
+        stored = json.loads(text)
+        for talk in stored["interactions"].values():
+            kinds |= {stage["do"] for stage in talk["stages"]}
+            talk["stages"] = [older_stage(stage) for stage in talk["stages"]]
+        assert Plan.from_json(json.dumps(stored)) == Plan.from_json(text)
+    assert kinds == {"AgentStage", "EnvStage", "ProgramStage"}
 
 
 def test_every_template_has_a_stored_plan_and_fits_on_a_screen():

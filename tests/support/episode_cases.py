@@ -6,7 +6,7 @@ from siirl.agents.contexts import Limits
 from siirl.agents.episode import Episode
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Played, Speaker, run_all
-from siirl.compiler.plan import InteractionPlan, StagePlan
+from siirl.compiler.plan import AgentStage, EnvStage, InteractionPlan, StagePlan
 from siirl.data.completions import Completion, SamplingParams
 
 END = 3  # the token that ends a turn
@@ -59,17 +59,11 @@ class Script:
 
 
 def stage(node: str, agent: int | None, **options: Any) -> StagePlan:
-    """A node of an agent, or with None of an environment; options: fields of the plan, or of its options."""
-    uses = {name: options.pop(name, True) for name in ("obs_with_env", "rewards_with_env")}
-    return StagePlan(
-        node=node,
-        kind="env" if agent is None else "agent",
-        agent=agent or 0,
-        policy=agent,
-        rows=agent is not None,
-        **{"following": None, "back_to": None, "max_turns": 1, "until": None, "route": None, **options},
-        options=uses if agent is None else {},
-    )
+    """A node of an agent, or with None of an environment; options: fields of the plan."""
+    common = {"following": None, "back_to": None, "max_turns": 1, "until": None, "route": None}
+    if agent is not None:
+        return AgentStage(node, agent, **{**common, "policy": agent, "rows": True, **options})
+    return EnvStage(node, 0, **{**common, "obs_with_env": True, "rewards_with_env": True, **options})
 
 
 def speaker(policy: Any, limits: Limits | None = None, tools: Any = None, **options: Any) -> Speaker:
@@ -89,7 +83,7 @@ def play(
     extra_info: dict[str, Any] | None = None,
 ) -> list[Played]:
     """Play episodes of the task "q", with seeds 100, 101, ..."""
-    policies = tuple(f"agent_{one.agent}.rollout" for one in stages if one.kind == "agent")
+    policies = tuple(one.model for one in stages if isinstance(one, AgentStage))
     plan = InteractionPlan(stages[0].node, tuple(stages), policies, 9)
     task = {"raw_prompt": [{"role": "user", "content": "q"}], "extra_info": extra_info}
     made = [Episode(number, 0, number, 100 + number, task) for number in range(num_episodes)]

@@ -23,7 +23,7 @@ from siirl.agents.outside.told_text import ToldText
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Played, Speaker, take_turn
 from siirl.agents.shown import as_written, images_in
-from siirl.compiler.plan import StagePlan
+from siirl.compiler.plan import AgentStage
 from siirl.data.chat import to_continue
 from siirl.dialect.dialect import Dialect
 from siirl.dialect.marks import split_reasoning
@@ -60,7 +60,7 @@ class AskedTurns:
         self.too_long = ""
         """What was too long to be read, to continue why the episode ended; empty if nothing was."""
 
-    async def speak(self, stage: StagePlan, asked: Asked, tell: Tell | None = None) -> list[Said]:
+    async def speak(self, stage: AgentStage, asked: Asked, tell: Tell | None = None) -> list[Said]:
         """All choices, each in a row of its own: one of them at most goes on in a row that is there.
 
         Nothing is generated unless there is room for all. BadRequest, or errors of the policy.
@@ -82,7 +82,7 @@ class AskedTurns:
         ]
         return list(await asyncio.gather(*turns))
 
-    def _begun(self, stage: StagePlan, context: Context, asked: Asked) -> list[Beginning]:
+    def _begun(self, stage: AgentStage, context: Context, asked: Asked) -> list[Beginning]:
         """Where the turns begin: what comes from the request is read by templates and tokenizers here."""
         begun: list[Beginning] = []
         begin = self._after_texts if asked.prompts else self._after_messages
@@ -95,7 +95,7 @@ class AskedTurns:
             raise
         return begun
 
-    def _after_messages(self, stage: StagePlan, context: Context, asked: Asked) -> Iterator[Beginning]:
+    def _after_messages(self, stage: AgentStage, context: Context, asked: Asked) -> Iterator[Beginning]:
         renderer = self._game.speakers[stage.node].renderer
         named, spelled = self._own[stage.agent].read(asked.messages)
         for index, message in enumerate(spelled):
@@ -109,7 +109,7 @@ class AskedTurns:
             opening = context.begin(named, tools=asked.tools, spelled=spelled)
             yield Beginning(opening, named, heard)
 
-    def _after_texts(self, stage: StagePlan, context: Context, asked: Asked) -> Iterator[Beginning]:
+    def _after_texts(self, stage: AgentStage, context: Context, asked: Asked) -> Iterator[Beginning]:
         renderer = self._game.speakers[stage.node].renderer
         for index, prompt in enumerate(asked.prompts):
             tokens, text = self._tokens(stage.agent, renderer, prompt)
@@ -140,7 +140,7 @@ class AskedTurns:
 
     async def _turn(
         self,
-        stage: StagePlan,
+        stage: AgentStage,
         context: Context,
         asked: Asked,
         begun: Beginning,
@@ -262,7 +262,7 @@ def _message(asked: Asked, dialect: Dialect, own: OwnTurn, parts: Parts, text: s
     return message | {"tool_calls": [{"id": id, **call} for id, call in zip(ids, calls, strict=False)]}
 
 
-def _heard(message: dict[str, Any], stage: StagePlan) -> Message:
+def _heard(message: dict[str, Any], stage: AgentStage) -> Message:
     """What a program has an agent read, as a message of the episode."""
     (written,), images = as_written([message]), tuple(images_in([message]))
     said = Message(message["role"], written["content"], node=stage.node, to=stage.agent, images=images)

@@ -14,7 +14,7 @@ from siirl.agents.outside.chat_wire import UNREWARDED
 from siirl.agents.outside.content import BadRequest
 from siirl.agents.outside.exchange import Asked, Said, Tell
 from siirl.agents.runner import Game, Played
-from siirl.compiler.plan import StagePlan
+from siirl.compiler.plan import AgentStage
 from siirl.dialect.tool_formats import ToolParser
 from siirl.errors import EpisodeFailed
 
@@ -36,7 +36,7 @@ class Session:
         self.left = False
         """Its client has gone without a word."""
         self._played = played
-        self._speaking = {stage.node: stage for stage in game.plan.stages if stage.kind == "agent"}
+        self._speaking = {stage.node: stage for stage in game.plan.speaking}
         self._max_requests, self._num_requests = max_requests, 0
         self._num_open, self._own_s, self._since_s, self._heard_s = 0, 0.0, time.monotonic(), 0.0
         self._turning: set[asyncio.Task[list[Said]]] = set()
@@ -179,7 +179,7 @@ class Session:
                 last.info["rewarded"] = True
         episode.done, episode.ended = True, f"its program gave a reward{self._asked.too_long}"
 
-    def _stage_of(self, model: str) -> StagePlan:
+    def _stage_of(self, model: str) -> AgentStage:
         """The agent that a model's name picks; any name will do for a single one."""
         if model in self._speaking:
             return self._speaking[model]

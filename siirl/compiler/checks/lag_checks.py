@@ -32,7 +32,7 @@ def check_lag(kept: Workflow) -> Iterator[UserError]:
 
 def _of_an_interaction(plan: InteractionPlan, kept: Workflow) -> Iterator[UserError]:
     """Its episodes go on as a whole: what refuses agents that differ, or that cannot be interrupted."""
-    speakers = [kept.nodes[stage.node] for stage in plan.stages if stage.kind == "agent"]
+    speakers = [kept.nodes[stage.node] for stage in plan.speaking]
     rollouts = [node.cfg.actor_rollout_ref.rollout for node in speakers]
     if not any(rollout.max_lag for rollout in rollouts):
         return
@@ -59,7 +59,7 @@ def _played_with(node: ResolvedNode, kept: Workflow) -> set[int]:
     """The agents whose rows are of the same episodes as those of a rollout, itself too."""
     for plan in kept.interactions.values():
         if node.id in {stage.node for stage in plan.stages}:
-            return {stage.agent for stage in plan.stages if stage.kind == "agent"}
+            return {*plan.homes}
     return {node.agent}
 
 

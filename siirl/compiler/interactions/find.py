@@ -5,6 +5,7 @@ rollouts, after it, hand out the rows of their agents.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from siirl.compiler.interactions.adapters import check_bases
@@ -17,7 +18,7 @@ from siirl.compiler.interactions.stages import (
     make_stage,
     rollout_cfg,
 )
-from siirl.compiler.plan import InteractionPlan, StagePlan
+from siirl.compiler.plan import AgentStage, InteractionPlan, ProgramStage, Stage
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Interactions, Nodes, Workflow
 from siirl.config.resolve import get
@@ -84,10 +85,9 @@ def _as_members(nodes: Nodes, interactions: Interactions) -> Nodes:
     """The nodes, with the ops of those that are part of an interaction."""
     ops: dict[str, OpSpec] = {}
     for plan in interactions.values():
-        for stage in plan.stages:
-            if stage.kind == "agent":
-                silent = FROZEN_TURNS if stage.policy == stage.agent else SHARED_TURNS
-                ops[stage.node] = TURNS if stage.rows else silent
+        for stage in plan.speaking:
+            silent = FROZEN_TURNS if stage.policy == stage.agent else SHARED_TURNS
+            ops[stage.node] = TURNS if stage.rows else silent
         ops[plan.entry] = INTERACTION
     return {name: _with_op(node, ops[name]) if name in ops else node for name, node in nodes.items()}
 
@@ -121,21 +121,21 @@ def _interaction(members: list[ResolvedNode], workflow: Workflow) -> Interaction
     stages = tuple(make_stage(node, members, workflow) for node in members)
     _check_sharing(members, workflow)
     _check_environments(members)
-    speaking = [stage for stage in stages if stage.kind == "agent"]
-    policies = dict.fromkeys(f"agent_{stage.policy}.rollout" for stage in speaking)
-    if program is not None:
-        stages = (replace(stages[0], options={"serve": program}), *stages[1:])
-        return InteractionPlan(entry.id, stages, tuple(policies), program["max_requests"])
-    return InteractionPlan(entry.id, stages, tuple(policies), _most_turns(stages, workflow.nodes))
+    policies = tuple(dict.fromkeys(stage.model for stage in stages if isinstance(stage, AgentStage)))
+    if program is None:
+        return InteractionPlan(entry.id, stages, policies, _most_turns(stages, workflow.nodes))
+    first = ProgramStage(**vars(stages[0]), serve=program)
+    return InteractionPlan(entry.id, (first, *stages[1:]), policies, program["max_requests"])
 
 
-def _most_turns(stages: tuple[StagePlan, ...], nodes: Nodes) -> int:
+def _most_turns(stages: Sequence[Stage], nodes: Nodes) -> int:
     """The turns of the longest way through the stages: from the first, then from where loops go back to."""
     longest: dict[str, int] = {}
     for position in reversed(range(len(stages))):
         stage = stages[position]
         after = [s.node for s in stages[position + 1 :] if stage.route or s.node == stage.following]
-        own = 0 if stage.kind == "env" else assistant_turns(rollout_cfg(nodes[stage.node]).multi_turn)
+        speaks = isinstance(stage, AgentStage)
+        own = assistant_turns(rollout_cfg(nodes[stage.node]).multi_turn) if speaks else 0
         longest[stage.node] = own + max((longest[node] for node in after), default=0)
     total = longest[stages[0].node]
     for position, stage in enumerate(stages):
@@ -164,7 +164,7 @@ def _entry(members: list[ResolvedNode], graph: Graph, inside: set[str]) -> Resol
 def _check_environments(members: list[ResolvedNode]) -> None:
     """An episode has one environment: of several nodes, one says which, or all say the same."""
     nodes = [node for node in members if node.op.is_environment]
-    given = [(node, options) for node in nodes if "env_path" in (options := environment_of(node))]
+    given = [(node, env) for node in nodes if (env := environment_of(node))]
     if nodes and not given:
         raise DagError(
             f'{nodes[0]} names no environment. Set config: {{env_path: "file.py:Class"}}, or on the command '
@@ -173,8 +173,8 @@ def _check_environments(members: list[ResolvedNode]) -> None:
     for (one, first), (other, second) in itertools.pairwise(given):
         if first != second:
             raise DagError(
-                f"{one} and {other} name different environments ({first['env_path']} {first['env_kwargs']}, "
-                f"{second['env_path']} {second['env_kwargs']}): an episode has one. Name it at one of them."
+                f"{one} and {other} name different environments ({first.path} {first.kwargs}, "
+                f"{second.path} {second.kwargs}): an episode has one. Name it at one of them."
             )
 
 
@@ -212,9 +212,7 @@ def check_agents_of(workflow: Workflow) -> None:
     """DagError for an agent that shares a policy and has nodes of its own, or is scored but not trained."""
     nodes = workflow.nodes
     for plan in workflow.interactions.values():
-        for stage in plan.stages:
-            if stage.kind == "env":
-                continue
+        for stage in plan.speaking:
             node = nodes[stage.node]
             own = [other for other in nodes.values() if other.agent == stage.agent and not is_member(other)]
             if stage.policy != stage.agent and own:

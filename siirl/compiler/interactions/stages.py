@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from siirl.compiler.plan import StagePlan
+from siirl.compiler.plan import AgentStage, Environment, EnvStage
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config.rollout import ASSISTANT_TURNS, MultiTurnConfig
@@ -24,17 +24,15 @@ from siirl.user_code.source import (
 LOOP_KEYS = ("to", "max_turns", "until")
 AGENT_KEYS = ("process_path", "pre_process_kwargs", "post_process_kwargs", "route")
 ENV_SEEDS = ("sample", "prompt")
-ENV_KEYS = (
-    *("env_path", "env_kwargs", "env_seed", "deadline_s", "max_concurrent"),
-    *("obs_with_env", "rewards_with_env"),
-)
+USES = ("obs_with_env", "rewards_with_env")
+ENV_KEYS = ("env_path", "env_kwargs", "env_seed", "deadline_s", "max_concurrent", *USES)
 ENV_DEADLINE_S = 60.0
 ENV_MAX_CONCURRENT = 64
 PROCESS = {"pre_process": ("messages", "episode"), "post_process": ("text", "episode")}
 """Functions around a turn, and what they are called with."""
 
 
-def make_stage(node: ResolvedNode, members: list[ResolvedNode], workflow: Workflow) -> StagePlan:
+def make_stage(node: ResolvedNode, members: list[ResolvedNode], workflow: Workflow) -> AgentStage | EnvStage:
     """The stage of a node; members: the nodes of its interaction, in order. DagError if it cannot be one."""
     if node.op.is_rollout and node.op.model is None:
         name = node.cfg.actor_rollout_ref.rollout.name
@@ -54,24 +52,16 @@ def make_stage(node: ResolvedNode, members: list[ResolvedNode], workflow: Workfl
     for name, reference in (("until", until), ("route", route)):
         if reference is not None:
             check_reference(reference, f"{node}: {name}", Call(("episode",)))
-    if not is_env:
-        _check_tools(node)
-    share = None if is_env else workflow.shared_policy(node)
-    return StagePlan(
-        node=node.id,
-        kind="env" if is_env else "agent",
-        agent=node.agent,
-        policy=None if is_env else node.agent if share is None else share,
-        rows=not is_env and share is None and not _is_frozen(node, workflow.nodes),
-        following=children[0] if len(children) == 1 else None,
-        back_to=back_to,
-        max_turns=max_turns,
-        until=until,
-        route=route,
-        options=_env_options(node, _speaking_in_turn(members, graph))
-        if is_env
-        else _process_options(node, options),
-    )
+    following = children[0] if len(children) == 1 else None
+    where = (node.id, node.agent, following, back_to, max_turns, until, route)
+    if is_env:
+        uses = {key: node.options.get(key, True) for key in USES}
+        return EnvStage(*where, **uses, env=environment_of(node, _speaking_in_turn(members, graph)))
+    _check_tools(node)
+    share = workflow.shared_policy(node)
+    rows = share is None and not _is_frozen(node, workflow.nodes)
+    policy = node.agent if share is None else share
+    return AgentStage(*where, policy, rows, **_process_options(node, options))
 
 
 def rollout_cfg(node: ResolvedNode) -> Any:
@@ -203,8 +193,11 @@ def _speaking_in_turn(members: list[ResolvedNode], graph: Graph) -> tuple[str, .
     return next((pair for pair in pairs if rollouts.issuperset(pair)), ())
 
 
-def _env_options(node: ResolvedNode, several: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What the node says of its environment. several: nodes that speak before it steps, if that is known."""
+def environment_of(node: ResolvedNode, several: tuple[str, ...] = ()) -> Environment | None:
+    """Which environment a node names, if it does; DagError for whatever is wrong with it.
+
+    several: nodes that speak before it steps, if that is known.
+    """
     _check_keys(node, "config", node.options, ENV_KEYS)
     path, kwargs = node.options.get("env_path"), node.options.get("env_kwargs", {})
     path = path[0] if isinstance(path, list) and len(path) == 1 else path
@@ -232,22 +225,7 @@ def _env_options(node: ResolvedNode, several: tuple[str, ...] = ()) -> dict[str,
             f"{node}: env_seed = {seed!r} is neither 'sample' (each episode draws an instance of its own) "
             "nor 'prompt' (all episodes of a prompt play the same one). Set one of them."
         )
-    uses = {key: node.options.get(key, True) for key in ("obs_with_env", "rewards_with_env")}
-    for key, value in uses.items():
-        if not isinstance(value, bool):
+    for key in USES:
+        if not isinstance(value := node.options.get(key, True), bool):
             raise DagError(f"{node}: {key} = {value!r} is neither true nor false. Correct it.")
-    if path is None:
-        return uses
-    return {
-        "env_path": path,
-        "env_kwargs": kwargs,
-        "env_seed": seed,
-        "deadline_s": float(deadline_s),
-        "max_concurrent": places,
-        **uses,
-    }
-
-
-def environment_of(node: ResolvedNode) -> dict[str, Any]:
-    """What says which environment it is: the options, without how the node uses it."""
-    return {key: value for key, value in _env_options(node).items() if not key.endswith("_with_env")}
+    return None if path is None else Environment(path, kwargs, seed, float(deadline_s), places)

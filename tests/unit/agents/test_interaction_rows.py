@@ -108,9 +108,9 @@ def game_of(dag: DagBuilder, scripts, tokenizer, limits=LIMITS, make_env=None) -
     speakers, functions = {}, {}
     for stage in plan.stages:
         functions |= {ref: load_object(ref, "test") for ref in (stage.until, stage.route) if ref}
-        if stage.kind == "agent":
-            renderer = ChatRenderer(tokenizer, {})
-            speakers[stage.node] = Speaker(scripts[stage.policy], SamplingParams(16), renderer, limits)
+    for stage in plan.speaking:
+        renderer = ChatRenderer(tokenizer, {})
+        speakers[stage.node] = Speaker(scripts[stage.policy], SamplingParams(16), renderer, limits)
     return Game(plan, speakers, functions, make_env, 5.0)
 
 

@@ -136,7 +136,7 @@ def test_agent_options_of_siirl_are_configuration(tmp_path):
     plan, configs = compile_plan(dag, TALK, 2)
     stages = plan.interactions["rollout_0"].stages
     assert [stage.node for stage in stages] == ["rollout_0", "rollout_1", "rollout_1_env"]
-    assert stages[2].options["obs_with_env"] is True
+    assert stages[2].obs_with_env is True
     assert configs["train_0"].actor_rollout_ref.rollout.agent.train_cycle == 15
 
 

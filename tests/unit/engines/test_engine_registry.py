@@ -27,7 +27,7 @@ def test_each_entry_is_a_complete_engine(path, base):
 
 def test_keys_have_the_rows_as_choices():
     keys = {name: key.rule for name, key in all_keys().items() if name.rpartition(".")[2] == "strategy"}
-    assert len(keys) == 5
+    assert len(keys) == 6
     for name, rule in keys.items():
         others = {"vllm"} if name == "teacher.strategy" else set()  # it scores, and trains nothing
         assert set(rule.choices) - others == set(TRAIN_BACKENDS) == set(TRAINABLE) == set(STRATEGIES)

@@ -18,7 +18,7 @@ from siirl.agents.environments import HostedEnvironment, StepResult
 from siirl.agents.episode import Episode
 from siirl.agents.runner import Game, turn_seed
 from siirl.agents.stream_client import StreamClient
-from siirl.compiler.plan import InteractionPlan
+from siirl.compiler.plan import AgentStage, InteractionPlan
 from siirl.data.completions import Completion
 from siirl.data.loader import PromptLoader
 from siirl.engines.rollout.base import RolloutEngine, WaveStream
@@ -139,7 +139,8 @@ def over(episode):
 
 def game_of(stages, functions):
     def game(lines):
-        speakers = {one.node: speaker(lines[POLICIES[one.agent]][0]) for one in stages if one.kind == "agent"}
+        spoken = [one for one in stages if isinstance(one, AgentStage)]
+        speakers = {one.node: speaker(lines[POLICIES[one.agent]][0]) for one in spoken}
         make_env = (lambda: HostedEnvironment(Table, "Table")) if stages is not TALK else None
         return Game(InteractionPlan("a", tuple(stages), POLICIES, 9), speakers, functions, make_env, 5.0)
 
