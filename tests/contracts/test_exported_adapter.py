@@ -10,6 +10,7 @@ import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
+from later import needed
 from torch import Tensor
 from train_engine_cases import Scenario
 from transformers import AutoModelForCausalLM
@@ -18,7 +19,7 @@ from siirl import cli
 from siirl.checkpoint.manager import CheckpointManager
 from siirl.checkpoint.staging import SavedModel
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
+needed("vllm")
 MODEL = "actor_rollout_ref.model"
 LORA = (f"{MODEL}.lora_rank={cases.LORA_RANK}", f"{MODEL}.lora_alpha={cases.LORA_ALPHA}")
 FAST = "actor_rollout_ref.actor.optim.lr=0.05"

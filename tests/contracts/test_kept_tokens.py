@@ -3,12 +3,13 @@
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
+from later import needed
 from test_rollout_engine_contract import BLOCK, build, response_log_probs, weights_of
 from transformers import AutoModelForCausalLM
 
 from siirl.data.completions import SamplingParams
 
-pytest.importorskip("vllm")
+needed("vllm")
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 7, 9, 8], [11], [2, 3, 4, 5, 6, 7, 8]]
 TIGHT = f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={BLOCK}"
 BLOCKS = "+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=8"

@@ -4,10 +4,11 @@ import pytest
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
 from kept_engine_cases import check_an_engine_that_stays
+from later import needed
 
 from siirl.parallel.process_groups import ProcessGroupManager
 
-pytest.importorskip("vllm")
+needed("vllm")
 
 
 def stays(rank, world_size, model_dir, keys):

@@ -8,6 +8,7 @@ from pathlib import Path
 import causal_lms
 import pytest
 import torch
+from later import needed
 from plan_cases import config
 from safetensors.torch import load_file
 
@@ -26,7 +27,7 @@ SHARED_HEADS = types_with(lambda row: row.vllm.shares_hidden)
 VISION_MODELS = types_with(lambda row: row.sees_images)
 WHY_NOT = types_with(lambda row: row.vllm.why_not)
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
+needed("vllm")
 TYPES = [kind for kind in known_types("fsdp") if kind not in (*VISION_MODELS, *WHY_NOT)]
 WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
 TOKENS, BLOCK = 5, 32

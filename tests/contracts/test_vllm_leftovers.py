@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
+from later import needed
 
 from siirl.config import load_config
 from siirl.data.completions import Request, SamplingParams
@@ -19,7 +20,7 @@ from siirl.engines.rollout.served.messages import Start, Submit
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment
 from siirl.model_files.hf_config import load_hf_config
 
-pytest.importorskip("vllm")
+needed("vllm")
 pytestmark = pytest.mark.timeout(600)
 
 

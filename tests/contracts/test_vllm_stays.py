@@ -3,8 +3,9 @@
 import pytest
 from fixtures_tiny import make_tiny_model_dir
 from kept_engine_cases import check_an_engine_that_stays
+from later import needed
 
-pytest.importorskip("vllm")
+needed("vllm")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import causal_lms
 import pytest
 import torch
 from accepted_cases import WINDOWS
+from later import needed
 from proven_models import ALONE, SAMPLED, Case, record
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -26,7 +27,7 @@ from siirl.parallel.dims import ParallelDims
 
 VISION_MODELS = types_with(lambda row: row.sees_images)
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
+needed("vllm")
 ROLLOUT = "actor_rollout_ref.rollout"
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 9, 8, 7], [11]]
 SIZES = {

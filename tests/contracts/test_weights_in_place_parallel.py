@@ -4,6 +4,7 @@ import os
 
 import pytest
 from dist_harness import run_workers
+from later import needed
 from updated_engines import (
     IN_PLACE,
     PROMPTS,
@@ -21,7 +22,7 @@ from siirl.engines.weights import in_place
 from siirl.engines.weights.live import LiveWeights
 from siirl.parallel.process_groups import ProcessGroupManager
 
-pytest.importorskip("vllm")
+needed("vllm")
 
 KINDS = {
     "llama": {"tie_word_embeddings": False, "vocab_size": 70},

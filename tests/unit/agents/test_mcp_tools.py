@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from held_ports import await_listening, held_port
+from later import needed
 
 from siirl.agents import mcp_tools as mcp_tools_module
 from siirl.agents.mcp_tools import mcp_tools
@@ -21,7 +22,7 @@ from siirl.config import load_config
 from siirl.dialect.tool_formats import ToolCall
 from siirl.errors import ConfigError, EpisodeFailed
 
-pytest.importorskip("mcp", reason="pip install 'siirl[mcp]'")
+needed("mcp", "pip install 'siirl[mcp]'")
 pytestmark = pytest.mark.heavy
 
 SERVER = '''

@@ -5,10 +5,9 @@ import json
 import math
 import urllib.request
 
-import anthropic
-import openai
 import pytest
 from episode_cases import END, Letters, Script, speaker, text_of
+from later import Later
 from outside_cases import episode, game_of, play_outside
 
 from siirl.agents.contexts import Limits
@@ -21,6 +20,7 @@ from siirl.data.completions import Completion, SamplingParams
 from siirl.dialect.formats.json_calls import hermes
 from siirl.errors import EpisodeFailed
 
+anthropic, openai = Later("anthropic"), Later("openai")
 USER = {"role": "user", "content": "q"}
 
 

@@ -1,14 +1,13 @@
 """An agent of openai-agents, unmodified: its loop, its tools and its sessions, by both of its ways to ask."""
 
-import openai
 import pytest
 from episode_cases import Script
+from later import Later, needed
 from outside_cases import play_outside
 
-agents = pytest.importorskip("agents", reason="pip install openai-agents")
+agents, openai = needed("agents", "pip install openai-agents"), Later("openai")
 
 
-@agents.function_tool
 def price(item: str) -> str:
     """What an item costs."""
     return f"{len(item)} coins"
@@ -20,7 +19,9 @@ def test_an_agent_of_openai_agents_uses_its_tool_and_stays_in_its_row(way, strea
     async def play(session):
         async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
             model = getattr(agents, way)("a", client)
-            agent = agents.Agent("shopper", instructions="be brief", tools=[price], model=model)
+            agent = agents.Agent(
+                "shopper", instructions="be brief", tools=[agents.function_tool(price)], model=model
+            )
             config = agents.RunConfig(tracing_disabled=True)
             if streams:
                 result = agents.Runner.run_streamed(agent, session.task["raw_prompt"], run_config=config)

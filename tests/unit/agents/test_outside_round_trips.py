@@ -8,10 +8,8 @@ import asyncio
 import json
 import random
 
-import anthropic.types
-import openai.types.chat
-import openai.types.responses
 import pytest
+from later import Later
 from outside_cases import episode, game_of
 from template_cases import (
     CHAT,
@@ -32,6 +30,8 @@ from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Played, Speaker
 from siirl.data.completions import Completion, SamplingParams
 
+anthropic_types = Later("anthropic.types")
+chat_types, response_types = Later("openai.types.chat"), Later("openai.types.responses")
 BODY = (
     "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
     + CHAT
@@ -103,7 +103,7 @@ class OpenAI:
 
     def hear(self, answer):
         """Take a turn; the ids of its calls."""
-        message = openai.types.chat.ChatCompletion.model_validate(answer).choices[0].message
+        message = chat_types.ChatCompletion.model_validate(answer).choices[0].message
         dumped = message.model_dump(exclude_unset=self.rng.random() < 0.5)
         if not self.keeps:
             dumped.pop("reasoning_content", None)
@@ -140,7 +140,7 @@ class Anthropic(OpenAI):
         return {"model": "a", "max_tokens": 999, "messages": self.messages, "tools": [tool], **self.system}
 
     def hear(self, answer):
-        blocks = anthropic.types.Message.model_validate(answer).content
+        blocks = anthropic_types.Message.model_validate(answer).content
         kept = [block.to_dict() for block in blocks if self.keeps or block.type != "thinking"]
         self.messages.append({"role": "assistant", "content": kept})
         return [block.id for block in blocks if block.type == "tool_use"]
@@ -162,7 +162,7 @@ class Responses(OpenAI):
         return {"model": "a", "input": self.messages, "tools": [tool], "include": []}
 
     def hear(self, answer):
-        items = openai.types.responses.Response.model_validate(answer).output
+        items = response_types.Response.model_validate(answer).output
         self.messages += [
             item.model_dump(exclude_unset=True) for item in items if self.keeps or item.type != "reasoning"
         ]
@@ -190,7 +190,7 @@ class AgentsChat(OpenAI):
         return {"model": "a", "messages": chat, "tools": [TOOL]}
 
     def hear(self, answer):
-        message = openai.types.chat.ChatCompletion.model_validate(answer).choices[0].message
+        message = chat_types.ChatCompletion.model_validate(answer).choices[0].message
         items = self.converter.message_to_output_items(message)
         self.items += [item.model_dump(exclude_unset=True) for item in items]
         return [call.id for call in message.tool_calls or ()]

@@ -7,13 +7,14 @@ import random
 import pytest
 from episode_cases import Script, speaker, stage
 from episode_cases import play as play_stages
+from later import needed
 
 from siirl.agents.contexts import Limits
 from siirl.agents.environments import check_packaged, load_environment
 from siirl.agents.textarena_env import to_move
 from siirl.errors import DagError, EpisodeFailed
 
-ta = pytest.importorskip("textarena", reason="pip install 'siirl[textarena]'")
+ta = needed("textarena", "pip install 'siirl[textarena]'")
 WHO = "node 'game': env_path"
 MOST = 100  # moves of a game that is looked at
 SAYS = {"TicTacToe-v0": "[{}]", "KuhnPoker-v0": "[{}]", "Nim-v0": "[{} 1]"}

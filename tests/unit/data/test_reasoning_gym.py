@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from fixtures_tiny import make_tiny_tokenizer
+from later import needed
 from transformers import AutoTokenizer
 
 from siirl.config import load_config
@@ -16,7 +17,7 @@ from siirl.data.reasoning_gym_rows import GeneratedRows, dataset_of
 from siirl.errors import ConfigError, DataError
 from siirl.rewards.generated_answer import reasoning_gym as score
 
-gym = pytest.importorskip("reasoning_gym", reason="pip install 'siirl[reasoning-gym]'")
+gym = needed("reasoning_gym", "pip install 'siirl[reasoning-gym]'")
 
 SUMS = "reasoning_gym:chain_sum?size=64&seed=3&max_terms=3"
 

@@ -5,16 +5,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from later import Later, needed
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-pytest.importorskip("vllm")
-from vllm.model_executor.model_loader.reload import layerwise
-
-from siirl.engines.rollout.vllm.native import NativeEngine, WorkerExtension
-from siirl.engines.rollout.vllm.native_places import ParameterMap
 from siirl.engines.rollout.vllm.placed_pieces import Piece
 from siirl.engines.weights.shared_buffer import SharedBuffer, sampled_sum
+
+layerwise = Later("vllm.model_executor.model_loader.reload.layerwise")
+native = Later("siirl.engines.rollout.vllm.native")
+native_places = Later("siirl.engines.rollout.vllm.native_places")
+needed("vllm")
 
 CPU = torch.device("cpu")
 FILES = {"q": (6, 4), "k": (2, 4), "table": (5, 4), "norm": (4,)}
@@ -90,7 +91,9 @@ def learned(model, weights):
     layerwise.record_metadata_for_reloading(model)
     layerwise.initialize_layerwise_reload(model)
     names = list(FILES)
-    places = ParameterMap(model, CPU, names, [list(FILES[name]) for name in names], ["float32"] * len(names))
+    places = native_places.ParameterMap(
+        model, CPU, names, [list(FILES[name]) for name in names], ["float32"] * len(names)
+    )
     with torch.no_grad():
         places.learn()
         for name, tensor in weights.items():
@@ -139,7 +142,7 @@ def buffer():
 
 def test_what_an_update_outdates_is_forgotten_once_it_is_answered_and_before_anything_is_sampled():
     """A walk over all blocks of a cache of a GPU takes milliseconds, for which no sync waits."""
-    engine = NativeEngine.__new__(NativeEngine)
+    engine = native.NativeEngine.__new__(native.NativeEngine)
     engine._engine, engine._images, engine._keeps_kv, forget = Mock(), None, None, Mock()
     engine._engine.reset_prefix_cache = forget
     engine.finish_writing({}, keeps_kv=False)
@@ -180,7 +183,7 @@ def test_a_worker_writes_its_own_columns_and_rows_of_whole_tensors(at_once, buff
 
 @pytest.mark.parametrize("reasons", [["", ""], ["", "the second cannot"]])
 def test_the_worker_that_cannot_speaks_for_its_engine(reasons):
-    engine = NativeEngine.__new__(NativeEngine)
+    engine = native.NativeEngine.__new__(native.NativeEngine)
     engine._engine, engine._images, engine._learns = Mock(), None, True
     engine._engine.collective_rpc.side_effect = {"check_places": reasons}.get
     assert engine.finish_update(keeps_kv=True) == reasons[1]
@@ -199,7 +202,7 @@ class Watched(nn.Parameter):
 
 def test_weights_are_written_without_python_around_each_look_at_a_tensor():
     """A default device, or the class of vLLM's parameters, was most of a sync's time on the host."""
-    worker, held, seen = WorkerExtension(), Watched(torch.zeros(3), requires_grad=False), []
+    worker, held, seen = native.WorkerExtension(), Watched(torch.zeros(3), requires_grad=False), []
     worker.device, worker.model_runner, worker._places = CPU, Mock(), Mock(packs=False)
     worker.model_runner.model = nn.Module()
     for method in (worker._places.begin, worker._places.write):
@@ -258,7 +261,7 @@ def test_what_a_restarted_engine_reads_from_the_host_is_compared_on_the_device()
     with FakeTensorMode(allow_non_fake_inputs=False):
         layer = nn.Module()
         layer.weight = nn.Parameter(torch.zeros(3, 2, device="cuda"), requires_grad=False)
-        places = ParameterMap(layer, torch.device("cuda", 0), ["w"], [[3, 2]], ["float32"])
+        places = native_places.ParameterMap(layer, torch.device("cuda", 0), ["w"], [[3, 2]], ["float32"])
         places._pieces = {"w": [Piece(layer, "weight", 0, (2, 1), (3, 2), 0, (2, 1))]}
         places.saw("w", torch.zeros(3, 2))
         names, differ = places._compared()

@@ -8,28 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
+from later import Later, needed
 
-pytest.importorskip("vllm")
-from vllm.config import (
-    CacheConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
-
-from siirl.engines.rollout.vllm.native_steps import ask_for_slots_once_a_block
+needed("vllm")
+steps = Later("siirl.engines.rollout.vllm.native_steps")
+configs = Later("vllm.config")
+sampling_params = Later("vllm.sampling_params")
+hashing = Later("vllm.utils.hashing")
+cache_utils = Later("vllm.v1.core.kv_cache_utils")
+caches = Later("vllm.v1.kv_cache_interface")
+outputs = Later("vllm.v1.outputs")
+requests = Later("vllm.v1.request")
+structured = Later("vllm.v1.structured_output")
 
 BLOCK, VOCAB, MAX_LEN = 4, 50, 64
 
@@ -44,10 +34,12 @@ def model_dir(tmp_path_factory):
 @functools.cache
 def configured(model_dir, ahead):
     """ahead: the scheduler runs one step ahead of the model."""
-    model = ModelConfig(str(model_dir), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_LEN)
-    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    model = configs.ModelConfig(
+        str(model_dir), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_LEN
+    )
+    cache = configs.CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
     cache.num_gpu_blocks = 1  # it only asks whether there are some
-    settings = SchedulerConfig.default_factory(
+    settings = configs.SchedulerConfig.default_factory(
         max_num_seqs=8,
         max_num_batched_tokens=24,
         max_model_len=MAX_LEN,
@@ -55,17 +47,21 @@ def configured(model_dir, ahead):
         async_scheduling=ahead,
         watermark=0.0,
     )
-    return VllmConfig(model_config=model, cache_config=cache, scheduler_config=settings)
+    return configs.VllmConfig(model_config=model, cache_config=cache, scheduler_config=settings)
 
 
 def make_scheduler(model_dir, blocks, ahead, window=None):
     """vLLM's own, over a KV cache of so many blocks."""
     config = configured(model_dir, ahead)
     size = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-    kind = FullAttentionSpec(**size) if window is None else SlidingWindowSpec(**size, sliding_window=window)
-    layout = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], kind)])
+    kind = (
+        caches.FullAttentionSpec(**size)
+        if window is None
+        else caches.SlidingWindowSpec(**size, sliding_window=window)
+    )
+    layout = caches.KVCacheConfig(blocks, [], [caches.KVCacheGroupSpec(["layer"], kind)])
     make = config.scheduler_config.get_scheduler_cls()
-    return make(config, layout, StructuredOutputManager(config), BLOCK)
+    return make(config, layout, structured.StructuredOutputManager(config), BLOCK)
 
 
 class Twin:
@@ -99,7 +95,7 @@ class Twin:
             count = 0 if name in reading else 1
             tokens.append([self.rng.randrange(2, VOCAB) for _ in range(count)])
         places = {name: place for place, name in enumerate(names)}
-        self.scheduler.update_from_output(decided, ModelRunnerOutput(names, places, tokens))
+        self.scheduler.update_from_output(decided, outputs.ModelRunnerOutput(names, places, tokens))
 
     def reading(self, decided):
         """Requests of a step of which tokens that are there are still to be read after it."""
@@ -141,18 +137,20 @@ def test_what_is_decided_and_what_is_cached_are_the_same(model_dir, seed, ahead)
     blocks = rng.choice([20, 28, 200])
     twins = [Twin(make_scheduler(model_dir, blocks, ahead), 2 if ahead else 1, seed) for _ in range(2)]
     core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=twins[1].scheduler))
-    ask_for_slots_once_a_block(SimpleNamespace(engine_core=core))
-    init_none_hash(sha256)
+    steps.ask_for_slots_once_a_block(SimpleNamespace(engine_core=core))
+    cache_utils.init_none_hash(hashing.sha256)
     begins = [[rng.randrange(2, VOCAB) for _ in range(rng.randrange(1, 20))] for _ in range(3)]
     number, preempted, hits = 0, 0, 0
     while number < 40 or twins[0].scheduler.has_requests():
         if number < 40 and rng.random() < 0.3:
             prompt = rng.choice(begins) + [rng.randrange(2, VOCAB) for _ in range(rng.randrange(1, 12))]
-            params = SamplingParams(max_tokens=rng.randrange(1, 30), ignore_eos=True)
+            params = sampling_params.SamplingParams(max_tokens=rng.randrange(1, 30), ignore_eos=True)
             params.update_from_generation_config({}, None)
             for twin in twins:
-                hasher = get_request_block_hasher(BLOCK, sha256)
-                twin.scheduler.add_request(Request(str(number), prompt, params, None, block_hasher=hasher))
+                hasher = cache_utils.get_request_block_hasher(BLOCK, hashing.sha256)
+                twin.scheduler.add_request(
+                    requests.Request(str(number), prompt, params, None, block_hasher=hasher)
+                )
             number += 1
         found = [twin.step() for twin in twins]
         assert [shown(x) for x in found[0]] == [shown(x) for x in found[1]]
@@ -167,6 +165,6 @@ def test_a_scheduler_whose_blocks_are_freed_while_a_row_grows_is_left_alone(mode
     scheduler = make_scheduler(model_dir, 40, False, window=8)
     manager = scheduler.kv_cache_manager
     core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
-    ask_for_slots_once_a_block(SimpleNamespace(engine_core=core))
-    ask_for_slots_once_a_block(SimpleNamespace(engine_core=SimpleNamespace()))  # in another process
+    steps.ask_for_slots_once_a_block(SimpleNamespace(engine_core=core))
+    steps.ask_for_slots_once_a_block(SimpleNamespace(engine_core=SimpleNamespace()))  # in another process
     assert "allocate_slots" not in vars(manager)

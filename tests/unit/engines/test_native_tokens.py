@@ -4,13 +4,11 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
+from later import Later, needed
 
-pytest.importorskip("vllm")
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.outputs import LogprobsLists
-
-from siirl.engines.rollout.vllm.native_steps import KeptTokens, own_name
+needed("vllm")
+steps = Later("siirl.engines.rollout.vllm.native_steps")
+engine_types, outputs_types = Later("vllm.v1.engine"), Later("vllm.v1.outputs")
 
 
 class Scheduler:
@@ -21,7 +19,7 @@ class Scheduler:
 
     def update_from_output(self, scheduled, sampled):
         self.given.append(sampled.logprobs)
-        return {0: EngineCoreOutputs(outputs=self.outputs)}
+        return {0: engine_types.EngineCoreOutputs(outputs=self.outputs)}
 
 
 class Engine(SimpleNamespace):
@@ -37,7 +35,7 @@ class Engine(SimpleNamespace):
         self.scheduler.outputs = outputs
         columns = np.stack([log_probs, np.full(len(log_probs), 9.0)], 1)
         sampled = SimpleNamespace(
-            logprobs=LogprobsLists(columns, columns, columns[:, 0], None),
+            logprobs=outputs_types.LogprobsLists(columns, columns, columns[:, 0], None),
             req_id_to_index={output.request_id: place for place, output in enumerate(outputs)},
         )
         (found,) = self.scheduler.update_from_output(None, sampled).values()
@@ -46,7 +44,7 @@ class Engine(SimpleNamespace):
 
 def test_a_response_ends_with_all_of_its_tokens_and_log_probs():
     rng, engine = random.Random(0), Engine()
-    kept, wanted, said = KeptTokens(engine), {}, {}
+    kept, wanted, said = steps.KeptTokens(engine), {}, {}
     lengths = {f"s_{number}-{rng.randrange(1 << 30):x}": rng.randrange(1, 30) for number in range(9)}
     while lengths:
         outputs, column = [], []
@@ -56,16 +54,18 @@ def test_a_response_ends_with_all_of_its_tokens_and_log_probs():
             of[0].extend(tokens)
             of[1].extend(log_probs)
             lengths[request] -= 1
-            ends = FinishReason.LENGTH if not lengths[request] else None
+            ends = engine_types.FinishReason.LENGTH if not lengths[request] else None
             outputs.append(
-                EngineCoreOutput(request, tokens, finish_reason=ends, num_nans_in_logits=rng.random() < 0.1)
+                engine_types.EngineCoreOutput(
+                    request, tokens, finish_reason=ends, num_nans_in_logits=rng.random() < 0.1
+                )
             )
             column += log_probs
         for output in engine.step(outputs, column):
             said.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.finished:
                 del lengths[output.request_id]
-                name = own_name(output.request_id)
+                name = steps.own_name(output.request_id)
                 assert (said[output.request_id], kept.take_log_probs(name)) == wanted[output.request_id]
                 assert not kept.take_token_ids(name) and not kept.take_log_probs(name)
     assert not any(engine.scheduler.given), "vLLM cuts no log-probs"
@@ -73,18 +73,30 @@ def test_a_response_ends_with_all_of_its_tokens_and_log_probs():
 
 def test_what_a_step_says_besides_tokens_is_passed_on_with_those_before():
     engine = Engine()
-    kept = KeptTokens(engine)
-    assert engine.step([EngineCoreOutput("a-1", [5]), EngineCoreOutput("b-2", [6])], [-0.5, -0.25]) == []
+    kept = steps.KeptTokens(engine)
+    assert (
+        engine.step(
+            [engine_types.EngineCoreOutput("a-1", [5]), engine_types.EngineCoreOutput("b-2", [6])],
+            [-0.5, -0.25],
+        )
+        == []
+    )
     experts = np.zeros((1, 2, 2))
-    (output,) = engine.step([EngineCoreOutput("b-2", [7], routed_experts=experts)], [-0.75])
+    (output,) = engine.step([engine_types.EngineCoreOutput("b-2", [7], routed_experts=experts)], [-0.75])
     assert output.new_token_ids == [6, 7] and output.routed_experts is experts
     assert kept.take_token_ids("a") == [5], "of a request that is paused"
-    assert engine.step([EngineCoreOutput("a-1", [8]), EngineCoreOutput("b-2", [9])], [-1.0, -2.0]) == []
+    assert (
+        engine.step(
+            [engine_types.EngineCoreOutput("a-1", [8]), engine_types.EngineCoreOutput("b-2", [9])],
+            [-1.0, -2.0],
+        )
+        == []
+    )
     kept.forget(["b"])
     assert (kept.take_token_ids("a"), kept.take_log_probs("a")) == ([8], [-0.5, -1.0])
     assert (kept.take_token_ids("b"), kept.take_log_probs("b")) == ([], [])
 
 
 def test_it_is_left_to_vllm_where_it_counts_or_schedules_elsewhere():
-    assert KeptTokens.can_keep(Engine()) and not KeptTokens.can_keep(Engine(log_stats=True))
-    assert not KeptTokens.can_keep(SimpleNamespace(engine_core=SimpleNamespace(), log_stats=False))
+    assert steps.KeptTokens.can_keep(Engine()) and not steps.KeptTokens.can_keep(Engine(log_stats=True))
+    assert not steps.KeptTokens.can_keep(SimpleNamespace(engine_core=SimpleNamespace(), log_stats=False))
