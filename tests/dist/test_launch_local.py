@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from launch_jobs import environment, make_job, wait_until_dead
+from launch_jobs import alive, environment, make_job, wait_until_dead
 
 from siirl.launch import local, standbys
 from siirl.launch.job import Job
 from siirl.launch.output_relay import ConsoleTee
-from siirl.launch.process import end_all, lifeline, worker_environment
+from siirl.launch.process import Worker, end_all, lifeline, worker_environment
 
 LAUNCH = (
     "import sys; from pathlib import Path; from siirl.launch.job import Job;"
@@ -164,6 +164,26 @@ def test_a_process_that_stands_by_becomes_the_next_worker_of_its_rank(tmp_path, 
         ready.look()  # those of the next attempt, which is not to be
         (left,) = ready._there.values()
     wait_until_dead([there[1], left.worker.process.pid], 1)
+
+
+def test_an_attempt_begins_when_all_that_the_one_before_has_started_is_gone(tmp_path, monkeypatch):
+    """A device's memory is free only then."""
+    words = ["sh", "-c", "sleep 1 > /dev/null & echo $!"]
+    before = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    pid = int(before.communicate()[0])
+    run = local.LocalRun(Job.read(write_job(tmp_path, "finish")))
+    run.workers = [Worker(0, before)]
+    began = []
+
+    def begin():
+        began.append(alive(pid))
+        raise InterruptedError
+
+    with contextlib.closing(run.keeper):
+        monkeypatch.setattr(run.keeper, "settle", begin)
+        with pytest.raises(InterruptedError):
+            run.attempt(run.job)
+    assert began == [False]
 
 
 def test_after_a_restart_processes_stand_by_sooner(tmp_path):

@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 from fixtures_tiny import make_tiny_tokenizer
+from launch_jobs import wait_until_dead
 from scored_rows import rows_of
 from transformers import AutoTokenizer
 
@@ -236,6 +237,22 @@ def test_the_keeper_ends_everything_when_the_rank_is_killed(tmp_path):
         os.killpg(rank.pid, signal.SIGKILL)
     _, left = psutil.wait_procs(started, timeout=10)
     assert not left
+
+
+def test_a_worker_ends_with_its_keeper_whatever_it_computes(scorer_of, tokenizer):
+    """It hears nothing of the keeper's end while it runs a user's function."""
+    code = """
+        import time
+
+        def compute_score(data_source, solution_str, ground_truth, extra_info):
+            time.sleep(600)
+    """
+    scorer = scorer_of("custom_reward_function.on_error=zero", code=code)
+    scores = scorer.submit(rows_of(tokenizer, ["1"]))
+    worker = busy_worker(scorer)
+    worker.parent().kill()
+    wait_until_dead([worker.pid], 10)
+    del scores
 
 
 @pytest.mark.parametrize(
