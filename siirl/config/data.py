@@ -75,7 +75,7 @@ class DataConfig:
     )
     max_prompt_length: int = key(512, "most tokens of a prompt", low=1)
     max_response_length: int = key(512, "most tokens of a response", low=1)
-    train_batch_size: int = key(1024, "prompts of a training step, over all ranks", low=1)
+    train_batch_size: int = key(128, "prompts of a training step, over all ranks", low=1)
     gen_batch_size: int | None = key(
         None,
         "prompts of one round of dynamic sampling; null: train_batch_size. With rollout.max_lag, prompts "

@@ -27,6 +27,7 @@ DEVIATIONS: dict[str, Deviation] = {
     "trainer.device": Deviation("cuda", "auto takes cuda where there is one, and runs without a GPU as well"),
     "actor_rollout_ref.actor.ppo_mini_batch_size": Deviation(256, ONE_STEP),
     "critic.ppo_mini_batch_size": Deviation(256, ONE_STEP),
+    "data.train_batch_size": Deviation(1024, "a step of 1,024 prompts takes minutes where a task is begun"),
     "data.train_files": Deviation(["~/data/rlhf/gsm8k/train.parquet"], BY_NAME),
     "data.val_files": Deviation(["~/data/rlhf/gsm8k/test.parquet"], BY_NAME),
     "actor_rollout_ref.model.path": Deviation("~/models/deepseek-llm-7b-chat", BY_NAME),

@@ -79,6 +79,7 @@ def _both(changes: str, there: Any, when: str = "") -> OtherDefault:
 OTHER_DEFAULTS: dict[str, OtherDefault] = {
     "critic.optim.lr": _both("how fast the critic learns", 1e-5, GAE),
     f"{ROLLOUT}.tensor_model_parallel_size": _both("ranks of one engine: speed, memory", 2, VLLM),
+    "data.train_batch_size": _both("prompts of a step", 1024),
     f"{POLICY}.actor.ppo_mini_batch_size": _both("prompts of an optimizer step", 256),
     "trainer.balance_batch": _both("which rank computes which rows: speed", True),
     f"{POLICY}.actor.clip_ratio_low": _both(CLIP, 0.2),

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 GAMES = "examples/multi_agent/games.py"
 GROUPS = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")
 REWARD_MODEL = ("reward_model.enable=true", "reward_model.model.path=/models/reward")
-ONE_MINI_BATCH = ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS)
 TEACHER = ("teacher.model.path=/models/teacher",)
 GIVEN = ("trainer.val_before_train=false", "trainer.test_freq=-1")
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -31,9 +30,9 @@ ASKS_FOR = {
     "grpo": GROUPS,
     "grpo_lag": GROUPS,
     "grpo_reward_model": (*GROUPS, *REWARD_MODEL),
-    "guess": ONE_MINI_BATCH,
-    "lake": ONE_MINI_BATCH,
-    "nim": ONE_MINI_BATCH,
+    "guess": GROUPS,
+    "lake": GROUPS,
+    "nim": GROUPS,
     "planner_worker": GROUPS,
     "ppo": (),
     "ppo_reward_model": REWARD_MODEL,
@@ -48,12 +47,12 @@ ASKS_FOR = {
     "sft": (*GIVEN, "actor_rollout_ref.rollout.name=dataset", f"{LOSS}=sft"),
     "sft_grpo": GROUPS,
     "two_teachers": TEACHER,
-    "shop": ONE_MINI_BATCH,
-    "shopper": ONE_MINI_BATCH,
+    "shop": GROUPS,
+    "shopper": GROUPS,
     "solver_verifier": GROUPS,
-    "verifiers": ONE_MINI_BATCH,
-    "dag.py:with_bonus": ONE_MINI_BATCH,
-    "dag.py:with_fluency": ONE_MINI_BATCH,
+    "verifiers": GROUPS,
+    "dag.py:with_bonus": GROUPS,
+    "dag.py:with_fluency": GROUPS,
 }
 """What a workflow cannot be run without: algorithm, samples to compare, reward model, environment."""
 

@@ -24,7 +24,6 @@ TALK = load_config(
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.name=hf",
         "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=1024",
     ]
 )
 TEMPLATE_CFGS = {"grpo.yaml": CFG, "ppo.yaml": load_config(SETTINGS)}

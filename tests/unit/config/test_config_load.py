@@ -172,7 +172,7 @@ def test_the_last_override_wins_and_tilde_goes_back_to_the_default(tmp_path):
     preset = tmp_path / "mine.yaml"
     preset.write_text("data: {train_batch_size: 8}\n")
     assert load_config([], str(preset)).data.train_batch_size == 8
-    assert load_config(["~data.train_batch_size"], str(preset)).data.train_batch_size == 1024
+    assert load_config(["~data.train_batch_size"], str(preset)).data.train_batch_size == 128
 
 
 def test_a_preset_of_the_users_own_builds_on_ours(tmp_path, monkeypatch):
@@ -297,7 +297,7 @@ def test_overrides_of_a_node_are_checked_and_share_what_they_do_not_touch():
 
 def test_only_what_somebody_set_is_explicit():
     cfg = load_config(
-        ["data.train_batch_size=1024", f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.optim.clip_grad=0.5"]
+        ["data.train_batch_size=128", f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.optim.clip_grad=0.5"]
     )
     assert cfg.explicit == (
         f"{ACTOR}.clip_ratio",

@@ -310,6 +310,7 @@ def test_the_page_of_a_script_says_what_was_done(tmp_path, capsys):
         "trainer.total_epochs=3",
         "trainer.experiment_name=run_FILL_IN",
         "#   $(date +%s) in trainer.experiment_name",
+        "# verl's default; siirl's is 128: prompts of a step",
         "ppo_mini_batch_size=256  # verl's default; siirl's is 1024",
         'siirl run "${SETTINGS[@]}" "$@"',
     ):

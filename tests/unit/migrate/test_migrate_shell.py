@@ -244,6 +244,7 @@ def test_the_command_for_a_random_script_of_siirl_has_its_configuration(seed, tm
     words = run.stdout.split("\0")[:-1]
     given = load_config([f"{name}={value}" for name, value in settings if "$" not in value])
     added = {
+        "data.train_batch_size",
         "actor_rollout_ref.actor.ppo_mini_batch_size",
         "trainer.balance_batch",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
