@@ -18,7 +18,7 @@ from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.cost.device_kinds import DeviceKind, chosen_device
 from siirl.compiler.cost.step_time import StepTime, step_time
 from siirl.compiler.cost.work import RowTokens, row_tokens
-from siirl.compiler.memory.estimate import GIB, read_shape
+from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.memory.phases import PhasePeak, memory_lines, phase_peaks
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config, with_overrides
@@ -33,6 +33,7 @@ from siirl.findings import Findings
 from siirl.launch.devices import device_memory_gib, device_name, named_machine
 from siirl.launch.survey import Survey, survey, survey_inputs, trains_group
 from siirl.parallel.placement import format_ranks
+from siirl.spelling import GIB, gib_texts
 
 SHOWN = 5
 _MOST_DOUBLINGS = 7
@@ -317,10 +318,10 @@ def _text(found: Search, best: list[Candidate], said: list[str]) -> str:
     fits = "" if found.fits(peak) else f": more than {100 * ROOM:.0f}% of a device"
     lines = [
         f"layouts for {world} x {kind} of {found.gib:g} GiB: {found.tried} tried, {counts}",
-        f"as it is: {_numbers(time, peak)}{fits}",
+        f"as it is: {_numbers(time, peak, found.gib)}{fits}",
     ]
     for position, candidate in enumerate(best, 1):
-        lines.append(f"{position}. {_numbers(candidate.time, candidate.peak)}")
+        lines.append(f"{position}. {_numbers(candidate.time, candidate.peak, found.gib)}")
         lines.append(_lines_to_paste(_pasted(candidate.changes)) or "   as it is")
     if not best:
         lines.append("none fits: shard the models over more devices (siirl plan says what takes the memory)")
@@ -333,5 +334,5 @@ def _text(found: Search, best: list[Candidate], said: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _numbers(time: StepTime, peak: PhasePeak) -> str:
-    return f"{time.step_s:.1f} s a step, {peak.device / GIB:.0f} GiB in {peak.node}"
+def _numbers(time: StepTime, peak: PhasePeak, gib: float) -> str:
+    return f"{time.step_s:.1f} s a step, {gib_texts(peak.device / GIB, gib)[0]} GiB in {peak.node}"

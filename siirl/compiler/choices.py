@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from siirl.compiler.memory.estimate import GIB
 from siirl.compiler.memory.phases import memory_lines, phase_peaks
 from siirl.compiler.plan import Choice, ModelPlan, Plan
 from siirl.config import Config, with_overrides
 from siirl.config.resolve import is_set
 from siirl.parallel.placement import Ranks
+from siirl.spelling import GIB, gib_texts
 
 FITS = 0.9
 """Of a device: no more is planned, as steps took up to 4% over the estimate, and allocators need room."""
@@ -110,8 +110,8 @@ class Draft:
 
     def fits_text(self, needs: float) -> str:
         """What a weighed change takes, in words."""
-        gib = self.machine.gib or 0.0
-        return f"{needs:.1f} of {gib:.0f} GiB" if needs >= 1 else "little memory"
+        gib = self.machine.gib or needs
+        return "{} of {} GiB".format(*gib_texts(needs, gib)) if needs >= 1 else "little memory"
 
     def weigh(self, model: ModelPlan, changes: Changes) -> float | None:
         """GiB of the fullest phase on a model's ranks, with these changes; None where that is more than a

@@ -7,13 +7,14 @@ from math import ceil, floor
 from siirl.compiler.backends import backend_of
 from siirl.compiler.choices import Changes, Draft
 from siirl.compiler.memory.engine_memory import engine_bytes
-from siirl.compiler.memory.estimate import GIB, read_shape
+from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.memory.phases import engine_rows
 from siirl.compiler.plan import ModelPlan
 from siirl.config.resolve import get
 from siirl.config.roles import ROLES
 from siirl.models.config_json import model_type_of
 from siirl.models.families import family_of
+from siirl.spelling import GIB
 
 WORKSPACE_BYTES = 4 * GIB
 """Of a vLLM engine's share beside weights and KV cache: what it measures for its largest step at most."""

@@ -22,8 +22,8 @@ from siirl.errors import ConfigError, SandboxError
 from siirl.launch.devices import count_gpus
 from siirl.launch.rendezvous import STORE_FD, open_socket
 from siirl.observe.printable import printable
+from siirl.spelling import GIB, size_text
 
-GIB = 1 << 30
 PYTHONS = ((3, 11), (3, 12))
 PROBES = ("-m", "siirl.launch.machine_probes")
 PROBE_S = 120.0
@@ -111,7 +111,7 @@ def devices(_output: Path) -> Iterator[Line]:
         return
     seen = told["devices"]
     if seen:
-        each = ", ".join(f"{name} {num_bytes / GIB:.0f} GiB" for name, num_bytes in seen)
+        each = ", ".join(f"{name} {size_text(num_bytes)}" for name, num_bytes in seen)
         yield Line("ok", "devices", f"{len(seen)} GPU(s): {each}")
     elif offered:
         why = "torch is built without CUDA" if told["cuda"] is None else "CUDA does not start"
@@ -148,12 +148,12 @@ def shared_memory(_output: Path) -> Iterator[Line]:
         yield Line("warn", "shared memory", f"/dev/shm: {error.strerror}", "Mount a tmpfs there.")
         return
     if total >= SHM_BYTES:
-        yield Line("ok", "shared memory", f"{total / GIB:.1f} GiB in /dev/shm")
+        yield Line("ok", "shared memory", f"{size_text(total)} in /dev/shm")
     else:
         yield Line(
             "warn",
             "shared memory",
-            f"{total / 2**20:.0f} MiB in /dev/shm: little for NCCL and vLLM",
+            f"{size_text(total)} in /dev/shm: little for NCCL and vLLM",
             "Start the container with --ipc=host or --shm-size=16g.",
         )
 
@@ -180,7 +180,7 @@ def disk(output: Path) -> Iterator[Line]:
     remedy = (
         "" if grade == "ok" else "Checkpoints need room: free some, or choose another trainer.output_dir."
     )
-    yield Line(grade, "disk", f"{free / GIB:.1f} GiB free in {folder}", remedy)
+    yield Line(grade, "disk", f"{size_text(free)} free in {folder}", remedy)
 
 
 def ports(_output: Path) -> Iterator[Line]:

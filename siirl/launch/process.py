@@ -166,6 +166,9 @@ def worker_environment(
         "PYTHONUNBUFFERED": "1",
     }
     env.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // job.local_world_size)))
+    # Threads that wait give their core away after about 50 us. By default they spin for milliseconds, which
+    # on cores that other programs use, too, made a step of a small model take many times as long.
+    env.setdefault("GOMP_SPINCOUNT", "1000")
     if job.world_size == job.local_world_size and any(name == "lo" for _, name in socket.if_nameindex()):
         # All peers are here: independent of how the host name resolves.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")

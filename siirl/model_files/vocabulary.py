@@ -11,6 +11,7 @@ from siirl.config.teacher import SAMPLED, WHOLE
 from siirl.errors import ConfigError, DataError
 from siirl.model_files.local_models import on_hub
 from siirl.models.config_json import language_part
+from siirl.spelling import GIB, gib_texts
 
 LARGEST_GIB = 16
 """Of one teacher's distributions of a batch on a rank, in host memory."""
@@ -73,12 +74,13 @@ def check_distributions(cfg: Config, who: str, rows: int) -> None:
         )
     if cfg.teacher.top_k != WHOLE or size is None:
         return
-    whole, few = (rows * length * number / 2**30 for number in (4 * size, 12 * 64))
+    whole, few = (rows * length * number / GIB for number in (4 * size, 12 * 64))
     if whole > LARGEST_GIB:
+        takes, most = gib_texts(whole, LARGEST_GIB)
         raise ConfigError(
             f"model {who!r}: with distill.top_k=-1 its log-probs of all {size:,} words, at {length:,} tokens "
-            f"of {rows:,} rows, are {whole:,.0f} GiB on each rank, which wait in host memory and move to the "
-            f"policy; {LARGEST_GIB} GiB are the most. Set actor.distill.top_k=64 ({few:.1f} GiB); or fewer, "
+            f"of {rows:,} rows, are {takes} GiB on each rank, which wait in host memory and move to the "
+            f"policy; {most} GiB are the most. Set actor.distill.top_k=64 ({few:.1f} GiB); or fewer, "
             "shorter responses (data.train_batch_size, rollout.n, data.max_response_length), or more ranks."
         )
 

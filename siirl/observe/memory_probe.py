@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from siirl.observe.metrics import Metrics
+from siirl.spelling import GIB
 
-GIB = 2**30
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -20,6 +20,7 @@ from siirl.guarded_files import open_below
 from siirl.launch.run_record import CONFIG_FILE, RUN_FILE
 from siirl.observe.curve import METRICS_FILE
 from siirl.observe.printable import printable
+from siirl.spelling import size_text
 
 T = TypeVar("T")
 MOST_LINE_BYTES, MOST_REASON = 8 << 20, 300
@@ -74,8 +75,7 @@ def mapping(value: Any) -> dict[str, Any]:
 
 def first_left_out(num_bytes: int) -> str:
     """What is said of a file whose beginning was not read."""
-    size = f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 1 << 18 else f"{num_bytes / 2**10:.1f} KiB"
-    return f"its first {size} are left out"
+    return f"its first {size_text(num_bytes)} are left out"
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from typing import Any
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.memory.engine_starts import engine_starts
-from siirl.compiler.memory.estimate import GIB
 from siirl.compiler.memory.phases import PhasePeak, estimated, host_peaks, memory_lines, phase_peaks
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config
@@ -16,6 +15,7 @@ from siirl.errors import Place, PlacementError
 from siirl.findings import Findings
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.show.text_table import table
+from siirl.spelling import GIB, gib_texts, size_text
 
 _SHOWN = 5  # largest parts of a phase
 _SMALL = 0.01  # of a phase: parts below are left out
@@ -41,8 +41,8 @@ def memory_table(plan: Plan, configs: Configs, device_gib: float | None) -> list
         return [f"left out: {found}"]
     rows = [["phase", "ranks", "device", "host", "the largest parts, GiB"]]
     for peak in found.phases:
-        host = gib_text(peak.host) if peak.host else ""
-        rows.append([peak.node, format_ranks(peak.ranks), gib_text(peak.device), host, _largest(peak)])
+        host = size_text(peak.host) if peak.host else ""
+        rows.append([peak.node, format_ranks(peak.ranks), size_text(peak.device), host, _largest(peak)])
     gib = found.device_gib
     told = f"({gib:g} GiB is assumed: trainer.device_memory_gib sets what your devices have)"
     return [*table(rows), *_verdicts(plan, configs, gib), *([told] if found.assumed else [])]
@@ -92,13 +92,8 @@ def _host_table(plan: Plan, configs: Configs, gib: float | None) -> list[str]:
     if isinstance(lines, str):
         return [f"left out: {lines}"]
     rows = [["phase", "host, all processes", "the largest parts, GiB"]]
-    rows += [[peak.node, gib_text(peak.device), _largest(peak)] for peak in host_peaks(plan, lines)]
+    rows += [[peak.node, size_text(peak.device), _largest(peak)] for peak in host_peaks(plan, lines)]
     return [*table(rows), *([] if gib is None else _verdicts(plan, configs, gib))]
-
-
-def gib_text(num_bytes: int) -> str:
-    """In GiB, or in MiB where that is little."""
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < GIB // 10 else f"{num_bytes / GIB:.1f} GiB"
 
 
 def _largest(peak: PhasePeak) -> str:
@@ -130,7 +125,8 @@ def _verdicts(plan: Plan, configs: Configs, gib: float) -> list[str]:
     for ranks, peak in fullest.items():
         where = f"ranks {format_ranks(ranks)}: " if len(fullest) > 1 else ""
         room = _room_gib(plan, configs, gib)
-        fits = f"fits {_room_text(plan, configs, gib)}: yes, {peak.device / GIB:.0f} in {peak.node}"
+        taken, of = gib_texts(peak.device / GIB, room)
+        fits = f"fits {_room_text(configs, of)}: yes, {taken} in {peak.node}"
         lines.append(
             where + (fits if peak.device <= room * GIB else _too_much(plan, configs, ranks, peak, gib))
         )
@@ -138,15 +134,13 @@ def _verdicts(plan: Plan, configs: Configs, gib: float) -> list[str]:
 
 
 def _too_much(plan: Plan, configs: Configs, ranks: Ranks, peak: PhasePeak, gib: float) -> str:
-    need = f"{peak.device / GIB:.0f} in {peak.node}"
-    room = _room_text(plan, configs, gib)
-    return f"does not fit {room}: {need}. {_advice(plan, configs, ranks, gib)}"
+    need, room = gib_texts(peak.device / GIB, _room_gib(plan, configs, gib))
+    advice = _advice(plan, configs, ranks, gib)
+    return f"does not fit {_room_text(configs, room)}: {need} in {peak.node}. {advice}"
 
 
-def _room_text(plan: Plan, configs: Configs, gib: float) -> str:
-    if _on_cpu(configs):
-        return f"the {_room_gib(plan, configs, gib):.0f} GiB of this machine, which has no GPU"
-    return f"{gib:g} GiB"
+def _room_text(configs: Configs, room: str) -> str:
+    return f"the {room} GiB of this machine, which has no GPU" if _on_cpu(configs) else f"{room} GiB"
 
 
 def _advice(plan: Plan, configs: Configs, ranks: Ranks, gib: float) -> str:
@@ -165,7 +159,7 @@ def _advice(plan: Plan, configs: Configs, ranks: Ranks, gib: float) -> str:
         peak, text, configs = best
         name = text.partition("=")[0]
         chosen = [item for item in chosen if item.partition("=")[0] != name] + [text]
-    reached = f"{peak.device / GIB:.0f} in {peak.node}"
+    reached = f"{gib_texts(peak.device / GIB, room / GIB)[0]} in {peak.node}"
     if peak.device <= room:
         return f"With {' '.join(chosen)}: {reached}."
     tried_all = f"Even with {' '.join(chosen)}: {reached}. " if chosen else ""

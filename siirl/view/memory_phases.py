@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from siirl.compiler.memory.phases import GIB
 from siirl.observe.curve import Series
 from siirl.runs.folder_reader import mapping, number, word
+from siirl.spelling import GIB
 
 KINDS = ("peak", "reserved", "device")
 HOST = "memory/host_peak_gib"

@@ -19,7 +19,7 @@ from siirl.compiler.cost.work import (
     rollout_work,
     sync_work,
 )
-from siirl.compiler.memory.estimate import BYTES, GIB, ModelShape, read_shape
+from siirl.compiler.memory.estimate import BYTES, ModelShape, read_shape
 from siirl.compiler.memory.phases import engine_rows
 from siirl.compiler.plan import ModelPlan, NodePlan, Plan, Repeat, Reshard, Run, SyncWeights
 from siirl.config import Config
@@ -28,6 +28,7 @@ from siirl.config.resolve import COMPUTE_DTYPE, get
 from siirl.config.roles import ROLES
 from siirl.dag.ops import LATER_OLD_LOG_PROB
 from siirl.parallel.placement import Ranks
+from siirl.spelling import GIB
 
 WAITING = "pipeline waits"
 Configs = Mapping[str, Config]

@@ -12,7 +12,6 @@ from siirl.compiler.backends import backend_of
 from siirl.compiler.memory.estimate import (
     BYTES,
     ENGINE_CONTEXT_BYTES,
-    GIB,
     KEPT_LOGITS_BYTES,
     ModelShape,
     kept_values,
@@ -27,6 +26,7 @@ from siirl.config.resolve import COMPUTE_DTYPE, get
 from siirl.config.roles import ROLES, role_group, role_model, token_budget
 from siirl.errors import ConfigError
 from siirl.parallel.pipeline_layers import split_layers
+from siirl.spelling import GIB
 
 Work = dict[str, float]
 """Name of a constant -> amount."""

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.memory.engine_memory import engine_bytes
-from siirl.compiler.memory.estimate import BYTES, GIB, ModelShape, read_shape
+from siirl.compiler.memory.estimate import BYTES, ModelShape, read_shape
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config
 from siirl.config.roles import ROLES
 from siirl.config.rollout import RolloutConfig
+from siirl.spelling import GIB, gib_texts
 
 MOST_SHARE = 0.95
 """Of a device that is advised: the rest is for CUDA contexts and the worker."""
@@ -55,8 +56,8 @@ class EngineStart:
     @property
     def text(self) -> str:
         """What the share holds; where that is too little, why, and what to set."""
-        gib = f"{self.share:g} of the device = {self.room / GIB:.0f} GiB"
         weights, row = self.weights / GIB, self.row / GIB
+        gib = f"{self.share:g} of the device = {gib_texts(self.room / GIB, weights + row)[0]} GiB"
         if self.starts:
             left = max(0, self.room - self.weights - self.workspace) / GIB
             return (

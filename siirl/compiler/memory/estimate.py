@@ -27,12 +27,12 @@ from siirl.models.config_values import without_value
 from siirl.models.families import family_of, types_with
 from siirl.models.overridden import overridden
 from siirl.models.sizes import RouterChoices, has_qk_norm, has_qkv_bias, head_size
+from siirl.spelling import GIB
 
 SMALL_MODEL_BYTES = 2 << 30
 """Up to so many bytes of fp32 weights a model stays whole under FSDP2 (stays_whole)."""
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
-GIB = 2**30
 LOGITS_CHUNK = 1 << 28
 """Logits that a log-prob head works on at a time: 1 GiB in fp32."""
 KEPT_LOGITS_BYTES = 2 * GIB

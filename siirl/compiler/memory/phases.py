@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.compiler.backends import backend_of
-from siirl.compiler.memory.estimate import ENGINE_PARTS, GIB, Activity, MemoryLine, read_shape
+from siirl.compiler.memory.estimate import ENGINE_PARTS, Activity, MemoryLine, read_shape
 from siirl.compiler.plan import ModelPlan, NodePlan, Plan, Run
 from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.config.roles import ROLES
 from siirl.parallel.placement import Ranks, format_ranks
+from siirl.spelling import GIB
 
 CONTEXT_BYTES = int(0.6 * GIB)
 """CUDA context of a worker."""

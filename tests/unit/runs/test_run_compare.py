@@ -36,7 +36,7 @@ def pair(tmp_path):
 
 def test_the_keys_and_versions_that_differ_and_no_others(pair, capsys):
     told = compared(pair)
-    default = {"data.train_batch_size": 1024}
+    default = {"data.train_batch_size": 128}
     assert told["configuration"]["data.train_batch_size"] == [default["data.train_batch_size"], 64]
     assert told["configuration"]["actor_rollout_ref.actor.optim.lr"][0] == 1e-5
     followers = {name for name in told["configuration"] if name.endswith(".ppo_mini_batch_size")}
