@@ -21,7 +21,6 @@ from siirl.config.batch import batch_of
 from siirl.config.common import FLASH_4
 from siirl.config.resolve import COMPUTE_DTYPE, get
 from siirl.config.roles import ROLES, BatchKeys, role_group, role_model
-from siirl.errors import UserError
 from siirl.models.config_json import as_built
 from siirl.models.families import family_of
 from siirl.models.sizes import head_size
@@ -168,11 +167,8 @@ def _choose_kernels(draft: Draft, model: ModelPlan) -> None:
 
 def _is_accepted(draft: Draft, model: ModelPlan, changes: Changes) -> bool:
     """Whether the checks of a run take a model with these changes."""
-    try:
-        check_trained_model(with_overrides(draft.cfg(model), changes), model.role, model.name)
-    except UserError:
-        return False
-    return True
+    changed = with_overrides(draft.cfg(model), changes)
+    return not [*check_trained_model(changed, model.role, model.name)]
 
 
 def _choose_checkpointing(draft: Draft, model: ModelPlan) -> None:

@@ -5,16 +5,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from siirl.compiler.backends import backend_of
-from siirl.compiler.checks.fields import check_agents, check_writers, prune
-from siirl.compiler.checks.round_regions import check_rounds
+from siirl.compiler.checks.fields import prune
 from siirl.compiler.checks.table import CHECKS
 from siirl.compiler.instructions import Sections
 from siirl.compiler.interactions.credit_reads import turns_of_training, with_credit
 from siirl.compiler.interactions.env_shorthand import with_environments
-from siirl.compiler.interactions.find import check_agents_of, with_interactions
+from siirl.compiler.interactions.find import with_interactions
 from siirl.compiler.interactions.totals import validating, with_totals
 from siirl.compiler.layouts import AgentRows, LayoutTable, NodePlacement, agent_rows, place_nodes
-from siirl.compiler.memory.awake_engines import check_awake, with_shares
+from siirl.compiler.memory.awake_engines import with_shares
 from siirl.compiler.models import plan_links, plan_models
 from siirl.compiler.moved_rows import with_moved_rows
 from siirl.compiler.plan import (
@@ -169,11 +168,10 @@ def _resolve(dag: DagSpec, graph: Graph | None, cfg: Config, found: Findings) ->
 def _interact(workflow: Workflow, found: Findings) -> Workflow:
     """The workflow with its interactions. Raises where later checks would only repeat what is wrong."""
     so_far = len(found)
-    found.take(check_agents(workflow.nodes))
+    found.ask(CHECKS, "ops", nodes=workflow.nodes)
     with found.at():
         credited = with_credit(with_teachers(with_interactions(workflow)))
-        found.take(check_writers(credited.nodes))
-        check_agents_of(credited)
+        found.ask(CHECKS, "interactions", nodes=credited.nodes, talking=credited)
         if len(found) == so_far:
             return credited
     found.close()
@@ -221,13 +219,13 @@ def _place(kept: Workflow, models: dict[str, ModelPlan], world_size: int, found:
     """Where models and rows lie. Raises if anything is wrong with that."""
     interactions, moved = place_interactions(kept.interactions, models, kept.nodes)
     shared = replace(kept, interactions=interactions, nodes=with_shares(interactions, moved, kept.nodes))
-    with found.at():
-        check_awake(interactions, moved, {node.id: node.cfg for node in shared.nodes.values()})
+    configs = {node.id: node.cfg for node in shared.nodes.values()}
+    found.ask(CHECKS, "engines", interactions=interactions, models=moved, configs=configs)
     running = kept.graph.without(shared.silent)
     unplaced = Placed(shared, moved, world_size, agent_rows(shared), LayoutTable(), running, {})
     placed = replace(unplaced, places=unplaced.place(running, found))
-    with found.at():
-        check_rounds({name: shared.nodes[name] for name in running.order}, running, placed.places)
+    nodes = {name: shared.nodes[name] for name in running.order}
+    found.ask(CHECKS, "places", nodes=nodes, graph=running, places=placed.places)
     found.close()
     return placed
 

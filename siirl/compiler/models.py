@@ -5,13 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from siirl.compiler.backends import backend_of, choose_backend
+from siirl.compiler.backends.base import Backend
 from siirl.compiler.interactions.adapters import with_bases
 from siirl.compiler.plan import MOST_SENDERS, LinkPlan, ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
+from siirl.config import Config
 from siirl.config.roles import ROLES
 from siirl.errors import DagError, PlacementError
 from siirl.findings import Findings, ReadsBroken
+from siirl.parallel.dims import ParallelDims
 from siirl.parallel.placement import Ranks, format_ranks, parse_placement
 
 OF_ENGINE = (
@@ -32,12 +35,12 @@ def plan_models(workflow: Workflow, world_size: int, found: Findings) -> dict[st
     models: dict[str, ModelPlan] = {}
     for name, of_model in users.items():
         with found.at():
-            models[name] = _plan_model(name, of_model, world_size)
+            models[name] = _plan_model(name, of_model, world_size, found)
     if len(models) < len(users):
         raise ReadsBroken
     nodes = {node.id: node for nodes in users.values() for node in nodes}
     _check_policies_agree(models, nodes)
-    return with_bases(models | _weight_sources(models, nodes), workflow)
+    return with_bases(models | _weight_sources(models, nodes, found), workflow)
 
 
 def plan_links(models: dict[str, ModelPlan], nodes: Nodes) -> dict[str, LinkPlan]:
@@ -89,7 +92,9 @@ def _links_to_teachers(models: dict[str, ModelPlan], nodes: Nodes) -> dict[str, 
     return links
 
 
-def _weight_sources(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]) -> dict[str, ModelPlan]:
+def _weight_sources(
+    models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode], found: Findings
+) -> dict[str, ModelPlan]:
     """For each rollout without an actor (trainer.rollout_only) one that no node runs: it reads the weights
     from actor_rollout_ref.model.path, shards them over the rollout's ranks, and gives them to it."""
     sources: dict[str, ModelPlan] = {}
@@ -98,26 +103,33 @@ def _weight_sources(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]
         if target.is_rollout and backend_of(target).weights and name not in models:
             node = nodes[target.node]
             backend_name, backend = choose_backend("actor", node)
-            dims = backend.dims(node.cfg, "actor", len(target.ranks))
-            backend.check(node.cfg, "actor", dims, node)
-            dims.check(str(node), target.ranks)
+            dims = _checked_sizes(backend, "actor", node, node.cfg, target.ranks, found)
             sources[name] = replace(
                 target, name=name, role="actor", backend=backend_name, dims=dims, nodes=()
             )
     return sources
 
 
-def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelPlan:
+def _checked_sizes(
+    backend: Backend, role: str, node: ResolvedNode, cfg: Config, ranks: Ranks, found: Findings
+) -> ParallelDims:
+    """The sizes of a model on its ranks, if its backend takes it; else ReadsBroken, and why in `found`."""
+    so_far, dims = len(found), backend.dims(cfg, role, len(ranks))
+    found.ask(backend.checks, "model", cfg=cfg, role=role, dims=dims, node=node)
+    if len(found) > so_far:
+        raise ReadsBroken
+    dims.check(str(node), ranks)
+    return dims
+
+
+def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int, found: Findings) -> ModelPlan:
     builder = min(nodes, key=lambda node: (not node.op.trains, node.agent != node.model_agent))
     role = builder.op.model
     assert role is not None
     _check_overrides_agree(name, builder, nodes)
     ranks = _ranks(name, nodes, world_size)
     backend_name, backend = choose_backend(role, builder)
-    cfg = ROLES[role].engine_cfg(builder.cfg)
-    dims = backend.dims(cfg, role, len(ranks))
-    backend.check(cfg, role, dims, builder)
-    dims.check(str(builder), ranks)
+    dims = _checked_sizes(backend, role, builder, ROLES[role].engine_cfg(builder.cfg), ranks, found)
     return ModelPlan(
         name=name,
         agent=builder.agent,

@@ -1,4 +1,4 @@
-"""Where engines are built: the class that the backend's row names (siirl/compiler/backends.py).
+"""Where engines are built: the class that the table of backends names (siirl/compiler/backends).
 
 It is imported then, so that a run needs only the packages of the backends that it uses.
 """

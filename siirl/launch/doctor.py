@@ -82,7 +82,7 @@ def versions(_output: Path) -> Iterator[Line]:
             if version
             else Line("bad", package, "is not installed", "Install it: pip install siirl.")
         )
-    from siirl.compiler.checks.packages import vllm_version
+    from siirl.compiler.backends.vllm import vllm_version
 
     try:
         yield Line("ok", "vllm", vllm_version())

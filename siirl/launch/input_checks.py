@@ -22,7 +22,7 @@ from siirl.data.difficulties import check_difficulties
 from siirl.data.recorded_rollouts import check_recorded
 from siirl.data.row_checks import count_rows
 from siirl.data.teacher_routes import check_routes
-from siirl.errors import ConfigError, NotSupportedError, Place
+from siirl.errors import ConfigError, Place
 from siirl.findings import Findings
 from siirl.model_files.directory import check_model_files, check_tokenizer
 from siirl.model_files.local_models import on_hub
@@ -197,9 +197,5 @@ def check_named(cfg: Config, found: Findings) -> None:
 
 def _is_said(cfg: Config, found: Findings) -> bool:
     """Whether a node was refused for the type of the run's own model, or for what is asked of it."""
-    try:
-        check_trained_model(cfg, "actor", "the model")
-    except NotSupportedError as error:
-        why = str(error).partition(", ")[2]
-        return any(why in str(problem) for problem in found.problems)
-    return False
+    reasons = [str(error).partition(", ")[2] for error in check_trained_model(cfg, "actor", "the model")]
+    return any(why in str(problem) for why in reasons for problem in found.problems)

@@ -16,7 +16,7 @@ from siirl.config.checks import contradictions, find_contradictions
 from siirl.config.roles import ROLES, role_model
 from siirl.dag.spec import DagSpec
 from siirl.errors import DataError, Place, PlacementError, UserError
-from siirl.findings import Findings
+from siirl.findings import Findings, refuse
 from siirl.launch.preflight import check_code, check_resumed, check_reward_code
 from siirl.launch.run_folder import refuse_busy
 from siirl.model_files.directory import check_lengths, check_score_model, check_stop_tokens
@@ -128,7 +128,7 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
                 check_overrides(configs[model.node], model.role)
                 check_lengths(configs[model.node], folder, model.role)
                 check_stop_tokens(configs[model.node], folder, model.role)
-                check_trained_model(configs[model.node], model.role, f"model {model.name!r}")
+                refuse(check_trained_model(configs[model.node], model.role, f"model {model.name!r}"))
                 if ROLES[model.role].head == "score":
                     check_score_model(configs[model.node], folder, model.role, model.trains)
     has_sizes = not len(found)

@@ -14,6 +14,7 @@ from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
 from siirl.errors import ConfigError, DataError
+from siirl.findings import refuse
 from siirl.model_files.hub import near_folder
 from siirl.models.config_json import language_part
 from siirl.models.overridden import overridden
@@ -179,7 +180,7 @@ def check_model_files(cfg: Config, role: str, trains: bool = False, of_known_typ
     check_config_file(path)
     check_lengths(cfg, path, role)
     if not of_known_type:
-        check_trained_model(cfg, role, f"{_here()}: {path}")
+        refuse(check_trained_model(cfg, role, f"{_here()}: {path}"))
     if cfg.data.has_images and role == "actor":
         check_image_files(path)
     if not ROLES[role].takes_weights:

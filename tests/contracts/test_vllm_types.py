@@ -21,6 +21,7 @@ from siirl.config import Config, load_config
 from siirl.data.completions import Completion, SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.errors import NotSupportedError
+from siirl.findings import refuse
 from siirl.models.families import known_types, types_with
 from siirl.models.trained import OWN_TYPE
 from siirl.parallel.dims import ParallelDims
@@ -54,7 +55,7 @@ def config(model: Path, dtype: str = "float32") -> Config:
 
 def accepted(model: Path) -> bool:
     try:
-        check_trained_model(config(model), "actor", "the policy")
+        refuse(check_trained_model(config(model), "actor", "the policy"))
     except NotSupportedError as error:
         assert f"{ROLLOUT}.name=hf" in str(error)
         return False

@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,14 +137,16 @@ def check_same(finished, beside):
 def work_in_shards(rank, world_size, arguments, output):
     """A worker of a run whose engines are of two ranks each, as with tensor parallelism; HF on every rank."""
     from siirl.compiler.backends import ROLLOUT_BACKENDS
-    from siirl.parallel.dims import ParallelDims
+    from siirl.compiler.backends.base import replicas
+    from siirl.compiler.backends.vllm import VLLM
 
-    ROLLOUT_BACKENDS["hf"] = replace(
-        ROLLOUT_BACKENDS["vllm"],
-        engine=ROLLOUT_BACKENDS["hf"].engine,
-        dims=lambda cfg, role, world: ParallelDims(world, tp=2, dp_replicate=world // 2),
-        check=lambda *model: None,
-    )
+    class InShards(VLLM):
+        checks = ()
+
+        def dims(self, cfg, role, world):
+            return replicas(world, 2)
+
+    ROLLOUT_BACKENDS["hf"] = InShards(ROLLOUT_BACKENDS["hf"].engine)
     work(rank, world_size, arguments, output)
 
 

@@ -56,11 +56,9 @@ def reds(tree: Path, *words: str) -> tuple[set[str], str]:
 @pytest.mark.slow  # it tries the tests that ask for the rest, and those run by themselves
 def test_a_rollout_engine_that_is_a_row_alone_is_red_everywhere(tree):
     """The contract suite, the registry and the import contract ask for the rest; its logs are shown."""
-    stub = (
-        '    "stub": Backend("siirl.engines.rollout.stub.stub_rollout:Stub", _replicas, lambda *model: []),\n'
-    )
-    table = "ROLLOUT_BACKENDS = {\n"
-    change(tree / "siirl/compiler/backends.py", table, table + stub)
+    table = "ROLLOUT_BACKENDS: dict[str, Backend] = {\n"
+    stub = '    "stub": HF("siirl.engines.rollout.stub.stub_rollout:Stub"),\n'
+    change(tree / "siirl/compiler/backends/__init__.py", table, table + stub)
     suite, registry = (
         "tests/contracts/test_rollout_engine_contract.py",
         "tests/unit/engines/test_engine_registry.py",

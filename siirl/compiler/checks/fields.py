@@ -4,11 +4,9 @@ from collections.abc import Iterator
 
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
-from siirl.config.reward_weights import RewardWeights
-from siirl.config.roles import normalizes_weights, role_model
+from siirl.config.roles import role_model
 from siirl.dag.fields_read import uses_critic, why_unread
-from siirl.dag.ops import score_names
-from siirl.errors import ConfigError, DagError, NotSupportedError, UserError, reworded
+from siirl.errors import ConfigError, DagError, NotSupportedError, UserError
 from siirl.spelling import suggest
 from siirl.types import FIELDS, LOADED_FIELDS, FieldKey
 
@@ -172,99 +170,6 @@ def check_models_of_nodes(kept: Workflow) -> Iterator[UserError]:
             yield ConfigError(
                 f"{node}: {role.model}.lora_rank={model.lora_rank}: the model is frozen, and a new adapter "
                 "changes nothing. Leave it out; adapters that were trained are merged by `siirl export`."
-            )
-
-
-def check_reward_models(workflow: Workflow) -> Iterator[UserError]:
-    """A node that scores by a model, or trains one, has one, and reward_model.enable, which has a node."""
-    scoring = [node for node in workflow.nodes.values() if node.op.by_model or node.op.on_scorer]
-    for node in scoring:
-        if not node.cfg.reward_model.enable:
-            does = "trains a reward model" if node.op.trains else "scores by a model"
-            yield DagError(
-                f"{node} {does}, but reward_model.enable is False. Set reward_model.enable=True and "
-                "reward_model.model.path, or remove the node."
-            )
-        elif node.op.model is not None and "reward_model.model.path" not in node.cfg.explicit:
-            yield ConfigError(
-                f"{node}: reward_model.model.path is not set: the node has no model to score by. Name a "
-                "directory of a Hugging Face model with a score head (ForSequenceClassification), or of a "
-                "judge (reward_model.judge.name); to train, of any language model."
-            )
-    if workflow.run.reward_model.enable and not scoring:
-        yield DagError(
-            "reward_model.enable=True, but no node of the DAG scores by a model. Add a node with node_type "
-            "MODEL_INFERENCE, node_role REWARD, as in dag_templates/grpo_reward_model.yaml, or set "
-            "reward_model.enable=False."
-        )
-
-
-def check_reward_weights(workflow: Workflow) -> Iterator[UserError]:
-    """reward_model.weights names rewards that its node reads; without such a node it is an error."""
-    combining = [node for node in workflow.nodes.values() if node.op.combines]
-    for node in combining:
-        reward_model = node.cfg.reward_model
-        try:
-            RewardWeights(
-                reward_model.weights, score_names(node.spec.reads or ()), normalizes_weights(node.cfg)
-            )
-        except ConfigError as error:
-            yield reworded(error, lambda message, node=node: f"{node}: {message}")
-    if workflow.run.reward_model.weights and not combining:
-        yield DagError(
-            "reward_model.weights is set, but no node of the DAG adds up rewards. Add a node with node_type "
-            "COMPUTE, node_role REWARD and reads: [the rewards' names], or remove the weights."
-        )
-
-
-def check_sampling(kept: Workflow) -> Iterator[UserError]:
-    """DagError if dynamic sampling is asked for, and no node of the agent does it.
-
-    Agents without rows need none. NotSupportedError in an interaction of which several agents have rows.
-    """
-    sampling = {node.agent for node in kept.nodes.values() if node.op.repeats}
-    asking = [n for n in kept.nodes.values() if n.op.is_rollout and n.cfg.algorithm.filter_groups.enable]
-    for plan in kept.interactions.values():
-        talking = [stage for stage in plan.stages if stage.rows]
-        asked = [s for s in talking if s.agent in sampling or any(n.id == s.node for n in asking)]
-        if len(talking) > 1 and asked:
-            yield NotSupportedError(
-                f"not supported yet: algorithm.filter_groups.enable=true for {kept.nodes[asked[0].node]}: "
-                f"agents {' and '.join(str(stage.agent) for stage in talking)} of its interaction are "
-                "trained, and the groups that one of them drops may be those that another one keeps. Set "
-                "algorithm.filter_groups.enable=false, and remove it from the configurations of nodes."
-            )
-            return
-    for node in asking:
-        if node.agent not in sampling and (node.id not in kept.stages or kept.stages[node.id].rows):
-            yield DagError(
-                f"algorithm.filter_groups.enable=true, but no node filters the groups of {node}. Add a node "
-                "with node_type COMPUTE, node_role POSTPROCESS_SAMPLING below its reward, as in "
-                "dag_templates/dapo.yaml, or set algorithm.filter_groups.enable=false."
-            )
-
-
-def check_resampling(kept: Workflow) -> Iterator[UserError]:
-    """DagError if PF-PPO is asked for, and no node of the agent resamples; or if its draws are joined.
-
-    Agents without rows of their own need none.
-    """
-    resampling = {node.agent: node for node in kept.nodes.values() if node.op.draws}
-    rowless = {stage.node for stage in kept.stages.values() if not stage.rows}
-    for node in kept.nodes.values():
-        sampler = resampling.get(node.agent)
-        asks = node.op.is_rollout and node.cfg.algorithm.use_pf_ppo and node.id not in rowless
-        if asks and sampler is None:
-            yield DagError(
-                f"algorithm.use_pf_ppo=true, but no node resamples the rows of {node}. Add a node with "
-                "node_type COMPUTE, node_role POSTPROCESS_SAMPLING above the training, as in "
-                "dag_templates/ppo.yaml, or set algorithm.use_pf_ppo=false."
-            )
-        others = [key for key in node.reads if kept.joins(node, key)]
-        if sampler is not None and others and sampler.id in kept.graph.above[node.id]:
-            yield DagError(
-                f"{node} reads {others[0]} by episode, below {sampler}, of which each draw is an episode of "
-                f"its own. Let {sampler.id!r} depend on {node.id!r} instead."
             )
 
 

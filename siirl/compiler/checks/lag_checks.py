@@ -1,14 +1,11 @@
 """Where responses may go on from step to step (rollout.max_lag), and where not. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import InteractionPlan, Plan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Workflow
-from siirl.config import Config
-from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError, UserError
-from siirl.parallel.placement import format_ranks
+from siirl.errors import DagError, NotSupportedError, UserError
 
 
 def check_lag(kept: Workflow) -> Iterator[UserError]:
@@ -94,34 +91,4 @@ def check_loaders(plan: Plan) -> Iterator[UserError]:
                 f"not supported yet: node {loader.node!r}: actor_rollout_ref.rollout.max_lag where another "
                 "node, on other ranks, reads the prompts first. Set max_lag to 0, or place both on the same "
                 "ranks."
-            )
-
-
-def check_kept_kv(plan: Plan, configs: Mapping[str, Config]) -> Iterator[UserError]:
-    """Engines that shall keep the keys and values of paused responses (rollout.keep_kv), and cannot."""
-    computing = {rank for model in plan.models.values() if model.computes_between for rank in model.ranks}
-    for model in plan.models.values():
-        rollout, trainer = configs[model.node].actor_rollout_ref.rollout, configs[model.node].trainer
-        if not model.is_rollout or not rollout.keeps_kv:
-            continue
-        kept = f"node {model.node!r}: actor_rollout_ref.rollout.keep_kv=true"
-        off = "Set keep_kv to false: what there is of a response is then read again."
-        if not backend_of(model).keeps_kv:
-            yield NotSupportedError(
-                f"not supported yet: {kept} with rollout.name={rollout.name}: it reads what is unfinished "
-                f"again, and keeps no keys and values of it for that. {off} Or set rollout.name=vllm."
-            )
-            continue
-        if rollout.engine_kwargs.vllm.get("enable_prefix_caching") is False:
-            yield ConfigError(
-                f"{kept} with rollout.engine_kwargs.vllm.enable_prefix_caching=false: the keys and values of "
-                "a paused response are found again in the prefix cache. Remove one of them."
-            )
-        if rollout.free_cache_engine and trainer.device != "cpu" and computing.intersection(model.ranks):
-            yield PlacementError(
-                f"{kept} with rollout.free_cache_engine=true on ranks {format_ranks(model.ranks)}, where "
-                "other models compute: the engine gives its memory back between rollouts, and keys and "
-                "values with it. Set free_cache_engine=false, if rollout.gpu_memory_utilization="
-                f"{rollout.gpu_memory_utilization:g} of the device fits beside them; or place the rollout on "
-                f"ranks of its own. {off}"
             )

@@ -5,14 +5,15 @@ Rules are those of megatron-core 0.16 unless they name another reason.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from siirl.compiler.checks.megatron_options import MODULES, Kind, refusal
 from siirl.compiler.memory.estimate import ModelShape
 from siirl.config.common import MegatronConfig
-from siirl.errors import ConfigError
+from siirl.errors import ConfigError, UserError
+from siirl.findings import Check, asked
 from siirl.models.families import family_of
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.pipeline_layers import SPLIT_OPTIONS, split_layers, suggest_split
@@ -45,6 +46,10 @@ class MegatronModel:
     budgets: Mapping[str, int]
     """Key -> tokens of a micro-batch, of keys that act."""
 
+    def wrong(self, problem: str) -> ConfigError:
+        """The error of what is wrong with it."""
+        return ConfigError(f"{self.who}: {problem}")
+
     @property
     def options(self) -> dict[str, Any]:
         return self.section.override_transformer_config
@@ -60,25 +65,7 @@ class MegatronModel:
         return cut * (self.dims.tp if self.section.sequence_parallel else 1)
 
 
-def check_megatron(model: MegatronModel) -> None:
-    """ConfigError with all that is wrong, a line each."""
-    checks: tuple[Callable[[MegatronModel], Iterator[str]], ...] = (
-        _options,
-        _weights,
-        _adapters,
-        _recompute,
-        _gradients,
-        _rows,
-        _optimizer,
-    )
-    if isinstance(model.shape, ModelShape):
-        checks += (_layers, _attention, _mlp, _vocabulary, _experts)
-    problems = [f"{model.who}: {problem}" for check in checks for problem in check(model)]
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _options(model: MegatronModel) -> Iterator[str]:
+def _options(model: MegatronModel) -> Iterator[UserError]:
     """What siirl does not pass on, and values that an option cannot have."""
     maps: list[tuple[Kind, str, Mapping[str, Any]]] = [
         ("transformer", f"{model.keys}.override_transformer_config", model.options)
@@ -92,19 +79,19 @@ def _options(model: MegatronModel) -> Iterator[str]:
         for name, value in options.items():
             problem = refusal(kind, name, value, model.group)
             if problem:
-                yield f"{where}.{name}{problem if problem.startswith('=') else ' ' + problem}"
+                yield model.wrong(f"{where}.{name}{problem if problem.startswith('=') else ' ' + problem}")
 
 
-def _weights(model: MegatronModel) -> Iterator[str]:
+def _weights(model: MegatronModel) -> Iterator[UserError]:
     """Weights are read from one place."""
     section = model.section
     if section.use_dist_checkpointing and not section.dist_checkpointing_path:
-        yield (
+        yield model.wrong(
             f"{model.keys}.use_dist_checkpointing=true without a checkpoint. Set "
             f"{model.keys}.dist_checkpointing_path to the directory that `siirl convert` wrote."
         )
     if section.use_dist_checkpointing and section.use_mbridge:
-        yield (
+        yield model.wrong(
             f"{model.keys}.use_mbridge and use_dist_checkpointing are both true: weights are read from "
             "Hugging Face files by mbridge, or from a converted checkpoint. Set one of them to false."
         )
@@ -113,18 +100,18 @@ def _weights(model: MegatronModel) -> Iterator[str]:
         is_mixed = 0 < shape.moe_layers < shape.layers
         what = f"a {shape.family}" + " with dense layers among those of experts" * is_mixed
         if is_mixed or not family_of(shape.family).mbridge:
-            yield (
+            yield model.wrong(
                 f"{model.keys}.use_mbridge=true for {what}: that mbridge reads it as siirl does has not been "
                 "seen. Set it to false: siirl reads the weights itself."
             )
 
 
-def _adapters(model: MegatronModel) -> Iterator[str]:
+def _adapters(model: MegatronModel) -> Iterator[UserError]:
     """Adapters are trained on every pipeline rank, and leave on the weights of model.path."""
     if not (model.trains and model.lora_rank):
         return
     if model.section.use_dist_checkpointing:
-        yield (
+        yield model.wrong(
             f"{model.keys}.use_dist_checkpointing=true with LoRA adapters: they are saved and exported on "
             "the weights of model.path. Set it to false; use_mbridge=true reads those, too."
         )
@@ -132,13 +119,13 @@ def _adapters(model: MegatronModel) -> Iterator[str]:
         with contextlib.suppress(ValueError):
             chunks = split_layers(model.shape.layers, model.dims.pp, model.dims.vpp, model.options)
             for stage in (stage for stage, counts in enumerate(chunks) if not sum(counts)):
-                yield (
+                yield model.wrong(
                     f"pipeline rank {stage} of pp({model.dims.pp}) has no layers, so nothing of it trains "
                     "with LoRA adapters. Give it a layer, or set model.lora_rank=0."
                 )
 
 
-def _layers(model: MegatronModel) -> Iterator[str]:
+def _layers(model: MegatronModel) -> Iterator[UserError]:
     dims, shape = model.dims, model.shape
     assert isinstance(shape, ModelShape)
     try:
@@ -149,35 +136,37 @@ def _layers(model: MegatronModel) -> Iterator[str]:
         fits = [str(pp) for pp in range(1, shape.layers + 1) if shape.layers % (pp * dims.vpp) == 0]
         given = ", ".join(name for name in SPLIT_OPTIONS if name in model.options)
         remedy = f"Set {settings}" if settings else f"Remove {given}"
-        yield (
+        yield model.wrong(
             f"{error}. {remedy}, or a pipeline_model_parallel_size that divides them "
             f"({', '.join(fits)} with vpp({dims.vpp}))."
         )
         return
     empty = [stage for stage, counts in enumerate(chunks) if sum(counts) == 0]
     if len(empty) > 0 and "pipeline_model_parallel_layout" not in model.options:
-        yield (
+        yield model.wrong(
             f"pipeline rank {empty[0]} of pp({dims.pp}) would hold none of the {shape.layers} layers. Lower "
             f"{model.sizes}.pipeline_model_parallel_size."
         )
 
 
-def _attention(model: MegatronModel) -> Iterator[str]:
+def _attention(model: MegatronModel) -> Iterator[UserError]:
     tp, shape = model.dims.tp, model.shape
     assert isinstance(shape, ModelShape)
     key = f"{model.sizes}.tensor_model_parallel_size"
     if shape.heads % tp:
         fits = _common_divisors(shape.heads, tp)
-        yield f"{shape.heads} attention heads do not divide over tp({tp}) ranks. Set {key}={fits}."
+        yield model.wrong(
+            f"{shape.heads} attention heads do not divide over tp({tp}) ranks. Set {key}={fits}."
+        )
     elif shape.kv_heads % tp and tp % shape.kv_heads:
         fits = _common_divisors(shape.kv_heads, tp)
-        yield (
+        yield model.wrong(
             f"tp({tp}) is neither a divisor nor a multiple of the {shape.kv_heads} KV heads: they can be "
             f"split over ranks or repeated, not both. Set {key}={fits}."
         )
 
 
-def _mlp(model: MegatronModel) -> Iterator[str]:
+def _mlp(model: MegatronModel) -> Iterator[UserError]:
     dims, shape = model.dims, model.shape
     assert isinstance(shape, ModelShape)
     widths = [("tensor_model_parallel_size", "tp", dims.tp, "shared expert width", shape.shared_width)]
@@ -188,34 +177,36 @@ def _mlp(model: MegatronModel) -> Iterator[str]:
     for key, axis, size, what, width in widths:
         if width % size:
             fits = _common_divisors(width, size)
-            yield f"{what} {width} does not divide over {axis}({size}) ranks. Set {model.sizes}.{key}={fits}."
+            yield model.wrong(
+                f"{what} {width} does not divide over {axis}({size}) ranks. Set {model.sizes}.{key}={fits}."
+            )
 
 
-def _vocabulary(model: MegatronModel) -> Iterator[str]:
+def _vocabulary(model: MegatronModel) -> Iterator[UserError]:
     """Ranks hold equal shares of the words, rounded up; the last one must still have some."""
     tp, shape = model.dims.tp, model.shape
     assert isinstance(shape, ModelShape)
     if (tp - 1) * -(-shape.vocabulary // tp) >= shape.vocabulary:
-        yield (
+        yield model.wrong(
             f"a vocabulary of {shape.vocabulary} words leaves some of tp({tp}) ranks without any. Lower "
             f"{model.sizes}.tensor_model_parallel_size."
         )
 
 
-def _rows(model: MegatronModel) -> Iterator[str]:
+def _rows(model: MegatronModel) -> Iterator[UserError]:
     """Context parallelism cuts each row into 2 cp equal pieces, so a row is padded first."""
     multiple = model.row_multiple
     padded = -(-model.longest_row // multiple) * multiple
     for key, budget in model.budgets.items():
         if budget < padded:
-            yield (
+            yield model.wrong(
                 f"{key}={budget} does not hold the longest row: its {model.longest_row} tokens are padded to "
                 f"{padded}, a multiple of {multiple}, under cp({model.dims.cp}) and tp({model.dims.tp}). Set "
                 f"it to {padded} or more."
             )
 
 
-def _experts(model: MegatronModel) -> Iterator[str]:
+def _experts(model: MegatronModel) -> Iterator[UserError]:
     dims, shape, options = model.dims, model.shape, model.options
     assert isinstance(shape, ModelShape)
     if not shape.experts:
@@ -224,99 +215,129 @@ def _experts(model: MegatronModel) -> Iterator[str]:
             ("expert_tensor_parallel_size", "etp", dims.etp),
         ):
             if size > 1:
-                yield f"{axis}({size}): {shape.family} has no experts. Set {model.sizes}.{key}=1."
+                yield model.wrong(
+                    f"{axis}({size}): {shape.family} has no experts. Set {model.sizes}.{key}=1."
+                )
         for name in options:
             if name.startswith("moe_") and options[name] not in (None, False, "none", 0):
                 where = f"{model.keys}.override_transformer_config.{name}"
-                yield f"{where}: {shape.family} has no experts. Remove it."
+                yield model.wrong(f"{where}: {shape.family} has no experts. Remove it.")
         return
     if shape.experts % dims.ep:
         fits = _common_divisors(shape.experts, dims.ep)
-        yield (
+        yield model.wrong(
             f"{shape.experts} experts do not divide over ep({dims.ep}) ranks. Set "
             f"{model.sizes}.expert_model_parallel_size={fits}."
         )
     if dims.tp > 1 and not model.section.sequence_parallel:
-        yield (
+        yield model.wrong(
             f"a mixture of experts with tp({dims.tp}) and without sequence parallelism: the dispatcher takes "
             f"each rank's own tokens, and without it all tp ranks have the same. Set "
             f"{model.sizes}.sequence_parallel=true, or tensor_model_parallel_size=1."
         )
     if options.get("moe_token_dispatcher_type") == "allgather" and dims.pp > 1:
-        yield (
+        yield model.wrong(
             f"moe_token_dispatcher_type=allgather with pp({dims.pp}): pipeline ranks exchange packed rows of "
             "varying length, which it does not take. Set moe_token_dispatcher_type=alltoall."
         )
     experts = family_of(shape.family).experts
     if experts is not None and experts.groups:
         for name in (name for name in ROUTER_LOSSES if options.get(name) not in (None, 0, "none")):
-            yield (
+            yield model.wrong(
                 f"{model.keys}.override_transformer_config.{name}={options[name]} for a {shape.family}: its "
                 "router does not choose by its logits alone, which the loss would balance. Remove it."
             )
         return
     balancing, coefficient = options.get("moe_router_load_balancing_type"), options.get("moe_aux_loss_coeff")
     if balancing == "none" and coefficient:
-        yield f"moe_aux_loss_coeff={coefficient} with moe_router_load_balancing_type=none: remove one."
+        yield model.wrong(
+            f"moe_aux_loss_coeff={coefficient} with moe_router_load_balancing_type=none: remove one."
+        )
     if balancing == "aux_loss" and not coefficient:
-        yield "moe_router_load_balancing_type=aux_loss weighs nothing. Set moe_aux_loss_coeff."
+        yield model.wrong("moe_router_load_balancing_type=aux_loss weighs nothing. Set moe_aux_loss_coeff.")
 
 
-def _recompute(model: MegatronModel) -> Iterator[str]:
+def _recompute(model: MegatronModel) -> Iterator[UserError]:
     options = model.options
     granularity, method = options.get("recompute_granularity"), options.get("recompute_method")
     layers = options.get("recompute_num_layers")
     if granularity == "full" and (method is None or layers is None):
-        yield "recompute_granularity=full needs recompute_method=uniform|block and recompute_num_layers >= 1."
+        yield model.wrong(
+            "recompute_granularity=full needs recompute_method=uniform|block and recompute_num_layers >= 1."
+        )
     if granularity == "selective" and layers is not None:
-        yield (
+        yield model.wrong(
             f"recompute_granularity=selective with recompute_num_layers={layers}: it recomputes the "
             "recompute_modules of every layer. Remove recompute_num_layers, or choose full."
         )
     others = [name for name in options if name.startswith("recompute_")]
     if options.get("moe_layer_recompute") and others:
-        yield f"moe_layer_recompute decides all of recomputation. Remove it, or {', '.join(others)}."
+        yield model.wrong(
+            f"moe_layer_recompute decides all of recomputation. Remove it, or {', '.join(others)}."
+        )
     if not isinstance(model.shape, ModelShape) or granularity != "selective":
         return
     here = {"core_attn", "moe" if model.shape.experts else "mlp"}
     absent = sorted(set(options.get("recompute_modules") or ()) - here - set(MODULES))
     if absent:
-        yield (
+        yield model.wrong(
             f"recompute_modules names {', '.join(absent)}: a layer of {model.shape.family} has none. It may "
             f"name {', '.join(sorted(here))}."
         )
 
 
-def _gradients(model: MegatronModel) -> Iterator[str]:
+def _gradients(model: MegatronModel) -> Iterator[UserError]:
     """Options of gradient buffers that need each other."""
     if not model.trains:
         return
     options, where = model.section.override_ddp_config, f"{model.keys}.override_ddp_config"
     if options.get("overlap_param_gather") and not model.section.use_distributed_optimizer:
-        yield (
+        yield model.wrong(
             f"{where}.overlap_param_gather without the distributed optimizer: every rank updates whole "
             f"weights, so nothing is gathered. Remove it, or set {model.keys}.use_distributed_optimizer=True."
         )
     for name in ("overlap_param_gather", "bucket_size"):
         if options.get(name) and not options.get("overlap_grad_reduce"):
-            yield (
+            yield model.wrong(
                 f"{where}.{name} without overlap_grad_reduce: gradients are then reduced all at once. "
                 f"Remove it, or set {where}.overlap_grad_reduce=True."
             )
 
 
-def _optimizer(model: MegatronModel) -> Iterator[str]:
+def _optimizer(model: MegatronModel) -> Iterator[UserError]:
     """Where AdamW's state lies, and in which types: see siirl/engines/train/megatron/adamw.py."""
     options, where = model.optimizer_options, f"{model.group}.optim.override_optimizer_config"
     for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
         if options.get(name) and not options.get("optimizer_cpu_offload"):
-            yield f"{where}.{name}: nothing is on the host. Set {where}.optimizer_cpu_offload=True."
+            yield model.wrong(
+                f"{where}.{name}: nothing is on the host. Set {where}.optimizer_cpu_offload=True."
+            )
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         value = options.get(name, "fp32")
         if value != "fp32" and not options.get("use_precision_aware_optimizer"):
-            yield f"{where}.{name}={value} needs {where}.use_precision_aware_optimizer=True. Set it."
+            yield model.wrong(
+                f"{where}.{name}={value} needs {where}.use_precision_aware_optimizer=True. Set it."
+            )
     if "eps" in options and "adam_eps" in options:
-        yield f"{where} has eps and adam_eps, which are the same. Remove one of them."
+        yield model.wrong(f"{where} has eps and adam_eps, which are the same. Remove one of them.")
+
+
+KNOWN = (_layers, _attention, _mlp, _vocabulary, _experts)
+MEGATRON_CHECKS = (
+    *(
+        Check("any", ("model",), check)
+        for check in (_options, _weights, _adapters, _recompute, _gradients, _rows, _optimizer)
+    ),
+    *(Check("known", ("model",), check) for check in KNOWN),
+)
+"""Of stage "known": of models whose sizes are."""
+
+
+def check_megatron(model: MegatronModel) -> Iterator[UserError]:
+    """All that is wrong with a model under Megatron."""
+    yield from asked(MEGATRON_CHECKS, "any", model=model)
+    if isinstance(model.shape, ModelShape):
+        yield from asked(MEGATRON_CHECKS, "known", model=model)
 
 
 def _common_divisors(width: int, size: int) -> str:

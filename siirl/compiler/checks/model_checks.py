@@ -1,18 +1,21 @@
 """Whether a role's model is one that its engines compute exactly, as it is asked for. No torch.
 
 What is known of a model type is its row (siirl/models/families.py); here the configuration meets it.
-MODEL_CHECKS are asked in their order, and the first that finds something is told.
+MODEL_CHECKS are asked in their order, all but the first of models of a type that is trained.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
-from siirl.config.common import ModelConfig, TrainedConfig
+from siirl.config.common import FLASH_4, ModelConfig, TrainedConfig
+from siirl.config.resolve import COMPUTE_DTYPE, get
 from siirl.config.roles import ROLE_GROUPS, ROLES, Role, role_group, role_model, sequence_ranks
-from siirl.errors import NotSupportedError
+from siirl.errors import ConfigError, NotSupportedError, UserError
+from siirl.findings import Check, asked
 from siirl.models.adapter_targets import why_not_adapted
 from siirl.models.config_json import as_built, config_json, of_decoder
 from siirl.models.config_values import as_read, why_not_built
@@ -34,6 +37,8 @@ class ModelOfRole:
 
     cfg: Config
     role: str
+    who: str
+    """What messages call it."""
     whole: Mapping[str, Any]
     """config.json with override_config."""
     written: Mapping[str, Any]
@@ -80,9 +85,20 @@ class ModelOfRole:
         and so were seen in both."""
         return "fsdp" if self.spec.generates else self.strategy
 
+    def refused(self, problem: str) -> NotSupportedError:
+        """The error of what is wrong with it, why, and the fix."""
+        return NotSupportedError(
+            f"not supported yet: {self.who}, {self.group}.strategy={self.strategy}: {problem}"
+        )
 
-def check_trained_model(cfg: Config, role: str, who: str) -> None:
-    """NotSupportedError if a role's strategy cannot train its model, as far as config.json tells.
+
+def check_model_of_node(cfg: Config, role: str, node: ResolvedNode) -> Iterator[UserError]:
+    """The same of a model that a node asks for."""
+    return check_trained_model(cfg, role, str(node))
+
+
+def check_trained_model(cfg: Config, role: str, who: str) -> Iterator[UserError]:
+    """Why a role's strategy cannot train its model, as far as config.json tells.
 
     A config.json that cannot be read is left to others, a model of code of its own to its engine, and what a
     rollout engine runs, to that, but for teachers.
@@ -94,13 +110,35 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     if "model_type" not in raw or not (spec.generates or role_group(cfg, role).strategy in TRAINABLE):
         return
     whole = overridden(raw, model.override_config)
-    one = ModelOfRole(cfg, role, whole, of_decoder(whole))
+    one = ModelOfRole(cfg, role, who, whole, of_decoder(whole))
     own_code = model.external_lib or (model.trust_remote_code and "auto_map" in raw)
     if own_code and TRAINABLE[one.rules].own_code:
         return
-    problem = next(filter(None, (check(one) for check in MODEL_CHECKS)), "")
+    of_another_type = [*asked(MODEL_CHECKS, "type", one=one)]
+    yield from of_another_type or asked(MODEL_CHECKS, "model", one=one)
+
+
+def check_attention_kernels(
+    cfg: Config, role: str, node: ResolvedNode, others: str = ""
+) -> Iterator[UserError]:
+    """ConfigError for attention kernels that would not be used by a role's model.
+
+    others: why its backend has others, if it has.
+    """
+    model, strategy = role_model(cfg, role), role_group(cfg, role).strategy
+    if model.attention_kernels != FLASH_4:
+        return
+    key = f"{ROLE_GROUPS[role]}.{COMPUTE_DTYPE[strategy]}"
+    if cfg.trainer.device == "cpu":
+        problem = "trainer.device=cpu: it is for GPUs."
+    elif (dtype := get(cfg, key)) != "bfloat16":
+        problem = f"{key}={dtype}: it computes in bfloat16."
+    else:
+        problem = others
     if problem:
-        raise NotSupportedError(f"not supported yet: {who}, {one.group}.strategy={one.strategy}: {problem}")
+        yield ConfigError(
+            f"{node}: {ROLES[role].model}.attention_kernels={FLASH_4}: {problem} Set it to torch."
+        )
 
 
 def attention_heads(cfg: Config, role: str) -> int:
@@ -108,170 +146,166 @@ def attention_heads(cfg: Config, role: str) -> int:
     return num_heads(as_built(role_model(cfg, role)))
 
 
-def _has_its_type(one: ModelOfRole) -> str:
-    return why_not(one.whole, one.rules, one.spec.head)
+def _has_its_type(one: ModelOfRole) -> Iterator[UserError]:
+    if problem := why_not(one.whole, one.rules, one.spec.head):
+        yield one.refused(problem)
 
 
-def _has_its_images(one: ModelOfRole) -> str:
-    """Why a model does not go with the dataset, or not as asked."""
+def _has_its_images(one: ModelOfRole) -> Iterator[UserError]:
+    """A model that sees images goes with a dataset that may have some, and no other does."""
     model, data = one.model, one.cfg.data
     if not one.family.sees_images:
         known = ", ".join(types_with(lambda row: row.sees_images))
-        return (
-            f"data.dataset_type=vlm with a {one.type}, which sees no images. Use a model of {known}, or set "
-            "data.dataset_type=llm."
-            if data.has_images
-            else ""
-        )
+        if data.has_images:
+            yield one.refused(
+                f"data.dataset_type=vlm with a {one.type}, which sees no images. Use a model of {known}, or "
+                "set data.dataset_type=llm."
+            )
+        return
     if not data.has_images:
-        return (
+        yield one.refused(
             f"a {one.type} with data.dataset_type={data.dataset_type}: a vision model is trained on prompts "
             "that may have images. Set data.dataset_type=vlm; rows without images have null in their column."
         )
     if model.lora_rank:
-        return f"LoRA adapters on a {one.type}. Set {one.keys}.lora_rank=0."
+        yield one.refused(f"LoRA adapters on a {one.type}. Set {one.keys}.lora_rank=0.")
     if model.use_liger:
-        return f"Liger kernels in a {one.type}. Set {one.keys}.use_liger=false."
-    return _has_its_kernels(one)
+        yield one.refused(f"Liger kernels in a {one.type}. Set {one.keys}.use_liger=false.")
+    yield from _has_its_kernels(one)
 
 
-def _has_its_kernels(one: ModelOfRole) -> str:
+def _has_its_kernels(one: ModelOfRole) -> Iterator[UserError]:
     kernels = one.model.attention_kernels
-    return (
-        f"attention_kernels={kernels} in a {one.type}. Set {one.keys}.attention_kernels=torch."
-        if kernels != "torch"
-        else ""
-    )
+    if kernels != "torch":
+        yield one.refused(
+            f"attention_kernels={kernels} in a {one.type}. Set {one.keys}.attention_kernels=torch."
+        )
 
 
-def _adds_no_loss_of_micro_batches(one: ModelOfRole) -> str:
+def _adds_no_loss_of_micro_batches(one: ModelOfRole) -> Iterator[UserError]:
     coefficient = one.model.override_config.get("router_aux_loss_coef")
-    if not coefficient:
-        return ""
-    return (
-        f"override_config.router_aux_loss_coef={coefficient}: transformers' loss of the router is that of "
-        "a micro-batch by itself, and is not added. Remove it; the loss over a mini-batch is weighed by "
-        "fsdp_config.moe_aux_loss_coeff, or megatron.override_transformer_config.moe_aux_loss_coeff."
-    )
+    if coefficient:
+        yield one.refused(
+            f"override_config.router_aux_loss_coef={coefficient}: transformers' loss of the router is that "
+            "of a micro-batch by itself, and is not added. Remove it; the loss over a mini-batch is weighed "
+            "by fsdp_config.moe_aux_loss_coeff, or megatron.override_transformer_config.moe_aux_loss_coeff."
+        )
 
 
-def _is_sampled_by_vllm(one: ModelOfRole) -> str:
-    """Why vLLM does not sample, or score with, a model as asked."""
+def _is_sampled_by_vllm(one: ModelOfRole) -> Iterator[UserError]:
+    """vLLM samples, or scores with, a model as asked."""
     sampled = one.role == "actor" and one.cfg.actor_rollout_ref.rollout.name == "vllm"
     if not (sampled or one.spec.generates):
-        return ""
-    problem = why_not_in_vllm(one.config, on_cpu=one.cfg.trainer.device == "cpu")
+        return
     fix = "actor_rollout_ref.rollout.name=hf" if sampled else "teacher.strategy=fsdp"
-    return f"a {one.type} in vLLM: {problem}. Set {fix}." if problem else ""
+    if problem := why_not_in_vllm(one.config, on_cpu=one.cfg.trainer.device == "cpu"):
+        yield one.refused(f"a {one.type} in vLLM: {problem}. Set {fix}.")
 
 
-def _compresses_as_asked(one: ModelOfRole) -> str:
+def _compresses_as_asked(one: ModelOfRole) -> Iterator[UserError]:
     if one.family.latent is not None and one.model.lora_rank:
-        return f"LoRA adapters on compressed keys and values ({one.type}). Set {one.keys}.lora_rank=0."
-    return ""
+        yield one.refused(
+            f"LoRA adapters on compressed keys and values ({one.type}). Set {one.keys}.lora_rank=0."
+        )
 
 
-def _has_kernels_of_its_heads(one: ModelOfRole) -> str:
-    return _has_its_kernels(one) if one.rules == "fsdp" and one.family.latent is not None else ""
+def _has_kernels_of_its_heads(one: ModelOfRole) -> Iterator[UserError]:
+    if one.rules == "fsdp" and one.family.latent is not None:
+        yield from _has_its_kernels(one)
 
 
-def _has_kernels_of_its_sinks(one: ModelOfRole) -> str:
+def _has_kernels_of_its_sinks(one: ModelOfRole) -> Iterator[UserError]:
     kernels = one.model.attention_kernels
-    if one.rules != "fsdp" or not one.family.sinks or kernels == "torch":
-        return ""
-    return (
-        f"attention_kernels={kernels} for attention sinks ({one.type}). "
-        f"Set {one.keys}.attention_kernels=torch."
-    )
+    if one.rules == "fsdp" and one.family.sinks and kernels != "torch":
+        yield one.refused(
+            f"attention_kernels={kernels} for attention sinks ({one.type}). "
+            f"Set {one.keys}.attention_kernels=torch."
+        )
 
 
-def _has_experts_as_asked(one: ModelOfRole) -> str:
+def _has_experts_as_asked(one: ModelOfRole) -> Iterator[UserError]:
     group, row = role_group(one.cfg, one.role), one.family.experts
     if one.strategy != "fsdp":
-        return ""
+        return
     coefficient = group.fsdp_config.moe_aux_loss_coeff if isinstance(group, TrainedConfig) else 0.0
     if not num_experts(one.config):
         problem = f"fsdp_config.moe_aux_loss_coeff={coefficient}: this model has no experts. Set it to 0."
-        return problem if coefficient else ""
+        yield from (one.refused(problem),) if coefficient else ()
+        return
     if coefficient and row is not None and row.groups:
-        return (
+        yield one.refused(
             f"fsdp_config.moe_aux_loss_coeff={coefficient} for a {one.type}: its router does not "
             "choose by its logits alone, which the loss would balance. Set it to 0."
         )
     if one.model.use_liger:
-        return (
+        yield one.refused(
             f"{one.keys}.use_liger=True for a mixture of experts: its kernels take the place of each expert, "
             "and transformers has all in one tensor. Set it to false."
         )
-    return ""
 
 
-def _divides_its_experts(one: ModelOfRole) -> str:
-    """Why ranks cannot have some of the experts each."""
+def _divides_its_experts(one: ModelOfRole) -> Iterator[UserError]:
+    """Ranks can have some of the experts each."""
     if one.strategy != "fsdp":
-        return ""
+        return
     ranks, experts = role_group(one.cfg, one.role).fsdp_config.expert_parallel_size, num_experts(one.config)
     key = f"{one.group}.fsdp_config.expert_parallel_size={ranks}"
-    if ranks == 1:
-        return ""
-    if not experts:
-        return f"{key}: this model has no experts. Set it to 1."
-    if isinstance(experts, int) and experts % ranks:
-        return (
+    if ranks > 1 and not experts:
+        yield one.refused(f"{key}: this model has no experts. Set it to 1.")
+    elif isinstance(experts, int) and experts % ranks:
+        yield one.refused(
             f"{key} does not divide the {experts} experts of a layer: each rank has whole ones. Set it to 1."
         )
-    return ""
 
 
-def _divides_its_heads(one: ModelOfRole) -> str:
-    """Why ranks cannot share the sequences as asked."""
+def _divides_its_heads(one: ModelOfRole) -> Iterator[UserError]:
+    """Ranks can share the sequences as asked."""
     if one.strategy != "fsdp":
-        return ""
+        return
     ranks, key = sequence_ranks(one.cfg, one.role), f"{one.group}.ulysses_sequence_parallel_size"
     heads = num_heads(one.config)
     if ranks > 1 and one.family.sees_images:
-        return f"{key}={ranks} for a {one.type}, a vision model. Set it to 1."
-    if heads % ranks:
+        yield one.refused(f"{key}={ranks} for a {one.type}, a vision model. Set it to 1.")
+    elif heads % ranks:
         fits = [size for size in range(1, ranks) if heads % size == ranks % size == 0]
-        return (
+        yield one.refused(
             f"{key}={ranks} does not divide the model's {heads} attention heads: in attention each rank has "
             f"whole heads. Set it to {' or '.join(map(str, fits))}."
         )
-    return ""
 
 
-def _has_its_delta_nets(one: ModelOfRole) -> str:
-    """Why layers that have states are not computed as asked."""
+def _has_its_delta_nets(one: ModelOfRole) -> Iterator[UserError]:
+    """Layers that have states are computed as asked."""
     if not one.family.delta_nets:
-        return ""
+        return
     if one.model.use_liger:
-        return f"Liger kernels in a {one.type}. Set {one.keys}.use_liger=false."
+        yield one.refused(f"Liger kernels in a {one.type}. Set {one.keys}.use_liger=false.")
     ranks, values = sequence_ranks(one.cfg, one.role), one.config["linear_num_value_heads"]
     keys = 2 * one.config["linear_num_key_heads"] * one.config["linear_key_head_dim"]
     if values % ranks or keys % ranks:
-        return (
+        yield one.refused(
             f"{one.group}.ulysses_sequence_parallel_size={ranks} does not divide the {values} value heads of "
             f"its gated delta nets, and the {keys} channels of their queries and keys. Set it to 1."
         )
-    return ""
 
 
-def _multiplies_in_float8(one: ModelOfRole) -> str:
+def _multiplies_in_float8(one: ModelOfRole) -> Iterator[UserError]:
     fsdp, key = role_group(one.cfg, one.role).fsdp_config, f"{one.group}.fsdp_config.float8"
     if one.strategy != "fsdp" or not fsdp.float8:
-        return ""
+        return
     dtype, config = fsdp.mixed_precision.param_dtype, one.config
     if dtype != "bfloat16" and (one.cfg.trainer.device != "cpu" or dtype == "float16"):
-        return (
+        yield one.refused(
             f"{key}=True with mixed_precision.param_dtype={dtype}: FP8 products come in 16 bits. Set "
             f"{one.group}.fsdp_config.mixed_precision.param_dtype=bfloat16."
         )
     if not one.family.float8:
-        return (
+        yield one.refused(
             f"{key}=True for a {one.type}, whose products in FP8 were compared with nothing (mixtures of "
             f"experts have theirs in kernels of their own). Set {key}=false, or use a usual model of "
             f"{', '.join(types_with(lambda row: row.float8))}."
         )
+        return
     sides = {name: config[name] for name in SIDES if isinstance(config.get(name), int)}
     heads, width = num_heads(config), head_size(config)
     if heads and width:
@@ -280,65 +314,62 @@ def _multiplies_in_float8(one: ModelOfRole) -> str:
         sides |= {"num_key_value_heads * head_dim": kv_heads * width} if isinstance(kv_heads, int) else {}
     for name, side in sides.items():
         if side % FLOAT8_MULTIPLE:
-            return (
+            yield one.refused(
                 f"{key}=True with {name}={side}: FP8 products are of linear layers whose sides are multiples "
                 f"of {FLOAT8_MULTIPLE}. Set {key}=false."
             )
-    return ""
+            return
 
 
-def _is_compiled_as_asked(one: ModelOfRole) -> str:
+def _is_compiled_as_asked(one: ModelOfRole) -> Iterator[UserError]:
     what, fix = f"{one.keys}.compile_layers=True", f"Set {one.keys}.compile_layers=false"
     if not one.model.compile_layers:
-        return ""
+        return
     if one.strategy != "fsdp":
-        return f"{what}: only layers under fsdp are compiled (parts of megatron's always are). {fix}."
+        yield one.refused(
+            f"{what}: only layers under fsdp are compiled (parts of megatron's always are). {fix}."
+        )
+        return
     if not one.family.compiled:
         usual = ", ".join(types_with(lambda row: row.compiled))
-        return (
+        yield one.refused(
             f"{what} for a {one.type}, which was compared with nothing when compiled. {fix}, "
             f"or use a model of {usual}."
         )
     if one.model.use_liger:
-        return (
+        yield one.refused(
             f"{what} with use_liger=True: the compiler does not look into Liger's kernels, and makes its own "
             f"in their place. {fix}, or {one.keys}.use_liger=false."
         )
     if role_group(one.cfg, one.role).fsdp_config.float8:
-        return f"{what} with {one.group}.fsdp_config.float8=True: not seen together. {fix}."
-    return ""
+        yield one.refused(f"{what} with {one.group}.fsdp_config.float8=True: not seen together. {fix}.")
 
 
-def _is_adapted_as_asked(one: ModelOfRole) -> str:
-    return why_not_adapted(one.config, one.model.target_modules, one.keys) if one.model.lora_rank else ""
+def _is_adapted_as_asked(one: ModelOfRole) -> Iterator[UserError]:
+    model = one.model
+    if model.lora_rank and (problem := why_not_adapted(one.config, model.target_modules, one.keys)):
+        yield one.refused(problem)
 
 
-def _is_built(one: ModelOfRole) -> str:
-    return why_not_built(one.written)
+def _is_built(one: ModelOfRole) -> Iterator[UserError]:
+    if problem := why_not_built(one.written):
+        yield one.refused(problem)
 
 
-def _turns_rows_alike(one: ModelOfRole) -> str:
+def _turns_rows_alike(one: ModelOfRole) -> Iterator[UserError]:
     rollout = one.cfg.actor_rollout_ref.rollout
     longest = max(rollout.prompt_length + rollout.response_length, rollout.max_model_len or 0)
-    return why_not_so_long(one.config, longest)
+    if problem := why_not_so_long(one.config, longest):
+        yield one.refused(problem)
 
 
-MODEL_CHECKS: tuple[Callable[[ModelOfRole], str], ...] = (
-    _has_its_type,
-    _has_its_images,
-    _adds_no_loss_of_micro_batches,
-    _is_sampled_by_vllm,
-    _compresses_as_asked,
-    _has_kernels_of_its_heads,
-    _has_kernels_of_its_sinks,
-    _has_experts_as_asked,
-    _divides_its_experts,
-    _divides_its_heads,
-    _has_its_delta_nets,
-    _multiplies_in_float8,
-    _is_compiled_as_asked,
-    _is_adapted_as_asked,
-    _is_built,
-    _turns_rows_alike,
+OF_MODEL = (
+    *(_has_its_images, _adds_no_loss_of_micro_batches, _is_sampled_by_vllm, _compresses_as_asked),
+    *(_has_kernels_of_its_heads, _has_kernels_of_its_sinks, _has_experts_as_asked, _divides_its_experts),
+    *(_divides_its_heads, _has_its_delta_nets, _multiplies_in_float8, _is_compiled_as_asked),
+    *(_is_adapted_as_asked, _is_built, _turns_rows_alike),
 )
-"""Each says what is wrong, why, and the fix; empty if nothing is."""
+MODEL_CHECKS = (
+    Check("type", ("one",), _has_its_type),
+    *(Check("model", ("one",), check) for check in OF_MODEL),
+)

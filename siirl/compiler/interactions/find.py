@@ -5,7 +5,7 @@ rollouts, after it, hand out the rows of their agents.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from siirl.compiler.interactions.adapters import check_bases
@@ -24,7 +24,7 @@ from siirl.compiler.workflow import Interactions, Nodes, Workflow
 from siirl.config.resolve import get
 from siirl.dag.graph import Graph
 from siirl.dag.ops import FROZEN_TURNS, INTERACTION, SHARED_TURNS, TURNS, OpSpec
-from siirl.errors import DagError, NotSupportedError
+from siirl.errors import DagError, NotSupportedError, UserError
 from siirl.types import FieldKey
 
 
@@ -208,7 +208,7 @@ def _check_sharing(members: list[ResolvedNode], workflow: Workflow) -> None:
             )
 
 
-def check_agents_of(workflow: Workflow) -> None:
+def check_agents_of(workflow: Workflow) -> Iterator[UserError]:
     """DagError for an agent that shares a policy and has nodes of its own, or is scored but not trained."""
     nodes = workflow.nodes
     for plan in workflow.interactions.values():
@@ -216,7 +216,7 @@ def check_agents_of(workflow: Workflow) -> None:
             node = nodes[stage.node]
             own = [other for other in nodes.values() if other.agent == stage.agent and not is_member(other)]
             if stage.policy != stage.agent and own:
-                raise DagError(
+                yield DagError(
                     f"{own[0]} belongs to agent {stage.agent}, which speaks with the policy of agent "
                     f"{stage.policy} ({node}: share_instance): its rows are among those of agent "
                     f"{stage.policy}. Remove the node; the column speaker tells the rows apart. Or let the "
@@ -224,7 +224,7 @@ def check_agents_of(workflow: Workflow) -> None:
                     "agents, and an ACTOR node."
                 )
             if stage.policy != stage.agent and any("actor_rollout_ref.model." in k for k in node.overrides):
-                raise DagError(
+                yield DagError(
                     f"{node} sets actor_rollout_ref.model, but speaks with the policy of agent "
                     f"{stage.policy}. Remove it, or share_instance."
                 )

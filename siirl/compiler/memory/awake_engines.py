@@ -1,13 +1,13 @@
 """Rollout engines that are awake at once on a device: the policies of a conversation. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import InteractionPlan, ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config, with_overrides
-from siirl.errors import PlacementError
+from siirl.errors import PlacementError, UserError
 from siirl.parallel.placement import Ranks, format_ranks
 
 MOST_OF_A_DEVICE = 0.95
@@ -82,14 +82,14 @@ def check_awake(
     interactions: Mapping[str, InteractionPlan],
     models: Mapping[str, ModelPlan],
     configs: Mapping[str, Config],
-) -> None:
+) -> Iterator[UserError]:
     """PlacementError if the engines of a conversation want more of a device than there is."""
     for entry, talk in interactions.items():
         for ranks, shares in awake_shares(talk, models, configs).items():
             if sum(shares.values()) <= MOST_OF_A_DEVICE + 1e-9:
                 continue
             fits = int(100 * MOST_OF_A_DEVICE / len(shares)) / 100
-            raise PlacementError(
+            yield PlacementError(
                 f"while node {entry!r} plays its episodes, the engines on ranks {format_ranks(ranks)} are "
                 f"awake together and take {shares_text(shares)} of the device "
                 f"(rollout.gpu_memory_utilization): at most {MOST_OF_A_DEVICE} fits. Set "

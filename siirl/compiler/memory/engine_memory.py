@@ -11,19 +11,14 @@ from siirl.compiler.memory.estimate import (
     ModelShape,
     adapter_params,
     offloadable,
-    teacher_lines,
 )
 from siirl.compiler.plan import ModelPlan
-from siirl.compiler.replacing_weights import writes_in_place
 from siirl.config import Config
 
 KEPT_WEIGHTS = "weights for a restart"
 """Of a vLLM engine, in host memory."""
 ENDS_TOKENS = 32
 """Of vLLM's blocks that no other sample shares: the last ones of a prompt and of its response."""
-WRITING_BYTES = 512 << 20
-"""Of the memory through which weights are written in place, on the trainer's device, where no key says more.
-Each half of it takes a message to the engine's process and back, and both wait for the device."""
 
 
 def hf_rollout_lines(
@@ -64,38 +59,6 @@ def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
         MemoryLine(model.name, ENGINE_PARTS[0], 0, awake, share=share),
         MemoryLine(model.name, ENGINE_PARTS[1], beside),
         in_host,
-    ]
-
-
-def writing_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
-    """The buffer on a worker's GPU through which it writes weights in place, from the second sync on."""
-    rollout = cfg.actor_rollout_ref.rollout
-    shares_another = model.base not in (None, model.name)
-    if cfg.trainer.device == "cpu" or shares_another or not writes_in_place(model, cfg):
-        return []
-    most = rollout.weight_buffer_bytes or WRITING_BYTES
-    return [MemoryLine(model.name, "weights on their way", min(shape.params * BYTES[rollout.dtype], most))]
-
-
-def scored_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
-    """What a rollout engine has besides as a teacher.
-
-    What it says of all rows; beside its share of the device, logits and log-probs of all words, at the tokens
-    of a row that it reads at once; its weights in host memory while it sleeps.
-    """
-    if not model.is_teacher:
-        return []
-    rollout = cfg.actor_rollout_ref.rollout
-    row = rollout.prompt_length + rollout.response_length
-    tokens = row if cfg.trainer.device == "cpu" else min(row, rollout.max_num_batched_tokens)
-    each = shape.vocabulary * (BYTES[rollout.dtype] + 2 * BYTES["float32"])
-    asleep = 0
-    if rollout.free_cache_engine and cfg.trainer.device != "cpu":
-        asleep, _ = engine_bytes(model, cfg, shape, rows_per_shard)
-    return [
-        *teacher_lines(model, cfg, shape, rows_per_shard),
-        MemoryLine(model.name, "log-probs of a row", tokens * each, ("generate",)),
-        MemoryLine(model.name, "weights while it sleeps", asleep, (), host=True),
     ]
 
 

@@ -4,7 +4,7 @@ A training engine (`siirl/engines/train/base.py`) holds one model of one role: f
 optimizer step on a mini-batch with a given loss, streamed export of weights under Hugging Face names,
 offload, state. A rollout engine (`siirl/engines/rollout/base.py`) takes token ids and gives token ids. Both
 contracts have a suite in `tests/contracts/` that every backend passes. What is known of a backend besides
-its code, its class included, is a row of `siirl/compiler/backends.py`; engines are built in
+its code, its class included, stands in `siirl/compiler/backends`; engines are built in
 `siirl/engines/engine_registry.py`. Below `siirl/engines/train/` stand the strategies `fsdp` and `megatron`
 in rooms of their own, over what both use: `adapters`, `attention`, `experts`, `packed` (rows as one stream
 of tokens) and `vision`; what says how any engine steps, moves and shows its weights lies in the folder

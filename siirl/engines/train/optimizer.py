@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from siirl.compiler.checks.fsdp_checks import ADAMW
+from siirl.compiler.backends.fsdp import ADAMW
 from siirl.config.common import OptimConfig
 from siirl.errors import ConfigError
 

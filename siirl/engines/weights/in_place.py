@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from siirl.compiler.memory.engine_memory import WRITING_BYTES
+from siirl.compiler.backends.vllm import WRITING_BYTES
 from siirl.engines.rollout.served.engine_process import EngineProcess
 from siirl.engines.rollout.served.engine_shard import EngineShard
 from siirl.engines.rollout.served.journal import BeginUpdate, FinishUpdate, Told

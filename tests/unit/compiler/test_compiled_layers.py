@@ -7,6 +7,7 @@ import pytest
 from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.config import load_config
 from siirl.errors import NotSupportedError
+from siirl.findings import refuse
 from siirl.models.families import types_with
 
 COMPILED = types_with(lambda row: row.compiled)
@@ -22,7 +23,7 @@ def said(folder, kind: str, *keys: str) -> str:
         [KEY, path, "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.name=hf", *keys]
     )
     try:
-        check_trained_model(cfg, "actor", "the model")
+        refuse(check_trained_model(cfg, "actor", "the model"))
     except NotSupportedError as error:
         return str(error)
     return ""

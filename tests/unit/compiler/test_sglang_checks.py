@@ -9,8 +9,7 @@ from plan_cases import config
 from transformers import Qwen3Config
 
 from siirl.compiler.backends import ROLLOUT_BACKENDS
-from siirl.compiler.checks.packages import sglang_version
-from siirl.compiler.checks.sglang_checks import NOT_GIVEN
+from siirl.compiler.backends.rollouts import NOT_GIVEN, sglang_version
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.config import effect_warnings
 from siirl.config.checks import check_config

@@ -5,7 +5,7 @@ import json
 import pytest
 from plan_cases import config
 
-from siirl.compiler.checks.vllm_checks import NOT_GIVEN
+from siirl.compiler.backends.vllm import NOT_GIVEN
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.config.checks import check_config
 from siirl.errors import ConfigError

@@ -16,7 +16,7 @@ ROWS = [(TRAIN_BACKENDS, TrainEngine), (ROLLOUT_BACKENDS, RolloutEngine)]
 
 @pytest.mark.parametrize(
     ("path", "base"),
-    [(row.engine, base) for table, base in ROWS for row in table.values() if not row.later],
+    [(row.engine, base) for table, base in ROWS for row in table.values()],
 )
 def test_each_entry_is_a_complete_engine(path, base):
     module, name = path.split(":")
@@ -33,6 +33,5 @@ def test_keys_have_the_rows_as_choices():
         assert set(rule.choices) - others == set(TRAIN_BACKENDS) == set(TRAINABLE) == set(STRATEGIES)
         assert others <= set(rule.choices)
     rule = all_keys()["actor_rollout_ref.rollout.name"].rule
-    later = {name for name, row in ROLLOUT_BACKENDS.items() if row.later}
-    assert set(rule.choices) - {"replay", "dataset"} == set(ROLLOUT_BACKENDS) - later  # these have no engine
-    assert set(rule.later_choices) == later
+    assert set(rule.choices) - {"replay", "dataset"} == set(ROLLOUT_BACKENDS)  # these have no engine
+    assert not rule.later_choices

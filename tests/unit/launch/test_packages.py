@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 from plan_cases import config, template_plan
 
-from siirl.compiler.checks.packages import vllm_version
+from siirl.compiler.backends.vllm import vllm_version
 from siirl.errors import ConfigError
 from siirl.findings import Findings
 from siirl.launch.input_checks import check_model

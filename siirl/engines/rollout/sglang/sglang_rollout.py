@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from siirl.compiler.checks.packages import sglang_version
+from siirl.compiler.backends.rollouts import sglang_version
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.engines.rollout.call_limits import max_model_len

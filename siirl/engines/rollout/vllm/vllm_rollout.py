@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 
-from siirl.compiler.checks.packages import vllm_version
+from siirl.compiler.backends.vllm import vllm_version, writes_in_place
 from siirl.compiler.plan import ModelPlan
-from siirl.compiler.replacing_weights import writes_in_place
 from siirl.config import Config
 from siirl.engines.rollout.served.served_rollout import ServedRollout
 from siirl.engines.rollout.vllm.arguments import adapter_arguments, engine_arguments, engine_environment

@@ -1,0 +1,190 @@
+"""What a workflow asks of its engines and not all of them can do. Pure.
+
+Images, chosen experts, FP8, keys and values that are kept, weights in place.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from siirl.compiler.backends import ROLLOUT_BACKENDS, TRAIN_BACKENDS, backend_of
+from siirl.compiler.backends.base import NO_EXPERTS
+from siirl.compiler.backends.vllm import KEY, why_by_loaders
+from siirl.compiler.plan import ModelPlan, Plan
+from siirl.compiler.resolved_node import ResolvedNode
+from siirl.compiler.workflow import Workflow
+from siirl.config import Config
+from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError, UserError
+from siirl.models.config_json import as_built, model_type_of
+from siirl.models.families import family_of
+from siirl.models.sizes import router_choices
+from siirl.parallel.placement import format_ranks
+from siirl.types import EXPERT_FIELDS
+
+OFF = "Set actor_rollout_ref.actor.router_replay.mode=disabled"
+
+
+def check_images(kept: Workflow) -> Iterator[UserError]:
+    """The nodes agree on the kind of dataset, and their rollouts take its images."""
+    kind = kept.run.data.dataset_type
+    for node in kept.nodes.values():
+        if node.cfg.data.dataset_type != kind:
+            yield DagError(
+                f"{node} has data.dataset_type={node.cfg.data.dataset_type} and the run {kind}: one loader "
+                "reads the prompts of all nodes. Set it on the command line."
+            )
+        elif node.op.is_rollout and node.cfg.data.has_images:
+            yield from _of_a_rollout(node, kept)
+        elif node.op.role is not None and node.op.role.is_teacher and node.cfg.data.has_images:
+            yield NotSupportedError(
+                f"not supported yet: {node}: a teacher of prompts with images (data.dataset_type=vlm): it is "
+                "given tokens alone. Remove the node, or the images."
+            )
+
+
+def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
+    images = f"not supported yet: {node}: images in prompts (data.dataset_type=vlm)"
+    rollout = node.cfg.actor_rollout_ref.rollout
+    taking = [name for name, backend in ROLLOUT_BACKENDS.items() if backend.takes_images]
+    plans = kept.interactions.values()
+    if any(plan.program and node.id in [stage.node for stage in plan.stages] for plan in plans):
+        yield NotSupportedError(
+            f"{images} of episodes that a program plays (actor_rollout_ref.serve): its messages are texts. "
+            "Let an environment or tools show the images, or remove actor_rollout_ref.serve."
+        )
+    elif rollout.name not in taking:
+        yield NotSupportedError(
+            f"{images} with rollout.name={rollout.name}, which is given tokens alone. Set rollout.name to "
+            f"{' or '.join(taking)}."
+        )
+    elif rollout.name == "vllm" and rollout.tensor_model_parallel_size > 1:
+        yield NotSupportedError(
+            f"{images} with rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the "
+            "processes that vLLM starts for an engine of several ranks do not take patches. Set it to 1."
+        )
+
+
+def check_router_replay(kept: Workflow) -> Iterator[UserError]:
+    """The policy's experts can be replayed, and its rollout says which they are."""
+    for node in kept.nodes.values():
+        actor = node.cfg.actor_rollout_ref.actor
+        mode = f"not supported yet: {node}: actor.router_replay.mode={actor.router_replay.mode}"
+        if actor.router_replay.mode == "disabled":
+            continue
+        problem = ""
+        if node.op.trains_policy:
+            problem = _trainer_without_experts(node)
+        elif node.op.gives_data or any(
+            key.name in EXPERT_FIELDS for key in node.writes if node.op.is_rollout
+        ):
+            problem = _rollout_without_experts(node)
+        if problem:
+            yield NotSupportedError(f"{mode} {problem}")
+
+
+def _trainer_without_experts(node: ResolvedNode) -> str:
+    actor, model = node.cfg.actor_rollout_ref.actor, node.cfg.actor_rollout_ref.model
+    if problem := TRAIN_BACKENDS[actor.strategy].no_replay(actor):
+        return problem
+    config = as_built(model)
+    if "num_hidden_layers" not in config:
+        return ""  # said by others
+    choices, kind = router_choices(config), config.get("model_type")
+    experts = family_of(kind).experts
+    if choices is None:
+        return f"for a {kind} without experts, or with other numbers of them in each layer. {OFF}."
+    if experts is None or not experts.replayed:
+        return f"for a {kind}, whose router was not seen to take given experts. {OFF}."
+    return ""
+
+
+def _rollout_without_experts(node: ResolvedNode) -> str:
+    name = node.cfg.actor_rollout_ref.rollout.name
+    problems = {other: backend.no_experts(node.cfg) for other, backend in ROLLOUT_BACKENDS.items()}
+    problem = problems.get(name, NO_EXPERTS)
+    saying = " or ".join(other for other, why in problems.items() if not why)
+    return f"with rollout.name={name}: {problem}. {OFF}, or rollout.name={saying}." if problem else ""
+
+
+def check_log_prob_bound(kept: Workflow) -> Iterator[UserError]:
+    """ConfigError where a bound is set for log-probs that nobody compares."""
+    for node in kept.nodes.values():
+        actor, bound = node.cfg.actor_rollout_ref.actor, node.cfg.actor_rollout_ref.rollout.max_log_prob_diff
+        if node.op.trains_policy and bound is not None and (actor.imitates or actor.loss.pairs):
+            yield ConfigError(
+                f"{node}: {KEY}.max_log_prob_diff={bound:g} with actor.policy_loss.loss_mode="
+                f"{actor.loss_name}, which reads no log-probs of a rollout engine: there is nothing to "
+                f"compare. Set {KEY}.max_log_prob_diff=null (and quantization=null)."
+            )
+
+
+def check_quantized(kept: Workflow) -> Iterator[UserError]:
+    """Models whose weights vLLM was not seen to round in each sync."""
+    for node in kept.nodes.values():
+        rollout = node.cfg.actor_rollout_ref.rollout
+        if not node.op.is_rollout or rollout.name != "vllm" or not rollout.quantization:
+            continue
+        shares = node.agent in {*kept.bases, *kept.bases.values(), *kept.own_bases}
+        if problem := _why_not_rounded(node, shares):
+            yield NotSupportedError(
+                f"not supported yet: {node}: {KEY}.quantization={rollout.quantization} {problem}. Set "
+                f"{KEY}.quantization=null."
+            )
+
+
+def _why_not_rounded(node: ResolvedNode, shares_base: bool) -> str:
+    model, rollout = node.cfg.actor_rollout_ref.model, node.cfg.actor_rollout_ref.rollout
+    kind = model_type_of(model)
+    if kind and not family_of(kind).float8:
+        return f"for a {kind}: only models without experts, images and compressed keys were seen in it"
+    if shares_base:
+        return "for adapters that are not merged: one beside rounded weights was compared with nothing"
+    if "quantization" in rollout.engine_kwargs.vllm:
+        return "and engine_kwargs.vllm.quantization both say how weights are rounded"
+    return ""
+
+
+def check_kept_kv(plan: Plan, configs: Mapping[str, Config]) -> Iterator[UserError]:
+    """Engines that shall keep the keys and values of paused responses (rollout.keep_kv), and cannot."""
+    computing = {rank for model in plan.models.values() if model.computes_between for rank in model.ranks}
+    for model in plan.models.values():
+        rollout, trainer = configs[model.node].actor_rollout_ref.rollout, configs[model.node].trainer
+        if not model.is_rollout or not rollout.keeps_kv:
+            continue
+        kept = f"node {model.node!r}: actor_rollout_ref.rollout.keep_kv=true"
+        off = "Set keep_kv to false: what there is of a response is then read again."
+        if not backend_of(model).keeps_kv:
+            yield NotSupportedError(
+                f"not supported yet: {kept} with rollout.name={rollout.name}: it reads what is unfinished "
+                f"again, and keeps no keys and values of it for that. {off} Or set rollout.name=vllm."
+            )
+            continue
+        if rollout.engine_kwargs.vllm.get("enable_prefix_caching") is False:
+            yield ConfigError(
+                f"{kept} with rollout.engine_kwargs.vllm.enable_prefix_caching=false: the keys and values of "
+                "a paused response are found again in the prefix cache. Remove one of them."
+            )
+        if rollout.free_cache_engine and trainer.device != "cpu" and computing.intersection(model.ranks):
+            yield PlacementError(
+                f"{kept} with rollout.free_cache_engine=true on ranks {format_ranks(model.ranks)}, where "
+                "other models compute: the engine gives its memory back between rollouts, and keys and "
+                "values with it. Set free_cache_engine=false, if rollout.gpu_memory_utilization="
+                f"{rollout.gpu_memory_utilization:g} of the device fits beside them; or place the rollout on "
+                f"ranks of its own. {off}"
+            )
+
+
+def check_weights_in_place(plan: Plan, configs: Mapping[str, Config]) -> Iterator[NotSupportedError]:
+    """Engines that are asked to write weights in place and cannot, or were not seen to."""
+    for model in plan.models.values():
+        cfg = configs[model.node]
+        way = cfg.actor_rollout_ref.rollout.replace_weights
+        if model.is_rollout and way not in ("auto", "by_loaders") and (why := _why_by_loaders(model, cfg)):
+            yield NotSupportedError(
+                f"not supported yet: node {model.node!r}: {KEY}.replace_weights={way} {why}. Set "
+                f"{KEY}.replace_weights=by_loaders."
+            )
+
+
+def _why_by_loaders(model: ModelPlan, cfg: Config) -> str:
+    if not backend_of(model).writes_in_place:
+        return f"with rollout.name={cfg.actor_rollout_ref.rollout.name}: it takes weights in its own way"
+    return why_by_loaders(model, cfg)
