@@ -14,7 +14,7 @@ What is decided, in this order:
 2. **Pruning.** A node whose fields nobody reads, and which has no side effect, is dropped: no reference
    model without KL, no old-log-prob pass when each batch is one mini-batch. This is not a special case; it
    follows from the declarations. Rows that nobody needs are left out likewise
-   (`siirl/compiler/moved_rows.py`): the first mini-batch of a step is trained by the very weights that its
+   (`siirl/compiler/pruning.py`): the first mini-batch of a step is trained by the very weights that its
    old log-probs would be of, so the node becomes `later_old_log_prob`, which computes those of the others.
    The ratio of the first is exactly 1; with a pass it is 1 up to float rounding, as the pass cuts other
    micro-batches. The whole pass stays where anything but the agent's training reads the field (a KL in the

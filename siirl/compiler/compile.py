@@ -5,17 +5,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from siirl.compiler.backends import backend_of
-from siirl.compiler.checks.fields import prune
 from siirl.compiler.checks.table import CHECKS
 from siirl.compiler.instructions import Sections
-from siirl.compiler.interactions.credit_reads import turns_of_training, with_credit
+from siirl.compiler.interactions.credit_reads import turns_of_training, validating, with_credit, with_totals
 from siirl.compiler.interactions.env_shorthand import with_environments
 from siirl.compiler.interactions.find import with_interactions
-from siirl.compiler.interactions.totals import validating, with_totals
 from siirl.compiler.layouts import AgentRows, LayoutTable, NodePlacement, agent_rows, place_nodes
 from siirl.compiler.memory.awake_engines import with_shares
 from siirl.compiler.models import plan_links, plan_models
-from siirl.compiler.moved_rows import with_moved_rows
 from siirl.compiler.plan import (
     Instruction,
     LinkPlan,
@@ -26,15 +23,15 @@ from siirl.compiler.plan import (
     RoutePlan,
     sender_groups,
 )
+from siirl.compiler.pruning import prune, with_moved_rows
 from siirl.compiler.resolved_node import ResolvedNode, resolve_nodes
 from siirl.compiler.serving import heads_of, place_interactions, serving_ranks
 from siirl.compiler.teachers import with_teachers
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config import Config
 from siirl.dag.fields_read import uses_critic
-from siirl.dag.filters import with_filters
+from siirl.dag.filters import idle_nodes, with_filters
 from siirl.dag.graph import Graph, build_graph
-from siirl.dag.idle_nodes import idle_nodes
 from siirl.dag.node_config import with_node_config
 from siirl.dag.spec import DagSpec, dag_spec
 from siirl.dag.yaml_file import TEMPLATES, load_dag_file

@@ -6,6 +6,7 @@ from typing import Literal
 from siirl.config import Config
 from siirl.config.algorithm_table import ESTIMATORS
 from siirl.config.batch import batch_of
+from siirl.config.teacher import SAMPLED, WHOLE
 from siirl.types import EXPERT_FIELDS, IMAGE_FIELDS
 from siirl.user_code.source import declared_needs
 
@@ -136,3 +137,21 @@ def why_unread(name: str, cfg: Config) -> str | None:
             return "actor.recompute_old_log_prob is off: the rollout's log-probs are used"
         return "each rollout batch is one mini-batch, so they are those of its first optimizer step"
     return None
+
+
+def teacher_outputs(top_k: int) -> Names:
+    """What a teacher computes of each token: outputs of a training engine."""
+    if top_k == SAMPLED:
+        return ("log_prob",)
+    return ("top_log_prob",) if top_k == WHOLE else ("top_log_prob", "top_ids")
+
+
+def teacher_writes(node_id: str, cfg: Config) -> Names:
+    """The fields of a teacher: what it counts in each row, and what it says of its tokens."""
+    return tuple(f"{node_id}{OF_TEACHER}{name}" for name in ("weight", *teacher_outputs(cfg.teacher.top_k)))
+
+
+def teacher_reads(cfg: Config) -> Names:
+    """Tokens, and what says which rows a teacher takes."""
+    routed = (cfg.teacher.by.partition(".")[0],) if cfg.teacher.takes else ()
+    return (*TOKENS, *routed)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from siirl.config import Config
-from siirl.dag.fields_read import advantage_reads
+from siirl.dag.fields_read import advantage_reads, teacher_writes
 from siirl.dag.node_kinds import NODE_TYPES
 from siirl.dag.ops import (
     ACTOR_TRAIN,
@@ -33,7 +33,6 @@ from siirl.dag.ops import (
     fixed,
 )
 from siirl.dag.spec import NodeSpec
-from siirl.dag.teacher_fields import teacher_writes
 from siirl.dag.user_ops import declared_op
 from siirl.errors import DagError, NotSupportedError
 from siirl.spelling import suggest

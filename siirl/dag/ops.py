@@ -21,9 +21,9 @@ from siirl.dag.fields_read import (
     old_log_prob_reads,
     old_log_prob_writes,
     reference_writes,
+    teacher_reads,
     with_images,
 )
-from siirl.dag.teacher_fields import teacher_reads
 from siirl.types import FIELDS, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 
 SERVICES = (

@@ -17,7 +17,7 @@ that they agree on whether there is another; there may be none, when the groups 
 are enough. What a round makes is freed within it. Rows leave it only through `Collect`, into a buffer of
 the node on each rank (`siirl/data/buffer.py`), which is part of a checkpoint and is sharded anew when a
 run resumes on other ranks. The nodes above the repeating one are the region
-(`siirl/compiler/checks/rounds.py`): none of them may train or be above a second repeating node, and
+(`siirl/compiler/checks/sampling_rounds.py`): none of them may train or be above a second repeating node, and
 none of their rows may be read past it, which the compiler checks. A node may still wait for one of them: it
 waits for the end of the rounds.
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from siirl.algorithms.distillation import mixture
 from siirl.config.teacher import SAMPLED, WHOLE
-from siirl.dag.fields_read import OF_TEACHER, Names
-from siirl.dag.teacher_fields import teacher_outputs
+from siirl.dag.fields_read import OF_TEACHER, Names, teacher_outputs
 from siirl.data.row_values import value_at
 from siirl.data.rows import objects, take_rows, widened
 from siirl.engines.train.base import TrainEngine

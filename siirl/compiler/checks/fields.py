@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config.roles import role_model
-from siirl.dag.fields_read import uses_critic, why_unread
+from siirl.dag.fields_read import uses_critic
 from siirl.errors import ConfigError, DagError, NotSupportedError, UserError
 from siirl.spelling import suggest
 from siirl.types import FIELDS, LOADED_FIELDS, FieldKey
@@ -25,59 +25,6 @@ def check_agents(nodes: Nodes) -> Iterator[UserError]:
                 "advantage and a training of its own, all with its agent_group."
             )
         seen[place] = node
-
-
-def prune(workflow: Workflow) -> dict[str, str]:
-    """Node id -> why nothing needs it: it has no side effect, and no kept node reads what it writes.
-
-    Of an interaction all nodes are needed if one is. With trainer.rollout_only, rollouts and rewards are
-    wanted for themselves, and nothing is trained.
-    """
-    needed: set[FieldKey] = set()
-    pruned: dict[str, str] = {}
-    rollout_only = workflow.run.trainer.rollout_only
-    distilling = _distilling(workflow)
-    for node in (workflow.nodes[node_id] for node_id in reversed(workflow.graph.order)):
-        shows = node.op.scores and node.agent in distilling
-        if shows or _is_wanted(node, rollout_only) or needed.intersection(node.writes):
-            needed.update(node.reads)
-        else:
-            pruned[node.id] = _why_pruned(node, rollout_only)
-    for plan in workflow.interactions.values():
-        members = {stage.node for stage in plan.stages}
-        if members - pruned.keys():
-            pruned = {node_id: why for node_id, why in pruned.items() if node_id not in members}
-    return {node_id: pruned[node_id] for node_id in workflow.graph.order if node_id in pruned}
-
-
-def _distilling(workflow: Workflow) -> set[int]:
-    """Agents that learn from teachers alone: what scores them says how they are doing."""
-    nodes = workflow.nodes.values()
-    return {
-        node.agent
-        for node in nodes
-        if node.op.trains_policy and node.cfg.actor_rollout_ref.actor.loss.distills
-    }
-
-
-def _is_wanted(node: ResolvedNode, rollout_only: bool) -> bool:
-    if rollout_only:
-        effect = node.op.side_effect and not node.op.trains
-        tells = node.op.credits and not node.writes
-        return effect or node.op.is_rollout or node.op.scores or tells
-    return node.op.side_effect or node.op.wanted(node.cfg)
-
-
-def _why_pruned(node: ResolvedNode, rollout_only: bool) -> str:
-    if rollout_only and node.op.trains:
-        return "trainer.rollout_only is set: nothing is trained"
-    if node.op.is_rollout:
-        return "no node that is needed reads its responses"
-    if node.op.changes_rows:
-        return "nothing asks for it (algorithm.filter_groups.enable and algorithm.use_pf_ppo are off)"
-    names = ", ".join(key.name for key in node.writes)
-    reason = next((why for key in node.writes if (why := why_unread(key.name, node.cfg))), None)
-    return f"nothing reads {names}" + (f": {reason}" if reason else "")
 
 
 def check_kept(kept: Workflow) -> Iterator[UserError]:

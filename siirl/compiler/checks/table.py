@@ -29,13 +29,13 @@ from siirl.compiler.checks.fields import (
 )
 from siirl.compiler.checks.given_responses import check_given, check_order, check_pairs, check_validation
 from siirl.compiler.checks.lag_checks import check_lag, check_loaders
-from siirl.compiler.checks.rewards import (
+from siirl.compiler.checks.reward_checks import (
     check_named_values,
     check_reward_models,
     check_reward_training,
     check_reward_weights,
 )
-from siirl.compiler.checks.rounds import check_resampling, check_rounds, check_sampling
+from siirl.compiler.checks.sampling_rounds import check_resampling, check_rounds, check_sampling
 from siirl.compiler.interactions.find import check_agents_of
 from siirl.compiler.memory.awake_engines import check_awake
 from siirl.compiler.profiled_nodes import check_profiled
