@@ -185,7 +185,7 @@ class RayTrainer:
         claim = first.actor.claim.remote(self._launch_of(first, 0), command_line())
         if problem := self._gather("open its output folder", names[:1], [claim], START_S)[0]:
             raise ConfigError(f"on {names[0]}: {problem}")
-        address = first.node.ip
+        address = self._meeting_address()
         (port,) = self._gather("open a port", names[:1], [first.actor.open_store.remote(address)], START_S)
         reaches = [rank.actor.reach.remote(address, port, REACH_S) for rank in firsts]
         for name, problem in zip(
@@ -210,6 +210,10 @@ class RayTrainer:
             refs.append(rank.actor.start.remote(launch))
         self._gather("start a worker", [rank.place for rank in self._ranks], refs, START_S)
 
+    def _meeting_address(self) -> str:
+        """Where rank 0 is found: nobody else comes there where all ranks are on its machine."""
+        return "127.0.0.1" if self.job.world_size == self.job.local_world_size else self._ranks[0].node.ip
+
     def _launch_of(self, rank: Rank, port: int, window_size: bytes = b"") -> Launch:
         import ray
 
@@ -220,7 +224,7 @@ class RayTrainer:
         return Launch(
             job=dataclasses.replace(self.job, memory_dir=folder).to_json(),
             rank=rank.rank,
-            master_addr=self._ranks[0].node.ip,
+            master_addr=self._meeting_address(),
             master_port=port,
             gpus=tuple(gpu for peer in here for gpu in peer.host.gpus),
             env=forwarded_environment(os.environ) | added,

@@ -6,6 +6,7 @@ ray is imported when it is needed.
 import contextlib
 import logging
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from siirl.cleanup import owned_folder
 from siirl.config import Config
 from siirl.errors import ConfigError, PlacementError
+from siirl.guarded_files import MOST_BYTES, open_regular, user_name
 from siirl.launch.process import available_cores
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ log = logging.getLogger(__name__)
 CONNECT_S = 5.0
 LOOK_EVERY_S = 0.5
 REMIND_EVERY_S = 15.0
+LONGEST_BASE = 16
+"""Characters of a folder below which Ray's sockets have room for their names."""
 
 
 class Stopped(Exception):
@@ -148,14 +153,32 @@ def connected(cfg: Config, env: Mapping[str, str] = os.environ) -> Iterator[None
         options |= {"num_cpus": cpus, "include_dashboard": False}
     elif cfg.ray_init.num_cpus is not None:
         log.warning("ray_init.num_cpus has no effect: the cluster at %s is there already.", address)
-    try:
-        ray.init(**options, log_to_driver=False, logging_level="error")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"the Ray cluster at {options['address']} cannot be used: {error}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    own = address is None and not env.get("RAY_TMPDIR")
+    with _private_folder() if own else contextlib.nullcontext() as folder:
+        try:
+            ray.init(**options, _temp_dir=folder, log_to_driver=False, logging_level="error")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"the Ray cluster at {options['address']} cannot be used: {error}") from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[str]:
+    """Where the files and sockets of a cluster lie that is started for the run alone.
+
+    Ray lets all users write into its folder, also to rename what is in it: this one is in a folder of this
+    user's. OSError if none can be made.
+    """
+    base = tempfile.gettempdir()
+    path, lock = owned_folder("siirl_ray_", base if len(base) <= LONGEST_BASE else "/tmp")
+    with lock:
+        try:
+            yield f"{path}/ray"
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def find_address(cfg: Config, env: Mapping[str, str] = os.environ) -> str | None:
@@ -183,10 +206,17 @@ def find_address(cfg: Config, env: Mapping[str, str] = os.environ) -> str | None
         return asked
     recorded = Path(env.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "ray_current_cluster"
     try:
-        running = recorded.read_text().strip()
-    except OSError:
+        with os.fdopen(open_regular(recorded), "rb") as file:
+            owner, running = os.fstat(file.fileno()).st_uid, file.read(MOST_BYTES).decode().strip()
+    except (OSError, ValueError):
         return None
-    return running if running and not _unreachable(running) else None
+    if not running or _unreachable(running):
+        return None
+    if owner not in (os.geteuid(), 0):  # who starts it gets the run's code and environment
+        found = f"{recorded} names a Ray cluster at {running}, but belongs to {user_name(owner)}"
+        log.warning("%s: it is not used. If it is meant, set ray_init.address=%s.", found, running)
+        return None
+    return running
 
 
 def reserve(need: Need, wait_s: float, await_one: Callable[[object, float], bool]) -> "PlacementGroup":

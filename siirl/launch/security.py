@@ -71,6 +71,11 @@ class Subject:
         return self.launcher == "local"
 
     @property
+    def one_machine(self) -> bool:
+        """Whether its ranks meet on loopback: they all are here."""
+        return self.local or (self.launcher == "ray" and self.cfg.trainer.nnodes == 1)
+
+    @property
     def has_gpus(self) -> bool:
         device = self.cfg.trainer.device
         return device == "cuda" or (device == "auto" and bool(count_gpus(self.env, Path("/dev"))))
@@ -92,7 +97,7 @@ class Subject:
 
 def torch_store(run: Subject) -> Iterator[Line]:
     """The rendezvous store, served by rank 0 or by torchrun."""
-    if run.local:
+    if run.one_machine:
         yield Line(True, "torch's store, of rank 0", f"127.0.0.1: {HERE}; no token", SHUT_IN)
     else:
         of = "its address in Ray" if run.launcher == "ray" else "all addresses of the first machine"
@@ -101,7 +106,7 @@ def torch_store(run: Subject) -> Iterator[Line]:
 
 def gloo(run: Subject) -> Iterator[Line]:
     """Sockets between the ranks, for what is not on GPUs."""
-    interface = run.env.get("GLOO_SOCKET_IFNAME", "lo" if run.local else "")
+    interface = run.env.get("GLOO_SOCKET_IFNAME", "lo" if run.one_machine else "")
     if interface == "lo":
         yield Line(True, "gloo, of each rank", f"127.0.0.1: {HERE}; no token", SHUT_IN)
     else:
@@ -116,7 +121,7 @@ def nccl(run: Subject) -> Iterator[Line]:
     interface = run.env.get("NCCL_SOCKET_IFNAME", "")
     where = f"the interface {interface}" if interface else "an interface that NCCL picks"
     remedy = FIREWALL
-    if run.local and not interface:
+    if run.one_machine and not interface:
         remedy = "On one machine: NCCL_SOCKET_IFNAME=lo in the environment"
     who = HERE if interface == "lo" else CLUSTER
     yield Line(True, "NCCL, of each rank with a GPU", f"{where}: {who}; no token", remedy)
@@ -126,7 +131,7 @@ def streams(run: Subject) -> Iterator[Line]:
     """Engines that other ranks ask."""
     served = {stream.policy for inter in run.plan.interactions.values() for stream in inter.streams}
     for policy in sorted(served):
-        where = f"127.0.0.1: {HERE}" if run.local else f"the address to the first machine: {CLUSTER}"
+        where = f"127.0.0.1: {HERE}" if run.one_machine else f"the address to the first machine: {CLUSTER}"
         yield Line(False, f"requests to {policy}", f"{where}; asks for a token of the run, 32 random bytes")
 
 

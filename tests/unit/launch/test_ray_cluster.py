@@ -1,5 +1,6 @@
 """What a Ray run asks of a cluster, without one: sizes, addresses, the environment that travels."""
 
+import os
 import re
 import socket
 
@@ -67,6 +68,26 @@ def test_the_cluster_of_this_machine_is_found_while_it_runs(tmp_path):
         assert find_address(load_config([]), env | {"RAY_ADDRESS": "local"}) is None
     assert find_address(load_config([]), env) is None, "a record of a cluster that has ended"
     assert find_address(load_config([]), {"RAY_TMPDIR": str(tmp_path / "none")}) is None
+
+
+STRANGERS = {
+    "of another user": lambda record, other: os.chown(other, 12345, 12345) or other.rename(record),
+    "a link": lambda record, other: record.symlink_to(other),
+    "a pipe": lambda record, other: os.mkfifo(record),
+}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to other users")
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_who_writes_into_the_shared_folder_does_not_choose_the_cluster(tmp_path, caplog, kind):
+    """All users may write where Ray notes which cluster runs here."""
+    (tmp_path / "ray").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        (tmp_path / "other").write_text(address)
+        STRANGERS[kind](tmp_path / "ray" / "ray_current_cluster", tmp_path / "other")
+        assert find_address(load_config([]), {"RAY_TMPDIR": str(tmp_path)}) is None
+    assert (f"set ray_init.address={address}" in caplog.text) == ("user" in kind)
 
 
 def test_several_machines_without_a_cluster_are_refused(tmp_path):
