@@ -244,7 +244,8 @@ class Context:
         row.read(*opening.read)
         row.speak(generated, turn)
         self._where[turn] = row, len(row.ids) - 1
-        stop = generated.token_ids[-1] if generated.finish_reason == "stop" else None
+        stopped, ids = generated.finish_reason == "stop", generated.token_ids
+        stop = ids[-1] if stopped and ids[-1] not in self._renderer.dialect.said_stops else None
         end = (opening.text or "")[-PROMPT_END:]
         own = self._renderer.own_turn(generated.token_ids, stop is not None, turn, parse, end)
         self.texts[turn] = text = own.said.raw

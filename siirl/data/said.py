@@ -44,8 +44,7 @@ def raw_texts(
     dialect: Dialect, tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[list[int]]
 ) -> list[str]:
     """The text of each response with its special tokens, without the stop token that ended it."""
-    stops = set(dialect.stop_ids)
-    ids = [row[:-1] if row and row[-1] in stops else row for row in token_ids]
+    ids = [row if dialect.unsaid_end(row) is None else row[:-1] for row in token_ids]
     if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
         # in parallel and without the GIL; the tokenizer's own batch_decode does one row after another
         return tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=False)

@@ -50,6 +50,8 @@ class Dialect:
     name: str
     """Of its tokenizer."""
     stops: tuple[StopToken, ...] = ()
+    said_stops: frozenset[int] = frozenset()
+    """Those that are words of the response: rollout.stop_token_ids alone names them."""
     end_id: int | None = None
     """The stop token that ends a turn in the template, else the tokenizer's end of sequence."""
     end_text: str = ""
@@ -89,12 +91,17 @@ class Dialect:
     def stop_ids(self) -> tuple[int, ...]:
         return tuple(stop.id for stop in self.stops)
 
+    def unsaid_end(self, token_ids: Sequence[int]) -> int | None:
+        """The stop token that they end by, if it is none of the words; None: there is none."""
+        last = token_ids[-1] if len(token_ids) else None
+        return last if last in self.stop_ids and last not in self.said_stops else None
+
     @classmethod
     def of_service(cls, vocabulary: Vocabulary) -> "Dialect":
         """That of a service, which takes turns apart itself."""
         end = vocabulary.eos_token_id
         stops = () if end is None else (StopToken(end, _text(vocabulary, end), ("tokenizer",)),)
-        return cls("a service", stops, end)
+        return cls("a service", stops, end_id=end)
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,11 @@ def dialect_of(cfg: Config, tokenizer: Marked) -> Dialect:
         prompt = "" if derived.template is None else _generation(derived.template)
         derived = replace(derived, reasoning=_opened(ReasoningMarks(*marks), prompt) if marks else None)
     extra = [StopToken(id, _text(tokenizer, id), ("key",)) for id in rollout.stop_token_ids]
-    return replace(derived, stops=_merged([*derived.stops, *extra]))
+    own = derived
+    if extra and set(rollout.stop_sources) != set(STOP_SOURCES):
+        own = dialect_of_model(cfg.actor_rollout_ref.model, tokenizer, options)
+    said = frozenset(rollout.stop_token_ids) - set(own.stop_ids)
+    return replace(derived, stops=_merged([*derived.stops, *extra]), said_stops=said)
 
 
 def dialect_of_model(
@@ -161,7 +172,7 @@ def derive(
         if id is not None
     )
     if template is None:
-        return Dialect(_name(tokenizer), stops, tokenizer.eos_token_id, reasoning=KNOWN[0])
+        return Dialect(_name(tokenizer), stops, end_id=tokenizer.eos_token_id, reasoning=KNOWN[0])
     probe, added = _probed(template), tokenizer.get_added_vocab()
     style = None if template.in_system else call_style(template)
     ends = list(_turn_ends(probe, added, {stop.id for stop in stops}))
@@ -175,12 +186,12 @@ def derive(
     dialect = Dialect(
         _name(tokenizer),
         stops,
-        tokenizer.eos_token_id if end is None else added[end],
-        probe.last,
-        reasoning_marks(template, probe, added),
-        _tool_format(template, style, added),
-        style,
-        template.tools_by,
+        end_id=tokenizer.eos_token_id if end is None else added[end],
+        end_text=probe.last,
+        reasoning=reasoning_marks(template, probe, added),
+        tool_format=_tool_format(template, style, added),
+        calls=style,
+        tools_by=template.tools_by,
         dated=_is_dated(template),
         template=template,
     )

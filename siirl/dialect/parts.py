@@ -43,7 +43,7 @@ class Said:
 def raw_text(dialect: Dialect, tokenizer: Vocabulary, token_ids: Sequence[int], stopped: bool = True) -> str:
     """The text of a turn with its special tokens, without the stop token that ended it."""
     ids = list(token_ids)
-    if stopped and ids and ids[-1] in dialect.stop_ids:
+    if stopped and dialect.unsaid_end(ids) is not None:
         ids.pop()
     return str(tokenizer.decode(ids, skip_special_tokens=False))
 

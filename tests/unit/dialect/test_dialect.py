@@ -9,7 +9,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from siirl.agents.contexts import Context, Limits
+from siirl.agents.renderer import ChatRenderer
 from siirl.config import load_config
+from siirl.data.completions import Completion
+from siirl.data.said import raw_texts
 from siirl.dialect.dialect import derive, dialect_of, tool_findings, untold_tools
 from siirl.dialect.file_vocabulary import FileVocabulary
 from siirl.dialect.marks import KNOWN, ReasoningMarks
@@ -179,6 +183,27 @@ def test_keys_add_stops_leave_sources_out_and_name_marks(tmp_path):
     named = dialect_of(load_config([*keys, f"{rollout}.reasoning_marks=[(,)]"]), tokenizer)
     assert named.reasoning == ReasoningMarks("(", ")")
     assert dialect_of(load_config([*keys, f"{rollout}.reasoning_marks=[]"]), tokenizer).reasoning is None
+
+
+@pytest.mark.parametrize("sources", ["[tokenizer,config,generation_config,template]", "[]", "[config]"])
+def test_a_token_that_the_key_alone_names_is_said_and_the_models_own_end_is_not(tmp_path, sources):
+    """`</answer>` is what a reward looks for; the model's own end is none of its words, whoever names it."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    tokenizer = tokenizer_of(CHATML)
+    seven, own = tokenizer.convert_tokens_to_ids("7"), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    rollout = "actor_rollout_ref.rollout"
+    keys = [f"actor_rollout_ref.model.path={tmp_path}", f"{rollout}.stop_sources={sources}"]
+    dialect = dialect_of(load_config([*keys, f"{rollout}.stop_token_ids=[{seven},{own}]"]), tokenizer)
+    asked = [{"role": "user", "content": "3"}]
+    for end, text in {seven: "57", own: "5"}.items():
+        ids = [tokenizer.convert_tokens_to_ids("5"), end]
+        assert raw_text(dialect, tokenizer, ids) == text
+        assert raw_texts(dialect, tokenizer, [ids]) == [text]
+        context = Context(ChatRenderer(tokenizer, {}, dialect=dialect), Limits(50, 50))
+        assert context.speak(context.begin(asked), Completion(ids, [-1.0, -1.0], "stop", 0), 0) == text
+        chat = [*asked, {"role": "assistant", "content": text}, {"role": "user", "content": "4"}]
+        whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert context.begin(chat).tokens == whole  # the row goes on as the template writes it
 
 
 THINK, GPT_OSS = KNOWN[0], next(x for x in KNOWN if x.begin.startswith("<|channel|>"))
