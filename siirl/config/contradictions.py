@@ -55,10 +55,6 @@ def _shown(cfg: Config, group: str, name: str, equals: str) -> str:
     return f"{full}={text}" if equals else text
 
 
-def _validates(cfg: Config) -> bool:
-    return cfg.trainer.val_before_train or cfg.trainer.val_only or cfg.trainer.test_freq > 0
-
-
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 _ONE_ROUND = (
     " with algorithm.filter_groups.enable=true: recorded rollouts hold one round of each step, dynamic "
@@ -147,7 +143,7 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "profiler.tool=torch profiler.with_memory=true.",
         ),
         Contradiction(
-            lambda cfg: cfg.actor_rollout_ref.rollout.replays and _validates(cfg),
+            lambda cfg: cfg.actor_rollout_ref.rollout.replays and cfg.trainer.validates,
             "{actor_rollout_ref.rollout.name=} cannot validate: no engine samples with the new weights. Set "
             "trainer.val_before_train=false trainer.test_freq=-1.",
         ),
@@ -183,7 +179,7 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "compares two responses of a prompt. Set actor_rollout_ref.rollout.n=2.",
         ),
         Contradiction(
-            lambda cfg: not cfg.data.val_files and _validates(cfg),
+            lambda cfg: not cfg.data.val_files and cfg.trainer.validates,
             "data.val_files names nothing, but the run validates. Name a file of prompts, or set "
             "trainer.val_before_train=false trainer.test_freq=-1.",
         ),

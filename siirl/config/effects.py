@@ -29,6 +29,12 @@ OF_STEPS = (
 )
 """Keys about steps, and what is made of them, of which a run that validates once has none."""
 
+OF_VALIDATION = (
+    *("actor_rollout_ref.rollout.val_kwargs.", "data.val_batch_size"),
+    *("trainer.log_val_generations", "trainer.validation_data_dir"),
+)
+"""How keys begin that are about validation."""
+
 
 def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
     """One line for each key that was set to more than its default and changes nothing in this run, and for
@@ -132,6 +138,8 @@ def _without(cfg: Config, name: str) -> str:
         return "trainer.rollout_only is true, so there is nothing to save or to resume"
     if cfg.trainer.val_only and name in OF_STEPS:
         return "trainer.val_only is true, so there are no steps"
+    if name.startswith(OF_VALIDATION) and not cfg.trainer.validates:
+        return "the run does not validate (trainer.test_freq, val_before_train and val_only)"
     if cfg.actor_rollout_ref.rollout.replays and name == "trainer.dump_rollouts_dir":
         return "actor_rollout_ref.rollout.name is replay, so the rows are recorded already"
     logger = "prometheus" if name.startswith("trainer.prometheus_") else ""

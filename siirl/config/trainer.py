@@ -150,6 +150,10 @@ class TrainerConfig:
         False, "wait for the GPU at the borders of phases, which costs some speed", when="trace"
     )
 
+    @property
+    def validates(self) -> bool:
+        return self.val_before_train or self.val_only or self.test_freq > 0
+
 
 RAY = "trainer.launcher=auto|ray"
 

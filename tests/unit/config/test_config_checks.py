@@ -307,7 +307,8 @@ def test_a_setting_of_validation_that_greedy_sampling_ignores_is_said(name):
     key = f"{ROLLOUT}.val_kwargs.{name}"
     (line,) = [one for one in effect_warnings(load_config([key])) if "val_kwargs" in one]
     assert f"{key} has no effect: {ROLLOUT}.val_kwargs.do_sample is false" in line
-    sampled = load_config(
-        [key, f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.6"]
-    )
-    assert not [one for one in effect_warnings(sampled) if "val_kwargs" in one]
+    sampled = [key, f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.6"]
+    validated = load_config([*sampled, "data.val_files=[v.parquet]"])
+    assert not [one for one in effect_warnings(validated) if "val_kwargs" in one]
+    never = [one for one in effect_warnings(load_config(sampled)) if "val_kwargs" in one]
+    assert never and all("the run does not validate" in one for one in never)
