@@ -48,7 +48,10 @@ launch() {
     exec "$PYTHON" -m siirl.cli check --elsewhere "${settings[@]}" "$@"
   elif ((NNODES == 1)); then
     exec "$PYTHON" -m siirl.main_dag "${settings[@]}" "$@"
-  elif ((NODE_RANK == 0)); then
+  fi
+  # A head asks for Ray's token where its machine has one; whoever joins it shows one only if told to.
+  [[ -n ${RAY_AUTH_MODE:-} || ! -s $HOME/.ray/auth_token ]] || export RAY_AUTH_MODE=token
+  if ((NODE_RANK == 0)); then
     lead "${settings[@]}" "$@"
   else
     follow

@@ -6,6 +6,7 @@ ray is imported when it is needed.
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from siirl.cleanup import owned_folder
 from siirl.config import Config
 from siirl.errors import ConfigError, PlacementError
-from siirl.guarded_files import MOST_BYTES, open_regular, user_name
+from siirl.guarded_files import MOST_BYTES, open_regular, own_secret, user_name
 from siirl.launch.process import available_cores
 
 if TYPE_CHECKING:
@@ -153,16 +154,41 @@ def connected(cfg: Config, env: Mapping[str, str] = os.environ) -> Iterator[None
         options |= {"num_cpus": cpus, "include_dashboard": False}
     elif cfg.ray_init.num_cpus is not None:
         log.warning("ray_init.num_cpus has no effect: the cluster at %s is there already.", address)
-    own = address is None and not env.get("RAY_TMPDIR")
-    with _private_folder() if own else contextlib.nullcontext() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if address is None:
+            stack.enter_context(_own_token())
+            folder = None if env.get("RAY_TMPDIR") else stack.enter_context(_private_folder())
         try:
             ray.init(**options, _temp_dir=folder, log_to_driver=False, logging_level="error")
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"the Ray cluster at {options['address']} cannot be used: {error}") from error
+            fix = "" if "RAY_AUTH_MODE" in env else " If it asks for a token, set RAY_AUTH_MODE=token."
+            raise ConfigError(
+                f"the Ray cluster at {options['address']} cannot be used: {error}.{fix}"
+            ) from error
         try:
             yield
         finally:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _own_token() -> Iterator[None]:
+    """A token for a cluster that is started for the run alone, in the environment, unless there is one.
+
+    Ray would write one into the home folder, for all users to read, and every later cluster would ask for it.
+    """
+    name, has_own = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH" in os.environ
+    with contextlib.suppress(OSError):
+        has_own = has_own or bool(own_secret(Path.home() / ".ray" / "auth_token"))
+    if has_own or name in os.environ:
+        yield
+        return
+    os.environ[name] = secrets.token_hex(32)
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -56,12 +56,13 @@ def is_closed(address: str) -> bool:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_nothing_of_a_run_on_one_machine_is_open_to_others(tmp_path, name):
+def test_nothing_of_a_run_on_one_machine_is_open_to_others(tmp_path, name, monkeypatch):
     inputs = Inputs.make(tmp_path / "inputs")
     make_tiny_model_dir(inputs.model, init_std=0.2, head_dim=32)  # vLLM's CPU attention has no smaller heads
     console, output = tmp_path / "console", tmp_path / "out"
     words = [sys.executable, "-m", "siirl.main_dag", *overrides(inputs, output, *KEYS, *JOBS[name])]
-    os.environ.pop("TMPDIR", None)  # pytest's own folders are private: those of users are not
+    monkeypatch.delenv("TMPDIR", raising=False)  # pytest's own folders are private: those of users are not
+    monkeypatch.setenv("HOME", str(tmp_path))
     job = start(words, console)
     try:
         wait_until(lambda: steps_done(output) >= 1, job, console)
@@ -71,6 +72,7 @@ def test_nothing_of_a_run_on_one_machine_is_open_to_others(tmp_path, name):
             "a run has a store at least"
         )
         assert [one for one in found if not is_closed(one[1])] == []
+        assert not (tmp_path / ".ray").exists(), "Ray's token is there for all users to read"
     finally:
         job.terminate()
         job.wait(60)
