@@ -63,13 +63,13 @@ class PromptDataset:
         tools: Sequence[Mapping[str, Any]] = (),
         response_keys: Sequence[str] = (),
         max_response_length: int = UNBOUNDED,
-        end_id: int | None = None,
+        end_ids: Sequence[int | None] = (),
         image_reader: ImageReader | None = None,
     ):
         """response_keys: columns of responses that come with the prompts (rollout.name=dataset).
 
-        tools: those that the template tells the model of. end_id: the token that ends given responses, if it
-        is not the tokenizer's end of sequence.
+        tools: those that the template tells the model of. end_ids: tokens that end given responses, first
+        the one that is added; none: the tokenizer's end of sequence.
 
         image_reader: of the model that sees the images of the column of images; None: there are none.
         """
@@ -78,7 +78,7 @@ class PromptDataset:
         self.prompt_key, self.data_source_key = self.columns.prompt, self.columns.source
         self.max_prompt_length, self.truncation = max_prompt_length, truncation
         self.template_kwargs, self.tools = template_kwargs or {}, tools
-        self.responses = ResponseColumns(response_keys, tokenizer, max_response_length, end_id)
+        self.responses = ResponseColumns(response_keys, tokenizer, max_response_length, end_ids)
         self.max_response_length = max_response_length
         self.image_key, self.image_reader = self.columns.images, image_reader
         self._num_template, self._num_last = self._template_tokens()
@@ -110,6 +110,7 @@ class PromptDataset:
         """The dataset of data.train_files or data.val_files. tools: those that a prompt tells of."""
         data = cfg.data
         gives = cfg.actor_rollout_ref.rollout.gives_data
+        dialect = dialect_of(cfg, tokenizer) if gives else None
         return cls(
             data.train_files if split == "train" else data.val_files,
             tokenizer,
@@ -120,7 +121,7 @@ class PromptDataset:
             template_kwargs=template_options(cfg),
             tools=tools,
             response_keys=data.response_keys if gives else (),
-            end_id=dialect_of(cfg, tokenizer).end_id if gives else None,
+            end_ids=() if dialect is None else (dialect.end_id, *dialect.stop_ids),
             max_response_length=data.max_response_length,
             image_reader=ImageReader.from_config(cfg),
         )

@@ -13,8 +13,8 @@ class ResponseColumns:
     """Columns of responses, one for each response of a prompt.
 
     A response is its text and the token that ends a turn of the model, as a rollout ends: no chat template is
-    applied, as the prompt's ends where the assistant begins. One that is written with its end gets no
-    second one.
+    applied, as the prompt's ends where the assistant begins. One that is written with an end of the model
+    gets no second one, and keeps nothing behind it.
     """
 
     def __init__(
@@ -22,13 +22,13 @@ class ResponseColumns:
         names: Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
-        end_id: int | None = None,
+        end_ids: Sequence[int | None] = (),
     ):
-        """end_id: the token that ends a response of the model; None: the tokenizer's end of sequence."""
+        """end_ids: tokens that end a response, first the one that is added; none: the tokenizer's end."""
         self.names = tuple(names)
         self._tokenizer, self._max_length = tokenizer, max_length
-        self._end_id = tokenizer.eos_token_id if end_id is None else end_id
-        if names and self._end_id is None:
+        self._end_ids = [end for end in end_ids or (tokenizer.eos_token_id,) if end is not None]
+        if names and not self._end_ids:
             raise DataError(
                 f"the tokenizer of {tokenizer.name_or_path} has no end-of-sequence token, so a model that "
                 "learns from the data's responses would never learn to end one. "
@@ -50,8 +50,19 @@ class ResponseColumns:
             for name in self.names
         ]
         tokens = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        ended = iter([ids if ids[-1:] == [self._end_id] else [*ids, self._end_id] for ids in tokens])
+        ended = map(self._ended, tokens)
         return [[next(ended) for _ in self.names] for _ in records]
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """A response with one end: the first of those that it is written with, blanks aside."""
+        num_said = len(ids)
+        while num_said and (ids[num_said - 1] in self._end_ids or self._is_blank(ids[num_said - 1])):
+            num_said -= 1
+        first = next((at for at in range(num_said, len(ids)) if ids[at] in self._end_ids), None)
+        return [*ids, self._end_ids[0]] if first is None else ids[: first + 1]
+
+    def _is_blank(self, token_id: int) -> bool:
+        return not self._tokenizer.decode([token_id], skip_special_tokens=False).strip()
 
     def too_long(self, lists: Sequence[Sequence[Sequence[int]]]) -> Iterator[tuple[int, str, int]]:
         """(place, column, tokens) of the first response of each row that is longer than there may be."""

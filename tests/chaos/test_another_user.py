@@ -73,16 +73,24 @@ def as_stranger(attack: Callable[[Attacked], list[str]], attacked: Attacked, uid
             os._exit(1)
     theirs.close()
     try:
-        assert ours.poll(120), "the attack does not end"
+        assert ours.poll(200), "the attack does not end"
         return ours.recv()  # EOFError: the attack itself failed
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
-def files_below(*places: str | Path) -> Iterator[Path]:
-    for place in places:
-        for folder, folders, names in os.walk(place):
+def files_of(attacked: Attacked) -> Iterator[Path]:
+    """The run folder, and what has come since into folders that all users share, but of other tests."""
+    tops = [attacked.folder]
+    for place in map(Path, PLACES):
+        for top in place.iterdir():
+            with suppress(OSError):
+                is_new = top.lstat().st_ctime >= attacked.since_s
+                tops += [top] * (is_new and not top.name.startswith("pytest-of-"))
+    for top in tops:
+        yield top
+        for folder, folders, names in os.walk(top):
             yield from (Path(folder, name) for name in (*folders, *names))
 
 
@@ -90,7 +98,7 @@ def secrets_that_can_be_read(attacked: Attacked) -> list[str]:
     """In command lines, environments, and files that are as young as the run."""
     found, secrets = [], [secret.encode() for secret in attacked.secrets]
     of_processes = [Path(f"/proc/{pid}/{name}") for pid in attacked.pids for name in ("cmdline", "environ")]
-    for path in (*of_processes, *files_below(attacked.folder, *PLACES)):
+    for path in (*of_processes, *files_of(attacked)):
         with suppress(OSError):
             about = path.stat()
             if stat.S_ISREG(about.st_mode) and (about.st_ctime >= attacked.since_s or path in of_processes):
@@ -103,7 +111,7 @@ def secrets_that_can_be_read(attacked: Attacked) -> list[str]:
 def what_can_be_written(attacked: Attacked) -> list[str]:
     """Files and folders of the victim's, wherever they lie."""
     found = []
-    for path in files_below(attacked.folder, *PLACES):
+    for path in files_of(attacked):
         with suppress(OSError):
             about = path.lstat()
             if about.st_uid == 0 and not stat.S_ISLNK(about.st_mode) and os.access(path, os.W_OK):

@@ -1,4 +1,4 @@
-"""A row may give its chat template arguments of its own: one thinks, another does not."""
+"""What rows say of turns: arguments of the chat template, and responses with an end or without."""
 
 import json
 
@@ -11,6 +11,7 @@ from template_cases import dialect_of as spoken_by
 from test_dialect import CHATML, tokenizer_of
 
 from siirl.agents.renderer import ChatRenderer
+from siirl.config import load_config
 from siirl.data.completions import Completion
 from siirl.data.dataset import PromptDataset
 from siirl.data.rows import make_rows
@@ -95,3 +96,33 @@ def test_arguments_that_are_no_mapping_are_refused():
     with pytest.raises(DataError, match="arguments of the chat template, by name"):
         row_options({"chat_template_kwargs": "enable_thinking"})
     assert row_options(None) == row_options({}) == {}
+
+
+ENDED = {
+    "12": "12E",
+    "12E": "12E",
+    "12<eos>": "12<eos>",  # another token by which the model ends
+    "12E\n": "12E",  # as a template writes it
+    "12 E<eos>\n": "12 E",  # as a template, and who adds the end of a text to it
+    "12\n": "12\nE",
+    "1E2": "1E2E",
+    "E": "E",
+    "": "E",
+}
+"""What is written -> what is trained; E: as the template ends a turn, <eos>: as the tokenizer does."""
+
+
+def test_a_response_that_is_written_with_an_end_of_the_model_gets_no_second_one(tmp_path):
+    vocabulary = tokenizer_of(CHATML)
+    rows = [{"prompt": "q", "response": text.replace("E", "<|im_end|>")} for text in ENDED]
+    file = saved(tmp_path / "a.jsonl", rows)
+    keys = [
+        "actor_rollout_ref.rollout.name=dataset",
+        f"data.train_files={file}",
+        "data.max_response_length=16",
+    ]
+    cfg = load_config([*keys, "trainer.test_freq=-1"])
+    dataset = PromptDataset.from_config(cfg, "train", vocabulary)
+    (texts,) = zip(*[row["given_responses"] for row in dataset.rows(range(len(rows)))], strict=True)
+    found = [vocabulary.decode(ids).replace("<|im_end|>", "E") for ids in texts]
+    assert dict(zip(ENDED, found, strict=True)) == ENDED
