@@ -36,19 +36,30 @@ def scheduler(engine):
     return pid
 
 
+OWN = pytest.param("its own", marks=pytest.mark.slow)
+
+
 @pytest.mark.timeout(280)
-def test_an_engine_that_is_lost_comes_back_as_it_was_whichever_of_its_processes_dies(model_dir, caplog):
+@pytest.mark.parametrize("process", [OWN, "the scheduler's"])
+def test_an_engine_that_is_lost_comes_back_as_it_was_whichever_of_its_processes_dies(
+    process, model_dir, caplog
+):
     """The engine's process, or the scheduler that it starts; beyond the bound the run ends."""
     caplog.set_level(logging.WARNING)
     weights, norm = two_sets(model_dir)[1], "model.norm.weight"
     with sglang_here():
-        engine = build(model_dir, "actor_rollout_ref.rollout.max_engine_restarts=2", name="sglang")
+        engine = build(model_dir, "actor_rollout_ref.rollout.max_engine_restarts=1", name="sglang")
         try:
             load(engine, weights, 4)
             assert torch.equal(*engine.read_tensor(norm), weights[norm])
-            victims = [lambda: engine._process.pid, lambda: scheduler(engine)]
+            victim = scheduler if process == "the scheduler's" else lambda engine: engine._process.pid
             check_it_comes_back(
-                engine, SAMPLED, victims, check_near, lambda: engine.read_tensor(norm)[0].tolist(), caplog
+                engine,
+                SAMPLED,
+                [lambda: victim(engine)],
+                check_near,
+                lambda: engine.read_tensor(norm)[0].tolist(),
+                caplog,
             )
         finally:
             engine.close()

@@ -131,6 +131,9 @@ def test_packed_rows_with_images_are_what_hugging_face_computes_of_each_alone(fo
     assert all(torch.equal(exported[name], stored[name]) for name in stored)
 
 
+@pytest.mark.parametrize(
+    "folder", [pytest.param(vision.KINDS[0], marks=pytest.mark.slow), *vision.KINDS[1:]], indirect=True
+)
 def test_ranks_with_images_without_them_and_without_rows_agree(folder):
     check(folder, TWO)
 

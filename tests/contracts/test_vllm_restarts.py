@@ -18,7 +18,7 @@ from siirl.engines.rollout.served import engine_process
 from siirl.engines.rollout.served.engine_process import EngineProcess
 from siirl.engines.weights import in_place
 
-SAMPLED, GREEDY = SamplingParams(max_tokens=200), SamplingParams(max_tokens=200, temperature=0)
+SAMPLED, GREEDY = SamplingParams(max_tokens=120), SamplingParams(max_tokens=60, temperature=0)
 NAMES = ("model.embed_tokens.weight", "model.layers.1.self_attn.qkv_proj.weight", "model.norm.weight")
 
 

@@ -18,7 +18,7 @@ KINDS = {
     "qwen3_moe": {"tie_word_embeddings": False},
     "gemma3_text": {"vocab_size": 70},  # rows of padding in vLLM
 }
-SLOW = ("llama", "qwen2", "gemma3_text")
+SLOW = ("llama", "qwen2", "qwen3", "gemma3_text")
 
 
 @pytest.mark.timeout(300)

@@ -17,6 +17,7 @@ from siirl.config import load_config
 from siirl.data.completions import Request, SamplingParams
 from siirl.engines.rollout.channel import Channel
 from siirl.engines.rollout.served import engine_process, kept_engine
+from siirl.engines.rollout.served.engine_child import SERVER
 from siirl.engines.rollout.served.engine_parts import find_parts
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
 from siirl.engines.rollout.served.journal import BeginUpdate, FinishUpdate, LoadChunk, Sleep, Wake
@@ -69,6 +70,12 @@ class Site:
         engine._process._channel.close()
         engine._process._process._talk.close()
         self.keeper.settle()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines_start_soon():
+    """A keeper has seconds to start one: the first start of a session waits for what is imported once."""
+    subprocess.run([sys.executable, "-m", SERVER, "--help"], stdout=subprocess.DEVNULL, check=True)
 
 
 @pytest.fixture
