@@ -47,18 +47,6 @@ class Check:
     """Gives all that is wrong, or raises the first of it."""
 
 
-def asked(checks: Iterable[Check], stage: str, **known: Any) -> Iterator[UserError]:
-    """What the checks of a stage find, in their order; one that raises does not end the others."""
-    for check in checks:
-        if check.stage == stage:
-            try:
-                yield from check.run(*(known[name] for name in check.needs))
-            except UserError as error:
-                yield error
-            except ReadsBroken:
-                pass
-
-
 def refuse(errors: Iterable[UserError]) -> None:
     """Raise what a check gives, as one error, if it gives any."""
     if problems := [*errors]:
@@ -108,8 +96,11 @@ class Findings:
                 self.add(error, place)
 
     def ask(self, checks: Iterable[Check], stage: str, **known: Any) -> None:
-        """Keep what the checks of a stage find."""
-        self.take(asked(checks, stage, **known))
+        """Keep what the checks of a stage find, in their order; one that raises does not end the others."""
+        for check in checks:
+            if check.stage == stage:
+                with self.at():
+                    self.take(check.run(*(known[name] for name in check.needs)))
 
     def close(self) -> None:
         """Raise what was found, if anything was."""

@@ -138,6 +138,7 @@ def liked(ctx, rows):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.real_starts  # forks have imported siirl from elsewhere
 def test_an_op_with_a_model_of_a_role_of_its_own_takes_three_files(tree):
     """Its code, its row among ops, its row among roles of models: checked, planned, and run a step."""

@@ -114,7 +114,7 @@ def why_by_loaders(model: ModelPlan, cfg: Config) -> str:
     return ""
 
 
-def writing_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
+def writing_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) -> list[MemoryLine]:
     """The buffer on a worker's GPU through which it writes weights in place, from the second sync on."""
     rollout = cfg.actor_rollout_ref.rollout
     shares_another = model.base not in (None, model.name)
@@ -124,7 +124,7 @@ def writing_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_sha
     return [MemoryLine(model.name, "weights on their way", min(shape.params * BYTES[rollout.dtype], most))]
 
 
-def scored_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
+def scored_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) -> list[MemoryLine]:
     """What a rollout engine has besides as a teacher.
 
     What it says of all rows; beside its share of the device, logits and log-probs of all words, at the tokens
@@ -138,9 +138,9 @@ def scored_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shar
     each = shape.vocabulary * (BYTES[rollout.dtype] + 2 * BYTES["float32"])
     asleep = 0
     if rollout.free_cache_engine and cfg.trainer.device != "cpu":
-        asleep, _ = engine_bytes(model, cfg, shape, rows_per_shard)
+        asleep, _ = engine_bytes(model, cfg, shape, rows)
     return [
-        *teacher_lines(model, cfg, shape, rows_per_shard),
+        *teacher_lines(model, cfg, shape, rows),
         MemoryLine(model.name, "log-probs of a row", tokens * each, ("generate",)),
         MemoryLine(model.name, "weights while it sleeps", asleep, (), host=True),
     ]

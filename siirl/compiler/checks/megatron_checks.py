@@ -13,7 +13,6 @@ from siirl.compiler.checks.megatron_options import MODULES, Kind, refusal
 from siirl.compiler.memory.estimate import ModelShape
 from siirl.config.common import MegatronConfig
 from siirl.errors import ConfigError, UserError
-from siirl.findings import Check, asked
 from siirl.models.families import family_of
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.pipeline_layers import SPLIT_OPTIONS, split_layers, suggest_split
@@ -322,22 +321,13 @@ def _optimizer(model: MegatronModel) -> Iterator[UserError]:
         yield model.wrong(f"{where} has eps and adam_eps, which are the same. Remove one of them.")
 
 
-KNOWN = (_layers, _attention, _mlp, _vocabulary, _experts)
-MEGATRON_CHECKS = (
-    *(
-        Check("any", ("model",), check)
-        for check in (_options, _weights, _adapters, _recompute, _gradients, _rows, _optimizer)
-    ),
-    *(Check("known", ("model",), check) for check in KNOWN),
-)
-"""Of stage "known": of models whose sizes are."""
-
-
 def check_megatron(model: MegatronModel) -> Iterator[UserError]:
     """All that is wrong with a model under Megatron."""
-    yield from asked(MEGATRON_CHECKS, "any", model=model)
+    checks = (_options, _weights, _adapters, _recompute, _gradients, _rows, _optimizer)
     if isinstance(model.shape, ModelShape):
-        yield from asked(MEGATRON_CHECKS, "known", model=model)
+        checks += (_layers, _attention, _mlp, _vocabulary, _experts)
+    for check in checks:
+        yield from check(model)
 
 
 def _common_divisors(width: int, size: int) -> str:

@@ -1,7 +1,7 @@
 """Whether a role's model is one that its engines compute exactly, as it is asked for. No torch.
 
 What is known of a model type is its row (siirl/models/families.py); here the configuration meets it.
-MODEL_CHECKS are asked in their order, all but the first of models of a type that is trained.
+MODEL_CHECKS are asked in their order of models of a type that is trained.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,6 @@ from siirl.config.common import FLASH_4, ModelConfig, TrainedConfig
 from siirl.config.resolve import COMPUTE_DTYPE, get
 from siirl.config.roles import ROLE_GROUPS, ROLES, Role, role_group, role_model, sequence_ranks
 from siirl.errors import ConfigError, NotSupportedError, UserError
-from siirl.findings import Check, asked
 from siirl.models.adapter_targets import why_not_adapted
 from siirl.models.config_json import as_built, config_json, of_decoder
 from siirl.models.config_values import as_read, why_not_built
@@ -114,8 +113,11 @@ def check_trained_model(cfg: Config, role: str, who: str) -> Iterator[UserError]
     own_code = model.external_lib or (model.trust_remote_code and "auto_map" in raw)
     if own_code and TRAINABLE[one.rules].own_code:
         return
-    of_another_type = [*asked(MODEL_CHECKS, "type", one=one)]
-    yield from of_another_type or asked(MODEL_CHECKS, "model", one=one)
+    if problem := why_not(one.whole, one.rules, one.spec.head):
+        yield one.refused(problem)
+        return
+    for check in MODEL_CHECKS:
+        yield from check(one)
 
 
 def check_attention_kernels(
@@ -144,11 +146,6 @@ def check_attention_kernels(
 def attention_heads(cfg: Config, role: str) -> int:
     """Of queries in a layer of a role's model; 0 where config.json does not tell."""
     return num_heads(as_built(role_model(cfg, role)))
-
-
-def _has_its_type(one: ModelOfRole) -> Iterator[UserError]:
-    if problem := why_not(one.whole, one.rules, one.spec.head):
-        yield one.refused(problem)
 
 
 def _has_its_images(one: ModelOfRole) -> Iterator[UserError]:
@@ -363,13 +360,9 @@ def _turns_rows_alike(one: ModelOfRole) -> Iterator[UserError]:
         yield one.refused(problem)
 
 
-OF_MODEL = (
+MODEL_CHECKS = (
     *(_has_its_images, _adds_no_loss_of_micro_batches, _is_sampled_by_vllm, _compresses_as_asked),
     *(_has_kernels_of_its_heads, _has_kernels_of_its_sinks, _has_experts_as_asked, _divides_its_experts),
     *(_divides_its_heads, _has_its_delta_nets, _multiplies_in_float8, _is_compiled_as_asked),
     *(_is_adapted_as_asked, _is_built, _turns_rows_alike),
-)
-MODEL_CHECKS = (
-    Check("type", ("one",), _has_its_type),
-    *(Check("model", ("one",), check) for check in OF_MODEL),
 )
