@@ -3,11 +3,10 @@
     python benchmarks/weight_link.py [--sources 2] [--targets 2] [--mib 512] [--syncs 5] [--gpu]
 
 Each rank is a process with one thread. Trainer ranks have the rows of fp32 tensors, as FSDP2 cuts them, and
-send bf16. Three ways take turns, a sync each: `headers`, as every first sync goes (tensors are gathered, one
-rank sends, each bucket is announced); `plan`, as later ones go (rollout.weight_link=auto: the same without
-announcements); `spread` (rollout.weight_link=spread): each trainer rank sends its rows, and nobody gathers.
-Told are the seconds of the slowest rank, and the bytes that each rank wrote to its sockets (/proc/self/io).
-All bytes that arrive are compared. --gpu: a GPU for each rank, over NCCL, whose bytes are not counted. Writes
+send bf16. Two ways take turns, a sync each: `headers`, as every first sync goes (tensors are gathered, one
+rank sends, each bucket is announced); `plan`, as later ones go (the same without announcements). Told are the
+seconds of the slowest rank, and the bytes that each rank wrote to its sockets (/proc/self/io). All bytes that
+arrive are compared. --gpu: a GPU for each rank, over NCCL, whose bytes are not counted. Writes
 benchmarks/results/weight_link_<device>.json (--out for another place), after every turn (report_file.py).
 """
 
@@ -26,14 +25,12 @@ import torch.distributed as dist
 from report_file import Report, end_by_signals, on_change, run_ranks, write
 from torch import Tensor
 
-from siirl.compiler.plan import LinkPlan, sender_groups
+from siirl.compiler.plan import LinkPlan
 from siirl.engines.weights.link import WeightLink, make_link
-from siirl.engines.weights.row_layout import RowLayout, Whole
-from siirl.model_files.file_parts import FilePart
 from siirl.parallel.process_groups import ProcessGroupManager, connect_when_used
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-WAYS = {"headers": "broadcast", "plan": "broadcast", "spread": "spread"}
+WAYS = ("headers", "plan")
 LAYER = {"q": 4, "k": 2, "v": 2, "o": 4, "gate": 12, "up": 12, "down": 12, "norm": 0}
 """Matrices of a layer, by their share of it; the norm has one row."""
 WIDTH = 2048
@@ -97,17 +94,6 @@ class Trainer:
     def live_weights(self) -> None:
         """It has its rows alone."""
 
-    def row_layout(self, dtype: torch.dtype) -> RowLayout:
-        tensors = tuple(
-            Whole(name, shape, str(dtype), self._pieces(shape), (FilePart(name, shape, (WIDTH, 1), 0),))
-            for name, shape in self._shapes.items()
-        )
-        return RowLayout(self._ranks, self._device.type, tensors)
-
-    def export_rows(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for name, local in self._local.items():
-            yield name, local.to(dtype)
-
     def move(self, version: int) -> None:
         self.version = version
         for place, tensor in enumerate(self._local.values()):
@@ -151,16 +137,15 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    sources, receivers = tuple(range(args.sources)), tuple(range(args.sources, world))
-    everyone = tuple(range(world))
-    groups = ProcessGroupManager(
-        list(dict.fromkeys([everyone, sources, *sender_groups(sources, receivers)])), backend, 120
-    )
+    sources, everyone = tuple(range(args.sources)), tuple(range(world))
+    groups = ProcessGroupManager(list(dict.fromkeys([everyone, sources])), backend, 120)
     trainer = Trainer(args.mib, device, sources, groups.get(sources)) if rank in sources else None
     mine: tuple[Any, Any] = (trainer, None if trainer else Target(args.mib, device))
     links = {
-        way: make_link(LinkPlan(way, "trainer", "rollout", everyone, kind), *mine, groups, Path(folder))
-        for way, kind in WAYS.items()
+        way: make_link(
+            LinkPlan(way, "trainer", "rollout", everyone, "broadcast"), *mine, groups, Path(folder)
+        )
+        for way in WAYS
     }
     found: dict[str, Any] = {way: {"seconds": [], "sent": []} for way in WAYS}
     told: list[Any] = [None] * world

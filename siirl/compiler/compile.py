@@ -21,7 +21,6 @@ from siirl.compiler.plan import (
     Plan,
     Repeat,
     RoutePlan,
-    sender_groups,
 )
 from siirl.compiler.pruning import prune, with_moved_rows
 from siirl.compiler.resolved_node import ResolvedNode, resolve_nodes
@@ -334,7 +333,4 @@ def _groups(
         groups.update(dict.fromkeys(backend_of(model).groups(model.dims, model.ranks)))
     for item in (*others, *(ins for ins in instructions if isinstance(ins, Repeat))):
         groups[item.ranks] = None
-        if isinstance(item, LinkPlan) and item.kind == "spread":
-            sources, targets = (models[name].ranks for name in (item.source, item.target))
-            groups.update(dict.fromkeys(sender_groups(sources, sorted({*targets} - {*sources}))))
     return tuple(groups)

@@ -7,7 +7,7 @@ from typing import Any
 from siirl.compiler.backends import backend_of, choose_backend
 from siirl.compiler.backends.base import Backend
 from siirl.compiler.interactions.adapters import with_bases
-from siirl.compiler.plan import MOST_SENDERS, LinkPlan, ModelPlan
+from siirl.compiler.plan import LinkPlan, ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config import Config
@@ -54,27 +54,11 @@ def plan_links(models: dict[str, ModelPlan], nodes: Nodes) -> dict[str, LinkPlan
             source = models[f"agent_{target.agent}.actor"]
             name = f"agent_{target.agent}.weights"
             union = tuple(sorted({*source.ranks, *target.ranks}))
-            way = nodes[target.node].cfg.actor_rollout_ref.rollout.weight_link
-            spreads = way == "spread" and not why_not_spread(source, target)
-            kind = "local" if union == source.ranks else "spread" if spreads else "broadcast"
-            if way == "checkpoint":
+            kind = "local" if union == source.ranks else "broadcast"
+            if nodes[target.node].cfg.actor_rollout_ref.rollout.weight_link == "checkpoint":
                 kind = "checkpoint"
             links[name] = LinkPlan(name, source.name, target.name, union, kind)
     return links | _links_to_teachers(models, nodes)
-
-
-def why_not_spread(source: ModelPlan, target: ModelPlan) -> str:
-    """Why the ranks of a trainer cannot send the rows that they have to a rollout; "" if they can."""
-    held = {*source.ranks} & {*target.ranks}
-    if held:
-        return f"{'all' if held == {*target.ranks} else 'some'} of its ranks hold the trainer"
-    if not backend_of(source).sends_rows:
-        return f"a trainer under {source.backend} gathers its weights"
-    if len(source.ranks) > MOST_SENDERS:
-        return f"the trainer has {len(source.ranks)} ranks, and at most {MOST_SENDERS} send rows"
-    if source.dims.weight_shards != len(source.ranks):
-        return f"its {len(source.ranks)} ranks hold several copies of the weights"
-    return ""
 
 
 def _links_to_teachers(models: dict[str, ModelPlan], nodes: Nodes) -> dict[str, LinkPlan]:

@@ -3,7 +3,6 @@
 A plan is the same for every rank, process and hash seed; it travels to the workers as JSON (`to_json`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -118,10 +117,9 @@ class LinkPlan:
     source: str
     target: str
     ranks: Ranks
-    kind: Literal["local", "broadcast", "spread", "checkpoint"]
+    kind: Literal["local", "broadcast", "checkpoint"]
     """ "local": every rank of the target holds the source too. "broadcast": to ranks that do not, over NCCL
-    or gloo, from one rank of the source. "spread": each rank of the source sends the rows that it has.
-    "checkpoint": by a folder that all ranks see."""
+    or gloo, from one rank of the source. "checkpoint": by a folder that all ranks see."""
     every_steps: int | None = None
     """Of a teacher that is a policy: it takes the weights at the beginning of every such step, but the first.
     None: a rollout, which takes them whenever they are newer."""
@@ -132,15 +130,6 @@ class LinkPlan:
     def lags(self) -> bool:
         """Whether the target is something else than the source at the beginning of a step."""
         return self.every_steps is not None and (self.every_steps, self.share) != (1, 1.0)
-
-
-MOST_SENDERS = 4
-"""Ranks of a source whose link is of kind "spread"; each has a process group for that."""
-
-
-def sender_groups(sources: Sequence[int], receivers: Sequence[int]) -> tuple[Ranks, ...]:
-    """The groups in which each rank of a source sends its rows to the ranks that hold none."""
-    return tuple(tuple(sorted((sender, *receivers))) for sender in sources)
 
 
 @dataclass(frozen=True)

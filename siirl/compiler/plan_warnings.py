@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.memory.estimate import longest_row
-from siirl.compiler.models import why_not_spread
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.compiler.profiled_nodes import profile_warnings
 from siirl.compiler.resolved_node import AGENT_WIDE
@@ -29,12 +28,6 @@ def plan_warnings(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config]) -> l
     for model in plan.models.values():
         lines += backend_of(model).advice(model, node_cfgs[model.node])
         lines += _single_sequences(model, node_cfgs[model.node])
-    for link in plan.links.values():
-        node = plan.models[link.target].node
-        if node_cfgs[node].actor_rollout_ref.rollout.weight_link != "spread" or link.kind == "spread":
-            continue
-        if why := why_not_spread(plan.models[link.source], plan.models[link.target]):
-            lines.append(f"node {node!r}: actor_rollout_ref.rollout.weight_link=spread has no effect: {why}.")
     lines += profile_warnings(cfg, plan)
     lines += _counted_twice(plan, node_cfgs)
     return list(dict.fromkeys(lines))

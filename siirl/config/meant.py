@@ -106,6 +106,7 @@ KEYS = {
 """Last part of a name -> the key that does what is meant."""
 
 VALUES = {
+    "actor_rollout_ref.rollout.weight_link": {"spread": "auto"},  # was cut: it saved nothing
     "algorithm.adv_estimator": {
         **{
             "ppo": "gae",

@@ -315,10 +315,8 @@ class RolloutConfig:
     weight_link: str = key(
         "auto",
         "how the trainer's weights reach the engine; auto: shared memory on the same ranks, NCCL or gloo to "
-        "others, from one rank; spread: the same, but to others each of up to four ranks of an fsdp trainer "
-        "sends the rows that it has, which are gathered nowhere; "
-        "checkpoint: a folder in trainer.output_dir that all ranks must see",
-        choices=("auto", "spread", "checkpoint"),
+        "others, from one rank; checkpoint: a folder in trainer.output_dir that all ranks must see",
+        choices=("auto", "checkpoint"),
     )
     replace_weights: str = key(
         "auto",

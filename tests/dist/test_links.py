@@ -22,9 +22,7 @@ from siirl.engines.weights import in_place
 from siirl.engines.weights import link as links
 from siirl.engines.weights.link import make_link
 from siirl.engines.weights.live import LiveWeights
-from siirl.engines.weights.row_layout import RowLayout, Whole
 from siirl.errors import RolloutError, WeightSyncError
-from siirl.model_files.file_parts import FilePart
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.process_groups import ProcessGroupManager
 
@@ -54,7 +52,6 @@ class FakeTrainer:
         self.exported_dtypes = []
         self.meets = True
         self.specs_of = None  # as what is exported
-        self.has_rows = False
         self.lives = False
 
     def weight_specs(self):
@@ -76,28 +73,6 @@ class FakeTrainer:
         if not self.lives:
             return None
         return LiveWeights({name: tensor * self.scale for name, tensor in self.edit(self.weights).items()})
-
-    def row_layout(self, dtype=None):
-        if not self.has_rows:
-            return None
-        ranks = tuple(dist.get_process_group_ranks(self.group))
-        tensors = []
-        for name, tensor in (self.specs_of or self.edit)(self.weights).items():
-            pieces = tuple(len(piece) for piece in self.pieces(tensor))
-            part = FilePart(name, tuple(tensor.shape), tensor.stride(), 0)
-            tensors.append(Whole(name, tuple(tensor.shape), str(dtype or tensor.dtype), pieces, (part,)))
-        return RowLayout(ranks, "cpu", tuple(tensors))
-
-    def pieces(self, tensor):
-        size, flat = dist.get_world_size(self.group), tensor.reshape(-1)
-        count = -(-len(tensor) // size) * (len(flat) // len(tensor))
-        return [flat[place * count : (place + 1) * count] for place in range(size)]
-
-    def export_rows(self, dtype=None):
-        for position, (name, tensor) in enumerate(self.edit(self.weights).items()):
-            if position == self.fail_at:
-                raise RuntimeError("out of memory")
-            yield name, self.pieces(tensor * self.scale)[dist.get_rank(self.group)].to(dtype or tensor.dtype)
 
 
 @functools.cache
@@ -129,13 +104,11 @@ def ranks_of(sources, targets):
     return tuple(sorted({*sources, *targets}))
 
 
-def build_link(rank, model_dir, groups, sources, targets, dtype="float32", folder=None, across="broadcast"):
+def build_link(rank, model_dir, groups, sources, targets, dtype="float32", folder=None):
     ranks = ranks_of(sources, targets)
     trainer = FakeTrainer(model_dir, groups, tuple(sources)) if rank in sources else None
-    if trainer:
-        trainer.has_rows = across == "spread"
     rollout = build_rollout(model_dir, dtype) if rank in targets else None
-    kind = "local" if set(targets) == set(sources) else across
+    kind = "local" if set(targets) == set(sources) else "broadcast"
     kind = "checkpoint" if folder else kind
     folder = Path(folder or "never", "-".join(map(str, ranks)))
     plan = LinkPlan("agent_0.sync", "agent_0.actor", "agent_0.rollout", ranks, kind)
@@ -367,10 +340,10 @@ ACROSS = [([0, 1], [2, 3]), ([0, 1, 2], [3]), ([0], [1, 2, 3]), ([0, 2], [1, 2, 
 """In the last one a rank has both."""
 
 
-def syncs_by_a_plan(rank, model_dir, groups, sources, targets, across):
+def syncs_by_a_plan(rank, model_dir, groups, sources, targets):
     """What is generated after each of four syncs, and (headers, sender of each broadcast) of it."""
     links.BUCKET_BYTES = 3000
-    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets, across=across)
+    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets)
     header, broadcast, results, seen = links.WeightLink._header, dist.broadcast, [], []
 
     def counted(link, *args):
@@ -399,34 +372,26 @@ def turned(weights):
     return dict(reversed(weights.items()))
 
 
-@pytest.mark.parametrize("across", ["broadcast", "spread"])
-def test_later_syncs_go_by_the_plan_of_the_first_without_headers(model_dir, across):
+def test_later_syncs_go_by_the_plan_of_the_first_without_headers(model_dir):
     """The last sync's export has another order: a plan that does not hold any more is made anew."""
     state, expected = tied_once(model_dir), []
     rollout = build_rollout(model_dir)
     for version in range(4):
         rollout.load_weights([(name, tensor * 0.5**version) for name, tensor in state.items()], version)
         expected.append(log_probs(rollout))
-    places = ACROSS if across == "broadcast" else ACROSS[:-1]
-    out = run_workers(everywhere, 4, syncs_by_a_plan, model_dir, places, across)
-    for index, (sources, targets) in enumerate(places):
+    out = run_workers(everywhere, 4, syncs_by_a_plan, model_dir, ACROSS)
+    for index, (sources, targets) in enumerate(ACROSS):
         for rank in ranks_of(sources, targets):
             results, seen = out[rank][index]
             assert results == (expected if rank in targets else [None] * 4)
             assert [headers > 0 for headers, _ in seen] == [True, False, False, True]
-            senders = set(seen[1][1])
-            if across == "broadcast":
-                assert senders == {sources[0]}
-            elif rank in sources:
-                assert senders == {rank}, "a trainer takes part in its own broadcasts alone"
-            else:
-                assert senders == set(sources) and len(seen[1][1]) > len(sources)
+            assert set(seen[1][1]) == {sources[0]}
 
 
-def one_gives_up(rank, model_dir, groups, sources, targets, across):
+def one_gives_up(rank, model_dir, groups, sources, targets):
     """Messages of two syncs that fail: an export of one rank raises, then one is not what it says."""
     links.BUCKET_BYTES = 3000
-    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets, across=across)
+    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets)
     messages = []
     for version in range(6):
         if trainer:
@@ -439,23 +404,21 @@ def one_gives_up(rank, model_dir, groups, sources, targets, across):
                 link.push()
             messages.append(str(caught.value))
             # A rank that sends nothing spoils nothing: the sync fails all the same.
-            if rollout and (version == 4 or across != "broadcast" or sources[-1] == sources[0]):
+            if rollout and (version == 4 or sources[-1] == sources[0]):
                 assert rollout.weight_version == -1
         else:
             link.push()
     return messages, rollout and rollout.weight_version
 
 
-@pytest.mark.parametrize("across", ["broadcast", "spread"])
-def test_a_rank_that_gives_up_midway_fails_all_at_once_and_the_next_sync_is_whole(model_dir, across):
+def test_a_rank_that_gives_up_midway_fails_all_at_once_and_the_next_sync_is_whole(model_dir):
     places = [([0], [1, 2, 3]), ([0, 1], [2, 3])]
-    out = run_workers(everywhere, 4, one_gives_up, model_dir, places, across, deadline_s=30)
+    out = run_workers(everywhere, 4, one_gives_up, model_dir, places, deadline_s=30)
     for index, (sources, targets) in enumerate(places):
         for rank in ranks_of(sources, targets):
             (raised, changed), version = out[rank][index]
             assert "the trainer's export failed: out of memory" in raised and f"rank {sources[-1]}" in raised
-            cut = 15 if across == "spread" and len(sources) == 2 else 31
-            assert f"model.norm.weight (torch.float32, [{cut}]) came where the first sync had" in changed
+            assert "model.norm.weight (torch.float32, [31]) came where the first sync had" in changed
             assert version == (5 if rank in targets else None)
 
 

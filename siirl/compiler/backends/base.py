@@ -45,8 +45,6 @@ class Backend(ABC):
     five_sizes = False
     """Its models are cut by tp, pp, cp and ep, which are always named."""
 
-    sends_rows = False
-    """Ranks of a trainer can send the rows that they have of its weights (rollout.weight_link=spread)."""
 
     weights = True
     """It needs weights."""

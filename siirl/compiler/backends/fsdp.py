@@ -101,7 +101,7 @@ class FSDP(Backend):
         Check("model", ("cfg", "role", "node"), check_model_of_node),
         Check("model", ("cfg", "role", "node"), check_options),
     )
-    gathers_weights = layers_by_keys = shares_prompts = kernels_of_parts = sends_rows = True
+    gathers_weights = layers_by_keys = shares_prompts = kernels_of_parts = True
     base_keys = ("fsdp_config.model_dtype", "fsdp_config.expert_parallel_size")
     offloads = ("fsdp_config.param_offload",)
     offloads_trained = ("fsdp_config.optimizer_offload",)

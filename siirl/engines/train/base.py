@@ -27,7 +27,6 @@ from torch import Tensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.engines.weights.live import LiveWeights
-from siirl.engines.weights.row_layout import RowLayout
 from siirl.observe.metrics import Metrics
 
 EXPERTS = "experts"
@@ -117,17 +116,6 @@ class TrainEngine(ABC):
         In the same order on all ranks. LoRA adapters are merged. Every rank must exhaust the iterator; each
         receives every full tensor.
         """
-
-    def row_layout(self, dtype: torch.dtype | None = None) -> RowLayout | None:
-        """How what export_weights gathers is cut over ranks, see export_rows. No communication.
-
-        None: they have something else than rows.
-        """
-        return None
-
-    def export_rows(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """This rank's piece of each tensor of the layout, flat, in its order; every rank exhausts it."""
-        raise AssertionError(f"{self.name} has no layout of rows")
 
     def live_weights(self) -> LiveWeights | None:
         """What export_weights yields, in the memory where it is trained, if each rank has all of it there.

@@ -3,9 +3,8 @@
 All ranks of a link call `push` together. Ranks that hold a trainer export its weights (a collective of
 theirs); a target on such a rank loads them as they pass by. If some target ranks hold no trainer, the
 lowest trainer rank broadcasts the tensors to them in buckets. In the first sync each is announced by a
-header; the next ones go by the plan that this has made (planned_sync.py). Over a link of kind "spread" each
-trainer rank sends the rows that it has (row_layout.py). A link of kind "checkpoint" has the lowest rank write
-a folder that the targets read. No rank goes on before all agree that the sync succeeded.
+header; the next ones go by the plan that this has made (planned_sync.py). A link of kind "checkpoint" has the
+lowest rank write a folder that the targets read. No rank goes on before all agree that the sync succeeded.
 """
 
 import json
@@ -18,14 +17,13 @@ from typing import Any, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
-from siirl.compiler.plan import LinkPlan, sender_groups
+from siirl.compiler.plan import LinkPlan
 from siirl.engines.rollout.base import WeightPart
 from siirl.engines.train.base import TrainEngine
 from siirl.engines.weights.bucket import DTYPES, Entry, Named, empty_bucket, pack, room, unpack
 from siirl.engines.weights.folder import read_weights, write_weights
 from siirl.engines.weights.live import LiveWeights
-from siirl.engines.weights.planned_sync import BucketPlan, GaveUp, PlannedSync, Sender, joined
-from siirl.engines.weights.row_layout import RowLayout
+from siirl.engines.weights.planned_sync import BucketPlan, GaveUp, PlannedSync, joined
 from siirl.engines.weights.target import WeightTarget
 from siirl.errors import WeightSyncError
 from siirl.observe.metrics import Metrics
@@ -105,10 +103,8 @@ class WeightLink:
         self._target = target
         self._rank = groups.rank
         self._kind = plan.kind
-        self._groups = groups
         self._group = groups.get(plan.ranks)
         self._plan: BucketPlan | None = None
-        self._rows: RowLayout | None = None  # by which the plan is made, if trainer ranks send their rows
         self._plan_specs: list[Any] = []  # what the source said of its export when the plan was made
         self._announced: list[tuple[Entry, ...]] = []
         self._device = "cpu"  # on which what was announced lies
@@ -201,17 +197,11 @@ class WeightLink:
         return [*self._source.weight_specs().items()] if self._source is not None else []
 
     def _send_over(self, meeting: Meeting) -> None:
-        """A sync with ranks that hold no trainer: by the plan; the first one by headers, which make one.
-
-        A trainer whose ranks send the rows that they have says which these are, and that makes the plan.
-        """
+        """A sync with ranks that hold no trainer: by the plan; the first one by headers, which make one."""
         plan, self._plan = self._plan, None  # a sync that fails leaves none
         if not meeting.plan_holds:
-            self._announced, self._rows, plan = [], self._row_layout(meeting), None
-            if self._rows is not None:
-                buckets = self._rows.buckets(BUCKET_BYTES // len(meeting.sources))
-                plan = BucketPlan(buckets, self._rows.device, _made_for(meeting))
-        planned = None if plan is None else self._planned(plan, meeting)
+            self._announced, plan = [], None
+        planned = plan and PlannedSync(plan, meeting.root, self._group, self._rank, IN_FLIGHT)
         self._transfer(partial(self._stream, meeting, planned), meeting.version)
         if not meeting.plan_holds:
             self._plan_specs = self._source_specs()
@@ -219,27 +209,6 @@ class WeightLink:
             buckets = joined(self._announced, JOINED * BUCKET_BYTES)
             plan = BucketPlan(buckets, self._device, _made_for(meeting))
         self._plan = plan
-
-    def _row_layout(self, meeting: Meeting) -> RowLayout | None:
-        """That of the trainer, on all ranks, if they are to send what they have."""
-        if self._kind != "spread" or meeting.part != "merged":
-            return None
-        word: dict[str, Any] | None = None
-        if self._source is not None and self._rank == meeting.root:
-            layout = self._source.row_layout(meeting.dtype)
-            word = {"rows": layout if layout is not None and layout.ranks == meeting.sources else None}
-        rows = self._header(word, meeting.root)["rows"]
-        return None if rows is None else RowLayout.from_json(rows)
-
-    def _planned(self, plan: BucketPlan, meeting: Meeting) -> PlannedSync:
-        if self._rows is None:
-            return PlannedSync(plan, [Sender(meeting.root, self._ranks, self._group)], self._rank, IN_FLIGHT)
-        senders = []
-        for rank, ranks in zip(
-            meeting.sources, sender_groups(meeting.sources, meeting.receivers), strict=True
-        ):
-            senders.append(Sender(rank, ranks, self._groups.get(ranks) if self._rank in ranks else None))
-        return PlannedSync(plan, senders, self._rank, IN_FLIGHT)
 
     def _found(self, meeting: Meeting) -> Iterator[Named] | LiveWeights:
         """What the target of this rank takes of the trainer: where it is trained, or as it is exported."""
@@ -261,8 +230,7 @@ class WeightLink:
 
         An export of several ranks is a collective of theirs, which all of them must come to.
         """
-        alone = len(meeting.sources) == 1 and self._rows is None
-        if not alone or meeting.part != "merged" or self._source is None:
+        if len(meeting.sources) > 1 or meeting.part != "merged" or self._source is None:
             return None
         return self._source.live_weights()
 
@@ -306,7 +274,6 @@ class WeightLink:
                 tensors = self._through_folder(self._folder, dtype, root, meeting.version, part)
             elif self._source is None:
                 tensors = planned.received() if planned else self._received(root)
-                tensors = tensors if self._rows is None else self._rows.joined(tensors)
             elif meeting.receivers:
                 with phase("find"):
                     live = self._sent_live(meeting) if planned else None
@@ -314,8 +281,7 @@ class WeightLink:
                     self._num_bytes = live.num_bytes(dtype)
                     yield from planned.sent(live, casts=True)
                     return
-                rows = self._rows is not None
-                exported = self._source.export_rows(dtype) if rows else _export(self._source, dtype, part)
+                exported = _export(self._source, dtype, part)
                 tensors = planned.sent(exported) if planned else self._sent(exported, root)
             else:
                 tensors = _export(self._source, dtype, part)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,35 +61,25 @@ class BucketPlan:
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1 or 1
 
 
-class Sender(NamedTuple):
-    """Who broadcasts a bucket, and among whom."""
-
-    rank: int
-    ranks: tuple[int, ...]
-    group: Any
-    """None on ranks that are not among them."""
-
-
 class PlannedSync:
-    """One sync by a plan, as one rank takes part in it. Senders take turns, a bucket each."""
+    """One sync by a plan, as one rank takes part in it."""
 
-    def __init__(self, plan: BucketPlan, senders: Sequence[Sender], rank: int, in_flight: int) -> None:
+    def __init__(self, plan: BucketPlan, sender: int, group: Any, rank: int, in_flight: int) -> None:
         """in_flight: how many broadcasts are begun before the first of them must have ended."""
-        self._plan, self._senders, self._rank, self._in_flight = plan, senders, rank, in_flight
-        self._begun: deque[tuple[int, Tensor, Any]] = deque()
+        self._plan, self._sender, self._group = plan, sender, group
+        self._rank, self._in_flight = rank, in_flight
+        self._begun: deque[tuple[Tensor, Any]] = deque()
         self._number = 0  # of the next bucket
         self._whole: Tensor | None = None  # the trailer of a bucket that has all that it should
 
     def sent(self, tensors: Iterable[Named], casts: bool = False) -> Iterator[Named]:
         """Pass the trainer's tensors on, and send them, or see them sent. GaveUp if others come, or not all.
 
-        tensors: those of the buckets in whose broadcasts this rank takes part. casts: floating ones may come
-        in another floating type than they are sent in.
+        casts: floating tensors may come in another floating type than they are sent in.
         """
         bucket: list[Named] = []
         try:
             for name, tensor in _exported(tensors):
-                self._pass_others()
                 self._check_next(len(bucket), name, tensor, casts)
                 bucket.append((name, tensor))
                 if len(bucket) == len(self._plan.buckets[self._number]):
@@ -97,7 +87,6 @@ class PlannedSync:
                         self._send(bucket)
                     bucket = []
                 yield name, tensor
-            self._pass_others()
             if self._number < len(self._plan.buckets):
                 raise GaveUp(f"{self._expected(len(bucket))} did not come from the trainer's export")
         except GaveUp as error:
@@ -114,17 +103,12 @@ class PlannedSync:
             while self._number < len(self._plan.buckets) and len(self._begun) < self._in_flight:
                 self._begin()
             with phase("receive"):
-                number, flat = self._ended()
-                failure = failure or self._trouble(number, flat)
+                flat = self._ended()
+                failure = failure or self._trouble(flat)
             if not failure:
                 yield from unpack(entries, flat)
         if failure:
             raise GaveUp(failure)
-
-    def _pass_others(self) -> None:
-        """Go on to the next bucket in whose broadcast this rank takes part."""
-        while self._number < len(self._plan.buckets) and self._rank not in self._sender().ranks:
-            self._number += 1
 
     def _expected(self, place: int) -> str:
         return self._plan.buckets[self._number][place].name
@@ -144,13 +128,9 @@ class PlannedSync:
 
     def _send(self, bucket: Sequence[Named] | None, failure: str = "") -> None:
         """Take part in the next broadcast; as its sender, with the tensors, or with why there are none."""
-        sender = self._sender()
-        if self._rank not in sender.ranks:
-            self._number += 1
-            return
         while len(self._begun) >= self._in_flight:
             self._ended()
-        if self._rank != sender.rank:
+        if self._rank != self._sender:
             self._begin()
             return
         flat = empty_bucket(self._plan.buckets[self._number], self._plan.device, TRAILER_BYTES)
@@ -165,36 +145,31 @@ class PlannedSync:
 
     def _begin(self, flat: Tensor | None = None) -> None:
         """Begin the next broadcast, to end later."""
-        sender = self._sender()
         if flat is None:
             flat = empty_bucket(self._plan.buckets[self._number], self._plan.device, TRAILER_BYTES)
         with waiting():
-            work = dist.broadcast(flat, src=sender.rank, group=sender.group, async_op=True)
-        self._begun.append((self._number, flat, work))
+            work = dist.broadcast(flat, src=self._sender, group=self._group, async_op=True)
+        self._begun.append((flat, work))
         self._number += 1
 
-    def _ended(self) -> tuple[int, Tensor]:
-        """The oldest broadcast that was begun, once it has ended: number and bytes of its bucket."""
-        number, flat, work = self._begun.popleft()
+    def _ended(self) -> Tensor:
+        """The bytes of the oldest broadcast that was begun, once it has ended."""
+        flat, work = self._begun.popleft()
         with waiting():
             work.wait()
-        return number, flat
+        return flat
 
     def _end(self) -> None:
         while self._begun:
             self._ended()
 
-    def _sender(self) -> Sender:
-        return self._senders[self._number % len(self._senders)]
-
-    def _trouble(self, number: int, flat: Tensor) -> str:
+    def _trouble(self, flat: Tensor) -> str:
         """Why a bucket cannot be used, or ""."""
         trailer = flat[-TRAILER_BYTES:].cpu().numpy().tobytes()
-        rank = self._senders[number % len(self._senders)].rank
         if text := trailer[8:].rstrip(b"\0").decode(errors="replace"):
-            return f"rank {rank}: {text}"
+            return f"rank {self._sender}: {text}"
         if int.from_bytes(trailer[:8], "big") != self._plan.digest:
-            return f"rank {rank} sends other buckets than those of the first sync"
+            return f"rank {self._sender} sends other buckets than those of the first sync"
         return ""
 
 

@@ -14,9 +14,7 @@ from siirl.engines.weights import link as links
 from siirl.engines.weights import planned_sync
 from siirl.engines.weights.link import make_link
 from siirl.engines.weights.live import LiveWeights
-from siirl.engines.weights.row_layout import RowLayout, Whole
 from siirl.errors import WeightSyncError
-from siirl.model_files.file_parts import FilePart
 
 
 class Place:
@@ -84,22 +82,6 @@ class Trainer:
         more = {"more": torch.ones(2)} if self.says_more else {}
         return {name: (tuple(x.shape), x.dtype) for name, x in (self.weights | more).items()}
 
-    def row_layout(self, dtype=None):
-        tensors = []
-        for name, tensor in self.made().items():
-            sizes = tuple(len(piece) for piece in self.pieces(tensor))
-            part = FilePart(name, tuple(tensor.shape), tensor.stride(), 0)
-            tensors.append(Whole(name, tuple(tensor.shape), str(tensor.dtype), sizes, (part,)))
-        return RowLayout(self.ranks, "cpu", tuple(tensors))
-
-    def pieces(self, tensor):
-        rows = -(-len(tensor) // len(self.ranks))
-        return [tensor[rows * place : rows * (place + 1)].reshape(-1) for place in range(len(self.ranks))]
-
-    def export_rows(self, dtype=None):
-        for name, tensor in self.export_weights(dtype):
-            yield name, self.pieces(tensor)[self.place]
-
     def made(self):
         return {"more": torch.ones(2)} | self.weights if self.more else self.weights
 
@@ -158,9 +140,8 @@ def expected(turns):
     return told
 
 
-@pytest.mark.parametrize("kind", ["broadcast", "spread"])
 @pytest.mark.parametrize("seed", range(25))
-def test_a_link_brings_all_weights_or_fails_on_all_ranks_and_goes_on(seed, kind, monkeypatch):
+def test_a_link_brings_all_weights_or_fails_on_all_ranks_and_goes_on(seed, monkeypatch):
     """Exports and targets that fail on one rank, and exports that change, with notice or without."""
     rng, network = random.Random(seed), Network()
     monkeypatch.setattr(links, "dist", network)
@@ -168,11 +149,10 @@ def test_a_link_brings_all_weights_or_fails_on_all_ranks_and_goes_on(seed, kind,
     monkeypatch.setattr(links, "BUCKET_BYTES", 300)
     ranks = tuple(range(rng.randint(2, 5)))
     sources = tuple(sorted(rng.sample(ranks, rng.randint(1, len(ranks) - 1))))
-    both = 0.4 if kind == "broadcast" else 0.0
-    targets = {rank for rank in ranks if rank not in sources or rng.random() < both}
+    targets = {rank for rank in ranks if rank not in sources or rng.random() < 0.4}
     turns = [rng.choice(TROUBLES) for _ in range(10)]
     culprits = [(rng.choice(sources), rng.choice(sorted(targets))) for _ in turns]
-    plan, outcomes = LinkPlan("link", "trainer", "rollout", ranks, kind), expected(turns)
+    plan, outcomes = LinkPlan("link", "trainer", "rollout", ranks, "broadcast"), expected(turns)
     lives = rng.random() < 0.7
 
     def run(rank):
@@ -195,12 +175,10 @@ def test_a_link_brings_all_weights_or_fails_on_all_ranks_and_goes_on(seed, kind,
                 link.push()
                 check(target, version)
         if trainer:
-            alone = len(sources) == 1 and kind == "broadcast"
-            assert trainer.asked_live == alone * sum(planned for planned, _ in outcomes)
+            assert trainer.asked_live == (len(sources) == 1) * sum(planned for planned, _ in outcomes)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         list(pool.map(run, ranks))
-    assert len(network.bytes_of) == len(sources) or kind == "broadcast" or not any(p for p, _ in outcomes)
 
 
 def check(target, version):

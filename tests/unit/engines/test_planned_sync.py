@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from siirl.compiler.plan import sender_groups
 from siirl.engines.weights import planned_sync
 from siirl.engines.weights.bucket import Entry, empty_bucket
-from siirl.engines.weights.planned_sync import BucketPlan, GaveUp, PlannedSync, Sender
+from siirl.engines.weights.planned_sync import BucketPlan, GaveUp, PlannedSync
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 
@@ -77,13 +76,6 @@ def plan_of(rng, weights):
     return BucketPlan(tuple(buckets), "cpu", ("any",))
 
 
-def share_of(plan, weights, place, count):
-    """What is in every count-th bucket, from that place on."""
-    left = iter(weights)
-    buckets = [[next(left) for _ in bucket] for bucket in plan.buckets]
-    return [named for bucket in buckets[place::count] for named in bucket]
-
-
 def exported(weights, fails_at):
     for number, named in enumerate(weights):
         if number == fails_at:
@@ -91,9 +83,8 @@ def exported(weights, fails_at):
         yield named
 
 
-@pytest.mark.parametrize("spread", [True, False])
 @pytest.mark.parametrize("seed", range(40))
-def test_all_ranks_come_to_the_end_and_none_takes_what_a_sender_gave_up(seed, spread, monkeypatch):
+def test_all_ranks_come_to_the_end_and_none_takes_what_a_sender_gave_up(seed, monkeypatch):
     rng, network = random.Random(seed), Network()
     monkeypatch.setattr(planned_sync.dist, "broadcast", network.broadcast)
     ranks = list(range(rng.randint(2, 6)))
@@ -101,23 +92,16 @@ def test_all_ranks_come_to_the_end_and_none_takes_what_a_sender_gave_up(seed, sp
     receivers = tuple(rank for rank in ranks if rank not in sources)
     weights = some_weights(rng)
     plan, in_flight = plan_of(rng, weights), rng.randint(1, 4)
-    groups, heads = [tuple(ranks)], [sources[0]]
-    if spread:
-        groups, heads = list(sender_groups(sources, receivers)), list(sources)
-    given = {rank: weights for rank in sources}
-    if spread:
-        given = {rank: share_of(plan, weights, place, len(heads)) for place, rank in enumerate(heads)}
-    fails = {rank: rng.randrange(len(given[rank])) for rank in sources if given[rank] and rng.random() < 0.3}
+    head = sources[0]
+    fails = {rank: rng.randrange(len(weights)) for rank in sources if rng.random() < 0.3}
     lies = {rank for rank in sources if rank not in fails and rng.random() < 0.15}
 
     def run(rank):
-        made = {group: network.group(rank, group) for group in groups if rank in group}
-        senders = [Sender(head, group, made.get(group)) for head, group in zip(heads, groups, strict=True)]
-        sync = PlannedSync(plan, senders, rank, in_flight)
+        sync = PlannedSync(plan, head, network.group(rank, tuple(ranks)), rank, in_flight)
         if rank in receivers:
             stream = sync.received()
         else:
-            own = [*given[rank], ("more", torch.zeros(2))] if rank in lies else given[rank]
+            own = [*weights, ("more", torch.zeros(2))] if rank in lies else weights
             stream = sync.sent(exported(own, fails.get(rank)))
         came = []
         try:
@@ -133,12 +117,8 @@ def test_all_ranks_come_to_the_end_and_none_takes_what_a_sender_gave_up(seed, sp
     for rank, (failure, came) in zip(ranks, told, strict=True):
         assert bool(failure) == (rank in fails or rank in lies) or rank in receivers
         if not failure:
-            same_as(came, given.get(rank, weights))
-    until, broken = dict.fromkeys(heads, 0), False
-    for number, bucket in enumerate(plan.buckets):
-        head = heads[number % len(heads)]
-        until[head] += len(bucket)
-        broken = broken or until[head] > fails.get(head, until[head])
+            same_as(came, weights)
+    broken = head in fails
     for rank in receivers:
         failure, came = told[rank]
         assert bool(failure) == broken and ("out of memory" in failure) == broken
@@ -165,8 +145,7 @@ def test_what_another_plan_has_sent_is_not_taken(monkeypatch):
         BucketPlan(tuple((Entry.of(*w),) for w in weights), "cpu", (made,)) for made in ("one", "other")
     )
     syncs = [
-        PlannedSync(plan, [Sender(0, (0, 1), network.group(rank, (0, 1)))], rank, 1)
-        for rank, plan in enumerate((one, other))
+        PlannedSync(plan, 0, network.group(rank, (0, 1)), rank, 1) for rank, plan in enumerate((one, other))
     ]
     assert len(list(syncs[0].sent(iter(weights)))) == 2
     with pytest.raises(GaveUp, match="rank 0 sends other buckets than those of the first sync"):

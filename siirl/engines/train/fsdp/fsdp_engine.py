@@ -33,13 +33,11 @@ from siirl.engines.train.fsdp.fsdp_state import (
     base_names,
     exported,
     exported_adapter,
-    exported_rows,
     held_tensors,
     live,
     live_pieces,
     load_training_state,
     parts_of,
-    row_layout,
     specs,
     training_state,
 )
@@ -55,7 +53,6 @@ from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.engines.train.transfers import Arrivals
 from siirl.engines.weights.live import LiveWeights
-from siirl.engines.weights.row_layout import RowLayout
 from siirl.model_files.hf_config import written_changes
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
@@ -231,13 +228,6 @@ class FSDPEngine(SteppingEngine):
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._require_on_device("params")
         return exported(self._model.hf, self._parts, dtype or self._master_dtype)
-
-    def row_layout(self, dtype: torch.dtype | None = None) -> RowLayout | None:
-        return row_layout(self._model.hf, self._parts, dtype or self._master_dtype)
-
-    def export_rows(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        self._require_on_device("params")
-        return exported_rows(self._model.hf, dtype or self._master_dtype)
 
     def live_weights(self) -> LiveWeights | None:
         self._require_on_device("params")

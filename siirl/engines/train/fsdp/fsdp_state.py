@@ -17,7 +17,6 @@ from siirl.engines.train.experts.expert_lora import adapter_parts, adapters_of_e
 from siirl.engines.train.optimizer import MOMENTS
 from siirl.engines.train.pieces import Piece, PiecewiseTensor
 from siirl.engines.weights.live import LiveWeights
-from siirl.engines.weights.row_layout import RowLayout, Whole, whole_at_first
 from siirl.errors import CheckpointError
 from siirl.model_files.file_parts import FilePart, file_parts, stored_parts
 
@@ -63,36 +62,6 @@ def exported(hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype) -> Itera
     copy it to keep it.
     """
     return itertools.chain(_whole_parts(_merged(hf, dtype), parts, dtype), _buffers(hf).items())
-
-
-@torch.no_grad()
-def exported_rows(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """What this rank has of `exported`, as row_layout says, flat. Collective where adapters are merged."""
-    first = True
-    for shard in _merged(hf, dtype):
-        mesh = shard.param.device_mesh
-        first = mesh.get_local_rank(mesh.ndim - 1) == 0
-        yield shard.name, shard.local.reshape(-1)
-    for name, tensor in _buffers(hf).items():
-        yield name, tensor.reshape(-1)[: None if first else 0]
-
-
-def row_layout(hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype) -> RowLayout | None:
-    """Which rows `exported_rows` gives on which rank; None if not all are cut over the same ranks."""
-    params = dict(_named(hf))
-    meshes = {param.device_mesh for param in params.values()}
-    if len(meshes) > 1 or any(param.placements[-1] != Shard(0) for param in params.values()):
-        return None
-    mesh = meshes.pop()
-    ranks = tuple(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)))
-    tensors = []
-    for name, param in params.items():
-        shape, rows = tuple(param.shape), -(-param.shape[0] // len(ranks))
-        row = param.numel() // shape[0]
-        pieces = (min(rows, max(0, shape[0] - place * rows)) * row for place in range(len(ranks)))
-        tensors.append(Whole(name, shape, str(dtype), tuple(pieces), parts[name]))
-    tensors += [whole_at_first(name, tensor, ranks) for name, tensor in _buffers(hf).items()]
-    return RowLayout(ranks, mesh.device_type, tuple(tensors))
 
 
 def _merged(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator["_Shard"]:
