@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 from siirl.agents.episode import MOST_REWARD
-from siirl.agents.gym_adapter import GymEnvironment, is_gym_class
+from siirl.agents.gymnasium_env import GymEnvironment, is_gym_class
 from siirl.agents.shown import Shown, read_shown, shows_images
 from siirl.agents.user_thread import CallSlots, Hung, Raised, UserThread
 from siirl.errors import DagError, DataError, EpisodeFailed

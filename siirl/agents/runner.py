@@ -17,7 +17,7 @@ from siirl.agents.episode import Episode, Message
 from siirl.agents.policy import Policy
 from siirl.agents.renderer import Chat, ChatRenderer, TokenizedText
 from siirl.agents.shown import PLACE, Shown, content_of
-from siirl.agents.tool_use import ToolUse
+from siirl.agents.tool_files import ToolUse
 from siirl.agents.user_thread import where_raised
 from siirl.compiler.plan import AgentStage, EnvStage, InteractionPlan, Stage
 from siirl.dialect.tool_formats import ToolParser

@@ -1,19 +1,27 @@
-"""The tools of a rollout node, read from the YAML file that multi_turn.tool_config_path names."""
+"""The tools of a rollout node, read from the YAML file that multi_turn.tool_config_path names, and their use
+after a turn: those that it names are called, and what they answer is read.
+"""
 
 import ast
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from siirl.agents.builtin_tools import BUILTIN_TOOLS
+from siirl.agents.episode import Episode, Message
 from siirl.agents.mcp_tools import check_mcp, check_mcp_here, mcp_tools
+from siirl.agents.message_form import OwnTurn
 from siirl.agents.tool_schema import check_schema
-from siirl.agents.tools import Tool, Toolbox
+from siirl.agents.tools import Tool, Toolbox, ToolLimits, run_tools
+from siirl.compiler.interactions.stages import assistant_turns
 from siirl.config.rollout import MultiTurnConfig
+from siirl.dialect.tool_formats import ToolCall, ToolParser, tool_parser
 from siirl.errors import ConfigError, UserError
+from siirl.observe.printable import encodable
 from siirl.user_code.kept_code import read_text
 from siirl.user_code.load_object import load_object
 from siirl.user_code.signatures import Call, misfits, needed_names, signature_of
@@ -269,3 +277,56 @@ class FunctionTool:
         """Call it; the episode is handed over as `episode` if it has an argument of that name."""
         wants = "episode" in inspect.signature(self._function).parameters
         return self._function(**arguments, **self._config, **({"episode": episode} if wants else {}))
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a rollout node."""
+
+    toolbox: Toolbox
+    parse: ToolParser
+    limits: ToolLimits
+    most_rounds: int
+    """How often an agent goes on after answers."""
+
+    async def answer(self, turn: Message, own: OwnTurn, episode: Episode) -> list[Message]:
+        """The answers to the calls in a turn, which its agent alone reads; none if it calls nothing.
+
+        own: the turn before any post-processing. A turn with calls is no longer read by others.
+        """
+        calls = own.said.calls
+        if not calls:
+            return []
+        responses = await run_tools(calls, self.toolbox, episode, self.limits)
+        turn.to = turn.agent
+        turn.info["tool_calls"] = len(calls)
+        turn.info["tool_errors"] = [response.error for response in responses if response.error]
+        ids = iter(own.ids)
+        return [
+            Message(
+                "tool",
+                encodable(response.text),
+                node=turn.node,
+                to=turn.agent,
+                images=response.images,
+                name=call.name if isinstance(call, ToolCall) else None,
+                call_id=next(ids) if isinstance(call, ToolCall) else None,
+                info={"tool": response.tool, **({"error": response.error} if response.error else {})},
+            )
+            for call, response in zip(calls, responses, strict=True)
+        ]
+
+
+def tool_use(multi_turn: MultiTurnConfig, who: str, sees: bool = False) -> ToolUse | None:
+    """What rollout.multi_turn of a node says; None unless enabled. ConfigError or DagError for a bad file.
+
+    sees: whether its model sees images.
+    """
+    if not multi_turn.enable:
+        return None
+    return ToolUse(
+        load_tools(multi_turn, who),
+        tool_parser(multi_turn.format),
+        ToolLimits.of(multi_turn, sees),
+        assistant_turns(multi_turn) - 1,
+    )

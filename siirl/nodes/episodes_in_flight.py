@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 
 from siirl.agents.episode import Episode
-from siirl.agents.resumable_policy import ResumablePolicy, StreamGate
+from siirl.agents.policy import ResumablePolicy, StreamGate
 from siirl.agents.runner import Game, Played, interruptible, run_episode
 from siirl.agents.stream_client import StreamClient
 from siirl.data.buffer import ORDER

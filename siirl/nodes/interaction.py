@@ -16,7 +16,7 @@ from siirl.agents.environments import HostedEnvironment, load_environment
 from siirl.agents.episode import Episode
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Played, Speaker, run_all
-from siirl.agents.tool_use import ToolUse, tool_use
+from siirl.agents.tool_files import ToolUse, tool_use
 from siirl.compiler.interactions.stages import process_call
 from siirl.compiler.plan import AgentStage, InteractionPlan
 from siirl.config import Config

@@ -27,5 +27,5 @@ In `siirl/view/`, `view_page.py` joins what its readers give as JSON, one for ea
 a page with the script of `view/page/`: plain JavaScript of ours, which sets all text as text. The content
 policy admits that script by its hash and no other. `page_server.py` serves the same page.
 `critical_path.py` runs a traced step again, with the durations as they were or with a node's halved;
-`step_edges.py` follows the plan for what went from node to node.
+`dag_share.py` follows the plan for what went from node to node.
 """

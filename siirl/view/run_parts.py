@@ -24,8 +24,7 @@ from siirl.view.episodes import KINDS, Episodes, signatures
 from siirl.view.memory_phases import memory_phases
 from siirl.view.metric_curves import clock, curves
 from siirl.view.rank_groups import RankGroup, rank_groups
-from siirl.view.run_settings import settings
-from siirl.view.run_status import health, overview, trainer_of
+from siirl.view.run_status import health, overview, settings, trainer_of
 from siirl.view.timeline import timeline
 
 TOKENS = "rollouts/tokens"

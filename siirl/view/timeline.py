@@ -8,11 +8,9 @@ from siirl.compiler.plan import Plan
 from siirl.runs.folder_reader import LeftOut
 from siirl.runs.rank_now import meeting_names
 from siirl.view.critical_path import OUTSIDE, Part, bounds, ranks_of_path
-from siirl.view.group_lanes import group_lanes
-from siirl.view.rank_groups import RankGroup
-from siirl.view.step_edges import step_edges
-from siirl.view.trace_reader import read_traces
-from siirl.view.trace_spans import Interval, RankTrace, milliseconds
+from siirl.view.dag_share import step_edges
+from siirl.view.rank_groups import RankGroup, group_lanes
+from siirl.view.trace_reader import Interval, RankTrace, milliseconds, read_traces
 
 LAST_STEPS, MOST_SPANS, MOST_REPLAYED = 3, 20_000, 6_000
 

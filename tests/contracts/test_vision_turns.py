@@ -16,7 +16,7 @@ from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Speaker
 from siirl.agents.shown import Shown
 from siirl.agents.stream_client import StreamClient
-from siirl.agents.tool_use import ToolUse
+from siirl.agents.tool_files import ToolUse
 from siirl.agents.tools import Toolbox, ToolLimits
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config

@@ -1,35 +1,184 @@
 """Turns that a program asks for: where each begins, what the policy says, and what the program is told of it.
 
-Runs on the loop of the episode.
+Runs on the loop of the episode. A turn of the agent is known again in a later request by its answer and its
+calls: programs strip texts, drop reasoning, and name calls anew. Where several turns say the same, what else
+there is decides: ids, reasoning, what came before. While a turn is said, what begins its parts is told, and
+what may be the beginning of something else waits.
 """
 
 import asyncio
+import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from functools import partial
 from typing import Any
 
-from siirl.agents.contexts import PROMPT_END, Chat, Context, ContextFull, TokenSequence, TurnPrompt
+from siirl.agents.contexts import PROMPT_END, Context, ContextFull, TokenSequence, TurnPrompt
 from siirl.agents.episode import Message
-from siirl.agents.message_form import OwnTurn, call_id
+from siirl.agents.message_form import Chat, OwnTurn, call_id
 from siirl.agents.outside.chat_wire import as_message
 from siirl.agents.outside.content import BadRequest, understood
-from siirl.agents.outside.exchange import Asked, Said, Tell, Token, calls_of
-from siirl.agents.outside.own_turns import OwnTurns
-from siirl.agents.outside.stopped_policy import Decode, StoppedPolicy, num_tokens_with
-from siirl.agents.outside.told_text import ToldText
+from siirl.agents.outside.exchange import REASONING, Asked, Said, Tell, Token, calls_of
+from siirl.agents.policy import Decode, StoppedPolicy, num_tokens_with
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Played, Speaker, take_turn
 from siirl.agents.shown import as_written, images_in
 from siirl.compiler.plan import AgentStage
 from siirl.data.chat import to_continue
 from siirl.dialect.dialect import Dialect
-from siirl.dialect.marks import split_reasoning
+from siirl.dialect.marks import OPENINGS, ReasoningMarks, split_reasoning
 from siirl.dialect.parts import Said as Parts
 from siirl.dialect.parts import opens_reasoning, raw_text, read_turn
 from siirl.dialect.tool_formats import AUTO, Parsed, ToolParser, call_begins, text_alone, tool_parser
+
+UNFINISHED = "\ufffd"
+"""What tokenizers decode bytes to that are no character, or none yet."""
+
+
+@dataclass(frozen=True)
+class ToldText:
+    """What decides where the parts of a turn begin and end."""
+
+    marks: ReasoningMarks | None
+    opened: bool | None
+    """The prompt has opened the reasoning; None: perhaps."""
+    stop: tuple[str, ...] = ()
+    begins: tuple[str, ...] | None = ()
+    """With what calls begin, if there may be any; None: nobody knows, so that no answer is told."""
+    is_raw: bool = False
+    """The answer is the text as it was said."""
+
+    def parts(self, raw: str) -> tuple[str | None, str]:
+        """(reasoning, answer) as far as they are certain, of a turn that begins with `raw`."""
+        raw = _without_begun(raw.rstrip(UNFINISHED), self.stop)
+        if self.is_raw:
+            return None, raw
+        if self.marks is None:
+            return None, self._answer(raw, raw)
+        text = _without_begun(raw, (self.marks.begin, self.marks.end))
+        if not self._is_certain(text, self.marks):
+            return None, ""
+        split = split_reasoning(text, self.marks, self.opened)
+        if not split.reasoning:
+            return None, self._answer(self._beside(split.rest, self.marks), raw)
+        rest = self._beside(split.rest, self.marks)
+        return "\n\n".join(split.reasoning).strip(), self._answer(rest, rest)
+
+    def _is_certain(self, text: str, marks: ReasoningMarks) -> bool:
+        """Whether it is known if the turn begins inside of the reasoning, and where."""
+        if self.opened:  # it may repeat what the prompt has written
+            head = text.lstrip()
+            return head.startswith(marks.begin) or not marks.begin.startswith(head)
+        return self.opened is False or marks.begin in text or marks.end in text
+
+    def _beside(self, rest: str, marks: ReasoningMarks) -> str:
+        """What is certain of an answer that may have marks of its own."""
+        begin, end = marks.answer
+        head = rest.strip()
+        if any(mark.startswith(head) for mark in (begin, OPENINGS.get(begin, begin)) if mark):
+            return ""
+        return _without_begun(head, (end + " ",)) if end else rest
+
+    def _answer(self, rest: str, raw: str) -> str:
+        """What is certain of an answer with calls. raw: what is told where they cannot be read."""
+        if self.begins is None:
+            return ""
+        rest = rest.strip()
+        found = [at for mark in self.begins if (at := rest.find(mark)) >= 0]
+        rest = rest[: min(found)] if found else _without_begun(rest, self.begins)
+        return rest.rstrip() if not self.begins or raw.strip().startswith(rest.rstrip()) else ""
+
+
+def _without_begun(text: str, marks: Iterable[str]) -> str:
+    """A text without what stands at its end and may be the beginning of a mark."""
+    begun = 0
+    for mark in marks:
+        lengths = range(min(len(mark) - 1, len(text)), begun, -1)
+        begun = next((length for length in lengths if text.endswith(mark[:length])), begun)
+    return text[: len(text) - begun]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    number: int
+    message: dict[str, Any]
+    """As rows name it."""
+    own: OwnTurn
+    reasoning: str
+    before: str
+    """Key of what came before it."""
+
+
+class OwnTurns:
+    """The turns of one agent in an episode, and what programs make of them."""
+
+    def __init__(self) -> None:
+        self._turns: defaultdict[str, list[_Turn]] = defaultdict(list)  # by what a program may call them
+
+    def add(
+        self,
+        before: Chat,
+        message: dict[str, Any],
+        own: OwnTurn,
+        number: int,
+        reasoning: str | None,
+        also: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A turn was said after `before`; rows name it `message`.
+
+        reasoning: what the program was told of it. also: another message that means this turn.
+        """
+        turn = _Turn(number, message, own, (reasoning or "").strip(), _key(before))
+        for name in {_name(one) for one in (message, also) if one is not None}:
+            self._turns[name].append(turn)
+
+    def read(self, messages: Chat) -> tuple[Chat, Chat]:
+        """The messages of a request as rows name them, and as templates get them."""
+        named: Chat = []
+        spelled: Chat = []
+        ids: dict[str, str] = {}
+        for message in messages:
+            turn = self._find(message, named) if message["role"] == "assistant" else None
+            if turn is not None:
+                theirs, ours = calls_of(message), calls_of(turn.message)
+                ids |= {its["id"]: our["id"] for its, our in zip(theirs, ours, strict=True) if "id" in its}
+                named.append(turn.message)
+                spelled.append(turn.own)
+                continue
+            if (id := message.get("tool_call_id")) in ids:
+                message = message | {"tool_call_id": ids[id]}
+            named.append(message)
+            spelled.append(message)
+        return named, spelled
+
+    def _find(self, message: Mapping[str, Any], before: Chat) -> _Turn | None:
+        """The turn that a message is."""
+        reasoning = message.get(REASONING, "").strip()
+        turns = [one for one in self._turns.get(_name(message), ()) if reasoning in ("", one.reasoning)]
+        if len(turns) < 2:
+            return turns[0] if turns else None
+        ids, key = [call.get("id") for call in calls_of(message)], _key(before)
+        return max(
+            turns,
+            key=lambda one: (
+                bool(ids) and ids == [call["id"] for call in calls_of(one.message)],
+                bool(reasoning),
+                one.before == key,
+                one.number,
+            ),
+        )
+
+
+def _name(message: Mapping[str, Any]) -> str:
+    """What a message says: answer, and calls without their ids."""
+    return _key([message["content"].strip(), [call["function"] for call in calls_of(message)]])
+
+
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
 
 UNREADABLE = "the chat template and the tokenizer do not take it"
 

@@ -9,7 +9,7 @@ import pytest
 
 from siirl.agents.environments import load_environment
 from siirl.agents.episode import Episode
-from siirl.agents.tool_use import tool_use
+from siirl.agents.tool_files import tool_use
 from siirl.agents.tools import run_tools
 from siirl.config.rollout import MultiTurnConfig
 

@@ -13,7 +13,7 @@ from outside_cases import episode, game_of, play_outside
 from siirl.agents.contexts import Limits
 from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
 from siirl.agents.outside.programs import Programs, starter
-from siirl.agents.outside.stopped_policy import StoppedPolicy
+from siirl.agents.policy import StoppedPolicy
 from siirl.agents.runner import run_all
 from siirl.agents.stream_client import StreamClient
 from siirl.data.completions import Completion, SamplingParams

@@ -4,7 +4,7 @@ import pytest
 from episode_cases import END, Script, play, speaker, stage
 
 from siirl.agents.builtin_tools import Calculator
-from siirl.agents.tool_use import ToolUse, tool_use
+from siirl.agents.tool_files import ToolUse, tool_use
 from siirl.agents.tools import Toolbox, ToolLimits
 from siirl.compiler.interactions.stages import assistant_turns
 from siirl.config.rollout import MultiTurnConfig

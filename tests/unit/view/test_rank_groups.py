@@ -8,11 +8,10 @@ from test_critical_path import MEETING, drawn, schedule
 
 from siirl.dag.spec import DagBuilder
 from siirl.runs.run_state import RankState
-from siirl.view import group_lanes as lanes_module
+from siirl.view import rank_groups as lanes_module
 from siirl.view.critical_path import Part, ranks_of_path, replay
-from siirl.view.group_lanes import group_lanes
-from siirl.view.rank_groups import RankGroup, cells, places, rank_groups
-from siirl.view.trace_spans import Interval, RankTrace
+from siirl.view.rank_groups import RankGroup, cells, group_lanes, places, rank_groups
+from siirl.view.trace_reader import Interval, RankTrace
 
 TP = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
 

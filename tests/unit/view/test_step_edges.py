@@ -6,7 +6,7 @@ from viewed_runs import write_run
 from siirl.compiler.compile import compile_plan
 from siirl.dag.spec import DagBuilder
 from siirl.observe.columns import moved_metric, rows_metric
-from siirl.view.step_edges import LOADED, last_edges, plan_edges, step_edges
+from siirl.view.dag_share import LOADED, last_edges, plan_edges, step_edges
 from siirl.view.view_page import read_run
 
 ROUTE = "agent_0.samples/0 -> agent_0.samples/1"

@@ -24,7 +24,7 @@ from siirl.view import episodes, trace_reader, view_page
 from siirl.view.alerts import alerts
 from siirl.view.metric_curves import MOST_POINTS, clock, curves, thin
 from siirl.view.run_parts import RunParts
-from siirl.view.run_settings import ROLLOUT
+from siirl.view.run_status import ROLLOUT
 from siirl.view.view_page import read_run
 
 

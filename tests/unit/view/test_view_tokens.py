@@ -9,7 +9,7 @@ from viewed_runs import HOSTILE, write_run
 
 from siirl.observe.sinks import SampleSink, write_json_lines
 from siirl.runs.folder_reader import LeftOut
-from siirl.view.token_numbers import MOST_TOKENS, read_tokens
+from siirl.view.episodes import MOST_TOKENS, read_tokens
 from siirl.view.view_page import export, read_run
 
 SAID = {0: ["It ", "is ", "four", HOSTILE, "<eos>"], 1: ["Right", "."]}
