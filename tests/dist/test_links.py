@@ -10,7 +10,7 @@ from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
 from transformers import AutoModelForCausalLM
 
-from siirl.compiler.plan import LinkPlan, ModelPlan, sender_groups
+from siirl.compiler.plan import LinkPlan, ModelPlan
 from siirl.config import load_config
 from siirl.data.completions import SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
@@ -95,8 +95,7 @@ def all_groups(places):
     """The process groups of several links, created on every rank of the world."""
     tuples = []
     for sources, targets in places:
-        receivers = sorted({*targets} - {*sources})
-        tuples += [tuple(sources), ranks_of(sources, targets), *sender_groups(sources, receivers)]
+        tuples += [tuple(sources), ranks_of(sources, targets)]
     return ProcessGroupManager(list(dict.fromkeys(tuples)), "gloo", 20)
 
 
