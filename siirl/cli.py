@@ -25,9 +25,8 @@ from siirl.config.meant import COMMANDS
 from siirl.errors import CheckpointError, ConfigError, DataError, UserError
 from siirl.findings import Findings
 from siirl.launch.devices import device_name
-from siirl.launch.launcher_choice import choose_launcher
-from siirl.migrate.foreign_files import read_source, translate_source
-from siirl.migrate.page import page
+from siirl.launch.job import choose_launcher
+from siirl.migrate.foreign_files import page, read_source, translate_source
 from siirl.migrate.translate import ORIGINS
 from siirl.observe.trace import merge_trace
 from siirl.runs.run_commands import add_run_commands

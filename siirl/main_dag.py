@@ -17,8 +17,7 @@ from siirl.config.tree import print_config
 from siirl.errors import Place, UserError
 from siirl.findings import Findings
 from siirl.launch.devices import check_gpus, machine_of, rank_memory_gib, with_devices_here
-from siirl.launch.job import Job
-from siirl.launch.launcher_choice import Launcher, choose_launcher
+from siirl.launch.job import Job, Launcher, choose_launcher
 from siirl.launch.local import run_local
 from siirl.launch.memory_checkpoints import agent_folder, goes_on_from
 from siirl.launch.preflight import kept_choices, preflight, with_template_date
@@ -29,7 +28,7 @@ from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_tor
 from siirl.model_files.local_models import token_to_environment
 from siirl.model_files.run_inputs import RunInputs, inputs_of
 from siirl.observe.logs import setup_logging
-from siirl.observe.run_progress import record_end
+from siirl.observe.position import record_end
 from siirl.show.batch_text import batch_lines
 from siirl.show.memory_text import memory_warnings
 from siirl.show.plan_text import model_setup

@@ -18,12 +18,12 @@ from siirl.config import Config
 from siirl.errors import ConfigError, Place, WorkerError
 from siirl.findings import Findings
 from siirl.launch.devices import device_name, machine_of, named_machine, rank_memory_gib, with_devices_here
-from siirl.launch.launcher_choice import choose_launcher
+from siirl.launch.job import choose_launcher
 from siirl.launch.preflight import kept_choices, with_template_date
 from siirl.launch.run_folder import absolute, with_own_name
 from siirl.launch.survey import Survey, survey, survey_inputs, with_choices
 from siirl.observe.curve import METRICS_FILE, Series, read_series
-from siirl.show.cost_text import explanation
+from siirl.show.batch_text import explanation
 from siirl.show.memory_text import memory_warnings
 from siirl.show.plan_picture import draw, drawn_as_svg
 from siirl.show.plan_text import report

@@ -12,8 +12,7 @@ from typing import Any, Literal
 from siirl.agents.message_form import OwnTurn
 from siirl.agents.renderer import Chat, ChatRenderer, Spoken, TokenizedText
 from siirl.agents.shown import images_in
-from siirl.data.chosen_experts import longer
-from siirl.data.completions import Completion
+from siirl.data.completions import Completion, longer
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.dialect.tool_formats import ToolParser
 from siirl.errors import EpisodeFailed

@@ -22,8 +22,7 @@ from siirl.config.rollout import MultiTurnConfig
 from siirl.dialect.tool_formats import ToolCall, ToolParser, tool_parser
 from siirl.errors import ConfigError, UserError
 from siirl.observe.printable import encodable
-from siirl.user_code.kept_code import read_text
-from siirl.user_code.load_object import load_object
+from siirl.user_code.load_object import load_object, read_text
 from siirl.user_code.signatures import Call, misfits, needed_names, signature_of
 from siirl.user_code.source import (
     check_call,

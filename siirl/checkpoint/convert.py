@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from siirl.checkpoint import files, state_tree
-from siirl.checkpoint.export import export_folder, export_hf
+from siirl.checkpoint.export import copy_hf_files, export_folder, export_hf
 from siirl.checkpoint.files import STATE_FILE
-from siirl.checkpoint.hf_directory import copy_hf_files
 from siirl.errors import ConfigError
 from siirl.model_files.directory import check_weight_files, model_dir
 from siirl.model_files.stored_tensors import INDEX_FILE, ChunkedTensor, save_tensors

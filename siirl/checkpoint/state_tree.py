@@ -1,7 +1,12 @@
-"""A state (nested dicts and lists with tensors inside) as JSON plus named tensors: no pickle is ever read."""
+"""A state (nested dicts and lists with tensors inside) as JSON plus named tensors: no pickle is ever read. So
+are the random-number generators of a process.
+"""
 
+import random
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from siirl.errors import CheckpointError
@@ -54,3 +59,24 @@ def _split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         f"{path} cannot be saved: {type(state).__name__} is neither a tensor, a JSON value, nor a dict with "
         "text or integer keys. Convert it in state_dict()."
     )
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """State of the torch (CPU, and `device` if CUDA), numpy and Python generators."""
+    algorithm, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": [algorithm, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
+        "python": random.getstate(),
+    }
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Restore what rng_state gave; the CUDA part only if it was saved on CUDA and `device` is CUDA."""
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    algorithm, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    random.setstate(state["python"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from siirl.checkpoint.hf_directory import copy_hf_files, save_hf
+from siirl.checkpoint.export import copy_hf_files, save_hf
 from siirl.errors import ConfigError, DataError
 from siirl.model_files.directory import check_weight_files, model_dir
 from siirl.model_files.weight_slices import SafetensorsFolder

@@ -14,7 +14,7 @@ from typing import Any
 from siirl.checkpoint.files import MANIFEST
 from siirl.command_line import DEFAULT_CONFIG
 from siirl.commands.recorded_run import RecordedRun, from_here, run_of
-from siirl.commands.trust import permissions
+from siirl.commands.resume import permissions
 from siirl.errors import ConfigError, DataError
 from siirl.runs.folder_reader import LeftOut, json_lines, number, numbered
 from siirl.runs.run_files import read_config, read_history

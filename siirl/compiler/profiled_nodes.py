@@ -6,8 +6,8 @@ from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import Plan
 from siirl.compiler.workflow import Workflow
 from siirl.config import Config
-from siirl.config.profiler import ProfilerConfig
 from siirl.config.roles import ROLES
+from siirl.config.trainer import ProfilerConfig
 from siirl.dag.ops import BASELINE_REWARD, OpSpec
 from siirl.errors import ConfigError, UserError
 from siirl.spelling import suggest

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
+from siirl.access import is_loopback
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
 from siirl.config.contradictions import CONTRADICTIONS, about
 from siirl.config.resolve import get
@@ -12,7 +13,6 @@ from siirl.config.root import Config
 from siirl.config.tree import default_config, with_broken
 from siirl.errors import ConfigError, UserError, joined
 from siirl.findings import Findings
-from siirl.network import is_loopback
 
 MINI_BATCH = ".ppo_mini_batch_size"
 

@@ -5,19 +5,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from siirl.config.actor import ActorConfig, RefConfig
+from siirl.config.actor import ActorConfig, CriticConfig, RefConfig
 from siirl.config.algorithm import AlgorithmConfig
 from siirl.config.aliases import ALIASES
 from siirl.config.common import ModelConfig
-from siirl.config.critic import CriticConfig
 from siirl.config.data import DataConfig
 from siirl.config.keys import Key, group, walk
-from siirl.config.profiler import ProfilerConfig
 from siirl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from siirl.config.rollout import RolloutConfig
 from siirl.config.serve import ServeConfig
 from siirl.config.teacher import FrozenConfig, TeacherConfig
-from siirl.config.trainer import DagConfig, RayInitConfig, TrainerConfig
+from siirl.config.trainer import DagConfig, ProfilerConfig, RayInitConfig, TrainerConfig
 from siirl.config.unused_keys import unused_keys
 
 

@@ -15,16 +15,39 @@ from siirl.dag_worker.observing import profile_folder
 from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import NumericsError
 from siirl.nodes.trained_tokens import MOST_ROWS, Found, sample_records
-from siirl.observe.curve import METRICS_FILE, reward_curve_png
+from siirl.observe.curve import METRICS_FILE, closing_summary, reward_curve_png
 from siirl.observe.loggers import tensorboard_dir
 from siirl.observe.metrics import Metrics, derived_metrics, mfu
 from siirl.observe.sinks import Sinks, write_json_lines
 from siirl.observe.spans import waiting
 from siirl.observe.step_files import StepFiles, bytes_of
-from siirl.observe.summary import closing_summary
-from siirl.parallel.join_tree import join_on_first
 from siirl.show.conversation_page import write_page
 from siirl.show.conversation_text import CHAT, WANTED, split_episodes
+
+FAN_IN = 8
+"""From how many ranks one receives."""
+
+
+def join_on_first(mine: Any, add: Callable[[Any, Any], Any], group: dist.ProcessGroup) -> Any:
+    """What the ranks of a group have, joined by `add`; None on all but its first rank.
+
+    add(mine, theirs) -> both. Up to 9 ranks are added in the order of the ranks; beyond these, each with
+    those that it has received before. Values are pickled. Collective over the group.
+    """
+    place, size = dist.get_rank(group), dist.get_world_size(group)
+    for child in range(FAN_IN * place + 1, min(FAN_IN * (place + 1) + 1, size)):
+        mine = add(mine, _receive(child, group))
+    if not place:
+        return mine
+    dist.send_object_list([mine], group=group, device=torch.device("cpu"), group_dst=(place - 1) // FAN_IN)
+    return None
+
+
+def _receive(child: int, group: dist.ProcessGroup) -> Any:
+    box: list[Any] = [None]
+    dist.recv_object_list(box, group=group, device=torch.device("cpu"), group_src=child)
+    return box[0]
+
 
 MOST_SAMPLES = 64
 """That are shown of a step, where not all are kept."""

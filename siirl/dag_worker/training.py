@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from siirl.checkpoint.export import save_hf
 from siirl.checkpoint.files import step_of
-from siirl.checkpoint.hf_directory import save_hf
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
-from siirl.checkpoint.rng import rng_state, set_rng_state
+from siirl.checkpoint.state_tree import rng_state, set_rng_state
 from siirl.compiler.agent_steps import in_step, takes_part, window_of
 from siirl.compiler.choices import Kept
 from siirl.compiler.interactions.credit_reads import trains_in, warmup_of
@@ -31,13 +31,13 @@ from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import CheckpointError, NumericsError
 from siirl.model_files.run_inputs import ChangeWatch, RunInputs, began_with
 from siirl.nodes.trained_tokens import TrainedTokens
+from siirl.observe.curve import duration
 from siirl.observe.loggers import make_sinks
 from siirl.observe.metrics import Metrics
-from siirl.observe.run_progress import record_begin, record_end
+from siirl.observe.position import record_begin, record_end
 from siirl.observe.sinks import RunInfo
 from siirl.observe.spans import observing, waiting
 from siirl.observe.step_files import bytes_of
-from siirl.observe.summary import duration
 
 log = logging.getLogger(__name__)
 CONTENTS = ("model", "optimizer", "extra")

@@ -18,11 +18,10 @@ from siirl.config import Config
 from siirl.data.chat import Prompt, as_messages, encode_prompts
 from siirl.data.check_files import check_columns
 from siirl.data.data_files import UNREADABLE, DataFile, list_files, read_columns
-from siirl.data.dataset_columns import EXTRA_KEY, GROUND_TRUTH_KEY, Columns
+from siirl.data.dataset_columns import EXTRA_KEY, GROUND_TRUTH_KEY, Columns, ResponseColumns
 from siirl.data.image_reader import ImageReader
 from siirl.data.images import num_images, read_images, with_image_parts
 from siirl.data.prompt_lengths import TEMPLATE_TOKENS, token_bounds
-from siirl.data.response_columns import ResponseColumns
 from siirl.data.row_checks import response_problems
 from siirl.data.row_values import chat_of, is_blank, is_json, is_list, is_text, plain, truth_of, values_of
 from siirl.data.seen import NO_IMAGES, Seen

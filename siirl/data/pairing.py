@@ -23,8 +23,7 @@ from siirl.data.assign import (
     tabulate,
 )
 from siirl.data.header import Header
-from siirl.data.route_comm import RouteComm
-from siirl.data.route_sides import RouteSides
+from siirl.data.route_comm import RouteComm, RouteSides
 from siirl.data.teams import Team
 from siirl.errors import DagError
 

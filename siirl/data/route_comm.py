@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -9,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from siirl.compiler.plan import RoutePlan
+from siirl.data.assign import first_ranks, homes
 from siirl.data.header import Specs
 from siirl.errors import DeadlineError, WorkerError
 from siirl.observe.spans import phase, waiting
 from siirl.parallel.process_groups import ProcessGroupManager, name_ranks
+from siirl.types import Layout
 
 CPU = torch.device("cpu")
 
@@ -125,3 +129,61 @@ class RouteComm:
                 late = f"{where} waited {self._groups.timeout_s:g} s for the {what} of {others}: {error}"
                 raise DeadlineError(late) from error
             raise WorkerError(f"{where} lost {others} while exchanging {what}: {error}") from error
+
+
+@dataclass(frozen=True)
+class RouteSides:
+    """Where a rank stands between two layouts."""
+
+    source: Layout
+    target: Layout
+    rank: int
+    source_shard: int | None
+    """None: the layout is not on this rank."""
+    target_shard: int | None
+    first: list[int]
+    """The lowest rank of each source shard: it sends to those that have not got its rows."""
+    near: list[tuple[int, ...]]
+    """See siirl.data.assign.homes."""
+    ranks: np.ndarray
+    """Of both layouts, sorted."""
+    members: list[list[int]]
+    """The ranks of each target shard."""
+    shard_of: dict[int, int]
+    """Rank -> its source shard."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank sends the rows of its source shard."""
+        return self.source_shard is not None and self.first[self.source_shard] == self.rank
+
+    def places(self, ranks: np.ndarray | list[int]) -> np.ndarray:
+        """Where these stand among the ranks of the route."""
+        return np.searchsorted(self.ranks, ranks)
+
+    def receivers(self, shard: int) -> list[int]:
+        """The ranks of a target shard to which this rank sends rows: they have not got its source shard."""
+        if not self.is_first:
+            return []
+        return [rank for rank in self.members[shard] if self.shard_of.get(rank) != self.source_shard]
+
+
+@lru_cache(maxsize=64)
+def sides_of(source: Layout, target: Layout, rank: int) -> RouteSides:
+    """For one rank of the route."""
+    shard_of = dict(zip(source.ranks, source.shards, strict=True))
+    members: list[list[int]] = [[] for _ in range(target.num_shards)]
+    for member, shard in zip(target.ranks, target.shards, strict=True):
+        members[shard].append(member)
+    return RouteSides(
+        source,
+        target,
+        rank,
+        shard_of.get(rank),
+        target.shard_of(rank) if rank in target.ranks else None,
+        first_ranks(source),
+        homes(source, target),
+        np.array(sorted({*source.ranks, *target.ranks})),
+        members,
+        shard_of,
+    )

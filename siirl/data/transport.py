@@ -21,8 +21,7 @@ from siirl.data.assign import RowCost, split_weights
 from siirl.data.header import ColumnSpec, Header, Specs, check_of, common_specs
 from siirl.data.pairing import Agreed, Pairing, pair
 from siirl.data.parcels import Parcel, join, pack, unpack
-from siirl.data.route_comm import RouteComm
-from siirl.data.route_sides import RouteSides, sides_of
+from siirl.data.route_comm import RouteComm, RouteSides, sides_of
 from siirl.data.store import Column, FieldStore
 from siirl.errors import DagError
 from siirl.parallel.process_groups import ProcessGroupManager, name_ranks

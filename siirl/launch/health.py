@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from siirl.launch.process import Worker
+from siirl.observe.curve import duration
 from siirl.observe.heartbeat import Beat, Place, read_beat
-from siirl.observe.summary import duration
 from siirl.parallel.placement import format_ranks
 
 LOOK_S, MOST_LOOK_S = 1.0, 2.0

@@ -4,7 +4,7 @@ pyarrow takes a fifth of a second to import: who may not need this file imports 
 """
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from siirl.agents.environments import check_packaged
 from siirl.agents.tool_files import check_tools_here
@@ -18,11 +18,13 @@ from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import ROLES, normalizes_weights, role_model
 from siirl.dag.ops import score_names
 from siirl.data.check_files import data_sources, inspect_data
+from siirl.data.data_files import list_files, read_columns
+from siirl.data.dataset_columns import Columns
 from siirl.data.difficulties import check_difficulties
 from siirl.data.recorded_rollouts import check_recorded
 from siirl.data.row_checks import count_rows
-from siirl.data.teacher_routes import check_routes
-from siirl.errors import ConfigError, Place
+from siirl.data.row_values import value_at, values_of
+from siirl.errors import ConfigError, DataError, Place
 from siirl.findings import Findings
 from siirl.model_files.directory import check_model_files, check_tokenizer
 from siirl.model_files.local_models import on_hub
@@ -30,6 +32,30 @@ from siirl.model_files.vocabulary import check_distributions, check_same_words
 from siirl.observe.loggers import check_installed
 from siirl.rewards.by_data_source import RewardChooser
 from siirl.user_code.extras import env_package
+
+
+def check_routes(cfg: Config, by: str, takes: Collection[str], who: str) -> None:
+    """DataError, with the row, unless the training files have a teacher for each row.
+
+    by: data_source, or extra_info.NAME; takes: the values that teachers take; who: who learns.
+    """
+    field, _, path = by.partition(".")
+    column = cfg.data.reward_fn_key if field == "data_source" else field
+    for file in list_files(cfg.data.train_files):
+        rows = Columns.of(cfg.data).open(file)
+        if column not in rows.schema.names:
+            raise DataError(
+                f"{file} has no column {column!r}, by which {who} has teachers (teacher.by={by}): it has "
+                f"{', '.join(rows.schema.names)}. Set teacher.by, or leave out teacher.takes."
+            )
+        values = values_of(read_columns(file, rows, [column]), column, str(file))
+        for row, value in enumerate(values):
+            if str(value_at(value, path)) not in takes:
+                raise DataError(
+                    f"{file}: row {row} has {by}={value_at(value, path)!r}: no teacher of {who} takes it, "
+                    f"they take {', '.join(sorted(takes))}. Name it in teacher.takes of one, or let one take "
+                    "all rows (no teacher.takes)."
+                )
 
 
 def check_inputs(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> list[str]:

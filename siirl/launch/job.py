@@ -1,12 +1,16 @@
-"""The job: all that a worker process needs to know, as one JSON file. No torch."""
+"""The job: all that a worker process needs to know, as one JSON file; and which launcher a run uses. No
+torch.
+"""
 
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from siirl.config import Config
 from siirl.errors import ConfigError
 
 DEFAULT_ENTRY = "siirl.dag_worker.training:run_worker"
@@ -95,3 +99,28 @@ def write_private(path: Path, text: str) -> None:
     with open(aside, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(text)
     os.replace(aside, path)
+
+
+Launcher = Literal["local", "torchrun", "ray"]
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def choose_launcher(cfg: Config, env: Mapping[str, str] = os.environ) -> Launcher:
+    """The launcher of this run: trainer.launcher, or what `auto` means here.
+
+    auto: torchrun in a process that torchrun started; ray where RAY_ADDRESS is set and for several machines;
+    else local. ConfigError: torchrun was asked for outside of it.
+    """
+    wanted = cfg.trainer.launcher
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in env]
+    if wanted == "torchrun" or (wanted == "auto" and not missing):
+        if missing:
+            raise ConfigError(
+                f"trainer.launcher=torchrun, but {', '.join(missing)} are not set: this process was not "
+                "started by torchrun. Start it as `torchrun --nproc-per-node N -m siirl.main_dag ...`, or "
+                "set trainer.launcher=local."
+            )
+        return "torchrun"
+    if wanted == "ray" or (wanted == "auto" and (env.get("RAY_ADDRESS") or cfg.trainer.nnodes > 1)):
+        return "ray"
+    return "local"

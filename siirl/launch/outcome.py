@@ -12,7 +12,7 @@ from siirl.command_line import EXIT_USER_ERROR
 from siirl.config import from_dict
 from siirl.launch.failure import Death, first_cause, report, short_cause
 from siirl.launch.job import Job
-from siirl.observe.run_progress import record_end
+from siirl.observe.position import record_end
 
 
 @dataclass

@@ -23,12 +23,11 @@ from siirl.launch.outcome import Stop, catch_signals
 from siirl.launch.output_relay import ConsoleWriter
 from siirl.launch.process import KILL_GRACE_S, TERM_GRACE_S
 from siirl.launch.ray_actor import Launch, RankActor, forwarded_environment
-from siirl.launch.ray_cluster import Need, Stopped, bundle_nodes, connected, reserve
-from siirl.launch.ray_head import HeadLost
+from siirl.launch.ray_cluster import HeadLost, Need, Stopped, bundle_nodes, connected, reserve
 from siirl.launch.ray_watch import Rank, RankWatch
 from siirl.launch.run_record import command_line
 from siirl.launch.scaled import Scaled
-from siirl.observe.run_progress import record_end
+from siirl.observe.position import record_end
 
 log = logging.getLogger(__name__)
 TICK_S = 0.2

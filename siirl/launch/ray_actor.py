@@ -39,7 +39,7 @@ from siirl.launch.process import (
     start_worker,
     worker_environment,
 )
-from siirl.launch.ray_head import CutOff
+from siirl.launch.ray_cluster import CutOff
 from siirl.launch.rendezvous import STORE_FD, open_socket
 from siirl.launch.run_folder import held
 from siirl.launch.run_record import is_recorded, open_folder

@@ -19,8 +19,7 @@ from siirl.launch.outcome import Stop
 from siirl.launch.output_relay import ConsoleWriter
 from siirl.launch.process import STACKS_TAKEN_S
 from siirl.launch.ray_actor import Host, Reply
-from siirl.launch.ray_cluster import Node, Stopped, alive_nodes
-from siirl.launch.ray_head import LOST_AFTER_S, HeadWatch
+from siirl.launch.ray_cluster import LOST_AFTER_S, HeadWatch, Node, Stopped, alive_nodes
 from siirl.observe.heartbeat import Beat
 from siirl.observe.position import Position
 

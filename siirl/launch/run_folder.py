@@ -25,7 +25,7 @@ from siirl.config import Config, with_overrides
 from siirl.config.roles import EXPORTS
 from siirl.errors import ConfigError, UserError
 from siirl.guarded_files import first_bytes, open_regular
-from siirl.observe.run_progress import PROGRESS_FILE
+from siirl.observe.position import PROGRESS_FILE
 
 log = logging.getLogger(__name__)
 EXPERIMENT = "trainer.experiment_name"

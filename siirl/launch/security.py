@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from siirl.access import is_loopback
 from siirl.agents.tool_files import code_of_tools, servers_of_tools
 from siirl.compiler.plan import AgentStage, Plan, Stage
 from siirl.config import Config
@@ -21,9 +22,8 @@ from siirl.config.values import SECRET_KEYS
 from siirl.errors import SandboxError
 from siirl.guarded_files import who_may_change
 from siirl.launch.devices import count_gpus
-from siirl.launch.launcher_choice import Launcher
+from siirl.launch.job import Launcher
 from siirl.launch.run_folder import written_folders
-from siirl.network import is_loopback
 from siirl.observe.printable import printable
 from siirl.sandbox.box import strongest_isolation
 

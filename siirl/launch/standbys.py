@@ -18,8 +18,7 @@ from siirl.config import from_dict
 from siirl.launch.job import Job
 from siirl.launch.process import Worker, start_worker, worker_environment
 from siirl.launch.standby import HERE, READY
-from siirl.observe.position import read_position
-from siirl.observe.run_progress import PROGRESS_FILE
+from siirl.observe.position import PROGRESS_FILE, read_position
 
 LOOK_S = 1.0
 

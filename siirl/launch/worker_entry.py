@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from siirl.access import is_public, own_host
 from siirl.command_line import EXIT_USER_ERROR
 from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import Plan
@@ -31,7 +32,6 @@ from siirl.launch.rendezvous import attempt_store, store_of_ranks
 from siirl.launch.standby import stand_by
 from siirl.model_files.local_models import with_local_models
 from siirl.model_files.run_inputs import RunInputs, began_with, begin_with
-from siirl.network import is_public, own_host
 from siirl.observe.heartbeat import start_heartbeat
 from siirl.observe.logs import setup_logging
 from siirl.observe.position import read_position

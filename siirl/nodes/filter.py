@@ -8,9 +8,9 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from siirl.algorithms.resampling import resampling_weights
+from siirl.algorithms.groups import resampling_weights
+from siirl.data.buffer import number_anew
 from siirl.data.dataset import NO_SOURCE
-from siirl.data.numbering import number_anew
 from siirl.data.rows import objects, take_rows
 from siirl.errors import DagError
 from siirl.nodes.context import Op, OpContext

@@ -13,8 +13,7 @@ from tensordict import TensorDict
 
 from siirl.config import Config
 from siirl.dag.fields_read import experts_by
-from siirl.data.chosen_experts import expert_columns
-from siirl.data.completions import Completion, SamplingParams
+from siirl.data.completions import Completion, SamplingParams, expert_columns
 from siirl.data.rows import pad_stack, seen_of, take_rows
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.models.config_json import as_built

@@ -4,11 +4,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.aggregate import aggregate_loss, trained_only
+from siirl.algorithms.preference_losses import clipped_value_loss
 from siirl.algorithms.stats import explained_variance, explained_variance_sums
 from siirl.algorithms.tensor_metrics import TensorMetrics, masked_sums
-from siirl.algorithms.value_loss import clipped_value_loss
+from siirl.config.actor import CriticConfig
 from siirl.config.batch import batch_of
-from siirl.config.critic import CriticConfig
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.mini_batches import mini_batches

@@ -1,6 +1,6 @@
 """Spans, metrics, sinks and traces of a rank.
 
-The metrics of a step are added up along a tree (`siirl/parallel/join_tree.py`): no rank receives those of
+The metrics of a step are added up along a tree (`siirl/dag_worker/step_report.py`): no rank receives those of
 more than eight others. `Observer` (`siirl/observe/spans.py`) measures each instruction of a rank. What runs
 inside says what it does by `phase` and `note`, which reach the observer of the process, so that engines
 need not be handed one, and by `waiting` that it waits for other ranks. Spans become the `time/` metrics,

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from siirl.access import BoundedServer, PageHandler, is_same
+from siirl.access import BoundedServer, PageHandler, is_loopback, is_same
 from siirl.errors import ConfigError
-from siirl.network import is_loopback
 from siirl.observe.console import ConsoleSink
 from siirl.observe.curve import METRICS_FILE
 from siirl.observe.printable import printable

@@ -2,7 +2,7 @@
 
 Each rank appends to a file of its own, an event a line, so that the trace of a run that died is there too; an
 interval that was open then has no end. `merge_trace` makes one file of them. Clocks are aligned when the
-files are written (see siirl/observe/clock.py), so that merging is joining lines.
+files are written (see siirl/dag_worker/observing.py), so that merging is joining lines.
 """
 
 import gzip

@@ -6,6 +6,8 @@ Dense layers see the grid [pp, dp, cp, tp]; expert layers see the same ranks as 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
 from siirl.errors import PlacementError
 from siirl.parallel.placement import Ranks, format_ranks
@@ -186,3 +188,38 @@ _KEYS = {
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+_DENSE = (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), ("tp", "cp"), ("tp", "dp"))
+_DENSE += (("tp", "cp", "dp"), ("tp", "pp"))
+_EXPERT = (("etp",), ("ep",), ("expert_dp",), ("etp", "ep"), ("etp", "ep", "pp"))
+
+
+def megatron_groups(dims: ParallelDims, ranks: Sequence[int]) -> tuple[Ranks, ...]:
+    """The distinct rank tuples, each sorted, over which a Megatron model of these sizes communicates.
+
+    ranks: the model's, in order. The first tuple is all of them. A test holds this list against what
+    `initialize_model_parallel` creates.
+    """
+    dense = {"tp": dims.tp, "cp": dims.cp, "dp": dims.dp, "pp": dims.pp}
+    expert = {"etp": dims.etp, "ep": dims.ep, "expert_dp": dims.expert_dp, "pp": dims.pp}
+    found = [tuple(range(dims.world))]
+    for axes in _DENSE:
+        found += _lines(dense, axes)
+    for axes in _EXPERT:
+        found += _lines(expert, axes)
+    for line in _lines(dense, ("pp",)):
+        found += [(line[0],), tuple(sorted({line[0], line[-1]}))]  # position and word embeddings
+    return tuple(dict.fromkeys(tuple(ranks[local] for local in line) for line in found))
+
+
+def _lines(sizes: dict[str, int], axes: tuple[str, ...]) -> list[Ranks]:
+    """The local ranks that differ in these axes only, a tuple for each place on the other axes."""
+    strides = {axis: prod(list(sizes.values())[:index]) for index, axis in enumerate(sizes)}
+
+    def offsets(names: Sequence[str]) -> list[int]:
+        places = product(*(range(sizes[name]) for name in names))
+        return [sum(at * strides[name] for at, name in zip(place, names, strict=True)) for place in places]
+
+    others = [axis for axis in sizes if axis not in axes]
+    return [tuple(sorted(start + step for step in offsets(axes))) for start in sorted(offsets(others))]

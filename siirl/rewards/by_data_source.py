@@ -11,16 +11,7 @@ from siirl.config import Config
 from siirl.config.reward_weights import WeightedPart, parse_parts
 from siirl.config.values import closest
 from siirl.errors import ConfigError
-from siirl.rewards import (
-    code,
-    countdown,
-    generated_answer,
-    ifeval_instructions,
-    math_answer,
-    questions,
-    reward_service,
-    rules,
-)
+from siirl.rewards import code, countdown, ifeval_instructions, math_answer, questions, reward_service, rules
 from siirl.rewards.fusion import MAX_CONCURRENT, check_fusion
 from siirl.rewards.reward_registry import REWARDS, Executor
 from siirl.rewards.reward_service import REMOTE, remote_settings
@@ -32,7 +23,6 @@ BUILT_IN_MODULES = (
     countdown,
     ifeval_instructions,
     code,
-    generated_answer,
     reward_service,
 )  # importing them registers their functions
 

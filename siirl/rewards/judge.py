@@ -13,8 +13,7 @@ from siirl.config.roles import judge_config
 from siirl.errors import ConfigError
 from siirl.http_service import Endpoint, EndpointSettings
 from siirl.model_files.directory import model_positions
-from siirl.user_code.kept_code import is_there, read_text
-from siirl.user_code.load_object import load_object
+from siirl.user_code.load_object import is_there, load_object, read_text
 
 PROMPT = """Grade the answer of an assistant from 0 to 10: 10 is right and helpful, 0 is wrong or useless.
 

@@ -14,8 +14,15 @@ from siirl.rewards.final_answer import (
     stated_answer,
     tagged_answer,
 )
-from siirl.rewards.math_numbers import compare_values
-from siirl.rewards.math_text import NOTHING, as_interval, compare_text, labelled, residue_of, tidy
+from siirl.rewards.math_text import (
+    NOTHING,
+    as_interval,
+    compare_text,
+    compare_values,
+    labelled,
+    residue_of,
+    tidy,
+)
 from siirl.rewards.reward_registry import accepted_answers, register_reward
 from siirl.rewards.rules import boxes, last_boxed
 

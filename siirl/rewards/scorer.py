@@ -27,7 +27,7 @@ from siirl.rewards.reward_registry import REWARDS, Executor
 from siirl.rewards.reward_service import REMOTE
 from siirl.rewards.sample import Outcome, Sample, failed, score_sample
 from siirl.rewards.user_function import check_user_function
-from siirl.user_code.kept_code import kept_texts
+from siirl.user_code.load_object import kept_texts
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,14 @@ holds too much}, at once or after the whole list. The socket is the keeper's: us
 that has no descriptor of ours.
 """
 
+import contextlib
 import functools
 import importlib
 import os
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,8 +28,42 @@ from siirl.rewards.user_function import load_user_function
 from siirl.sandbox import frames
 from siirl.sandbox.keeper import keep
 from siirl.sandbox.shared_frames import SharedFrames
-from siirl.user_code.forks import this_process_only
-from siirl.user_code.kept_code import keep_to
+from siirl.user_code.load_object import keep_to
+
+
+@contextlib.contextmanager
+def this_process_only() -> Iterator[None]:
+    """Around a call of user code: a process that it forked does not go on behind the block.
+
+    Such a child ends there as a program does at its end: with 0, with the code of its SystemExit, or with 1
+    after the traceback of what it raised. Handlers of our process (atexit, finally) do not run in it.
+    """
+    caller = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != caller:
+            _leave(error)
+        raise
+    if os.getpid() != caller:
+        _leave(None)
+
+
+def _leave(error: BaseException | None) -> None:
+    code = 0
+    try:
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if code and not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)
+        elif error is not None:
+            code = 1
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF)
+
 
 MOST_GROWTH_BYTES = 1 << 30
 

@@ -12,7 +12,7 @@ from typing import Any
 from siirl.config import Config
 from siirl.errors import ConfigError
 from siirl.rewards.reward_registry import BATCH_ARGUMENTS, PARTS, SAMPLE_ARGUMENTS, ScoreFn
-from siirl.user_code.kept_code import is_there, module_of_file
+from siirl.user_code.load_object import is_there, module_of_file
 from siirl.user_code.signatures import Call, Function, misfits, signature_of
 from siirl.user_code.source import import_problem, may_define, module_source, parse_source, top_functions
 

@@ -18,8 +18,7 @@ from siirl.launch.failure import Failure, failure_in
 from siirl.launch.run_record import CONFIG_FILE, RUN_FILE
 from siirl.observe.columns import REWARD, VALIDATION_REWARD
 from siirl.observe.curve import METRICS_FILE
-from siirl.observe.position import Position, position_in
-from siirl.observe.run_progress import PROGRESS_FILE, How
+from siirl.observe.position import PROGRESS_FILE, How, Position, position_in
 from siirl.runs.folder_reader import (
     LeftOut,
     attempt,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from siirl.observe.columns import COLUMNS, agents_of, cell, matches
-from siirl.observe.summary import duration
+from siirl.observe.curve import duration
 from siirl.parallel.placement import format_ranks
 from siirl.runs.folder_reader import LeftOut, attempt, one_line
 from siirl.runs.rank_now import Doing, doing

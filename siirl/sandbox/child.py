@@ -13,7 +13,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.sandbox import landlock, seccomp
+from siirl.sandbox import linux, seccomp
 from siirl.sandbox.file_system import DEVICES
 from siirl.sandbox.linux import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, drop_capabilities, prctl
 
@@ -84,7 +84,7 @@ def _confine(confinement: Confinement) -> None:
     alone = confinement.mode == "process"
     drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    landlock.restrict(
+    linux.restrict_files(
         confinement.readable if alone else ["/"],
         [confinement.folder, *DEVICES] if alone else ["/tmp", *DEVICES],
     )

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from siirl.sandbox import child, file_system, frames, landlock, linux, seccomp
+from siirl.sandbox import child, file_system, frames, linux, seccomp
 from siirl.sandbox.processor_clock import TICK_S, RunClock
 
 sys.path.pop(0)
@@ -39,7 +39,9 @@ def main() -> int:
     except OSError as error:
         frames.send(control, {"fatal": str(error)})
         return 1
-    frames.send(control, {"ready": True, "seccomp": seccomp.available(), "landlock": landlock.version()})
+    frames.send(
+        control, {"ready": True, "seccomp": seccomp.available(), "landlock": linux.landlock_version()}
+    )
     signals = _child_signals()
     for number in range(sys.maxsize):
         try:

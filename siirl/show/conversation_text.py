@@ -1,4 +1,4 @@
-"""Episodes for readers, as text for the console and logs. page.py draws them as a page."""
+"""Episodes for readers, as text for the console and logs. conversation_page.py draws them as a page."""
 
 import json
 from collections.abc import Mapping, Sequence

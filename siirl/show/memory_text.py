@@ -14,7 +14,7 @@ from siirl.config.tree import with_overrides
 from siirl.errors import Place, PlacementError
 from siirl.findings import Findings
 from siirl.parallel.placement import Ranks, format_ranks
-from siirl.show.text_table import table
+from siirl.show.batch_text import table
 from siirl.spelling import GIB, gib_texts, size_text
 
 _SHOWN = 5  # largest parts of a phase

@@ -29,10 +29,9 @@ from siirl.config import Config
 from siirl.config.roles import role_group
 from siirl.parallel.pipeline_layers import split_layers
 from siirl.parallel.placement import Ranks, format_ranks
-from siirl.show.batch_text import batch_lines
+from siirl.show.batch_text import batch_lines, count_of, table
 from siirl.show.credit_text import Configs, credit_rows, tool_words, training_turns
 from siirl.show.memory_text import memory_table
-from siirl.show.text_table import count_of, table
 from siirl.types import Layout
 
 _MOST_GROUPS = 16

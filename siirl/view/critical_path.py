@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from siirl.observe.summary import duration
+from siirl.observe.curve import duration
 
 OUTSIDE = ("start", "report", "validation", "checkpoint", "export")
 """Spans that are no part of a training step."""

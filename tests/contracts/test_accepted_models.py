@@ -144,8 +144,7 @@ def checkpoint_is_wrong(rank: int, world: int, kind: str, folder: str, strategy:
     from safetensors.torch import load_file
 
     from siirl.checkpoint import state_tree
-    from siirl.checkpoint.export import export_folder
-    from siirl.checkpoint.hf_directory import copy_hf_files
+    from siirl.checkpoint.export import copy_hf_files, export_folder
     from siirl.model_files.stored_tensors import load_tensors, save_tensors
 
     model = "actor_rollout_ref.model"

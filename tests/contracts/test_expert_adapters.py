@@ -27,7 +27,7 @@ from fixtures_tiny import make_tiny_model_dir
 from recorded_cases import case_of, record_gaps, record_outcome
 from train_engine_cases import Scenario
 
-from siirl.model_files.adapter_files import write_adapter
+from siirl.model_files.weight_slices import write_adapter
 from siirl.models.adapter_targets import ADAPTED, expert_matrices
 from siirl.models.families import types_with
 

@@ -8,7 +8,7 @@ from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
 from siirl.engines.train.fsdp.fsdp_state import held_tensors
-from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.bucket import LiveWeights
 
 ALONE = Scenario("one rank", 1)
 ADAPTED = Scenario("adapters", 1, overrides=("actor_rollout_ref.model.lora_rank=4",))

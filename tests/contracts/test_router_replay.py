@@ -18,7 +18,7 @@ from torch import Tensor
 from train_engine_cases import Scenario
 
 from siirl.config.common import STRATEGIES
-from siirl.data.chosen_experts import expert_columns, longer
+from siirl.data.completions import expert_columns, longer
 from siirl.data.rows import make_rows, take_rows
 from siirl.models.families import types_with
 from siirl.models.sizes import RouterChoices, router_choices

@@ -7,8 +7,8 @@ import torch
 from updated_engines import IN_PLACE, build, by_loaders, note_calls, samples, versions, write_model
 
 from siirl.engines.weights import in_place
+from siirl.engines.weights.bucket import LiveWeights
 from siirl.engines.weights.in_place import WeightWriter
-from siirl.engines.weights.live import LiveWeights
 from siirl.errors import WeightSyncError
 
 KINDS = {

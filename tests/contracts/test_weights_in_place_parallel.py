@@ -19,7 +19,7 @@ from worker_shares import check_parameters
 
 from siirl.data.completions import SamplingParams
 from siirl.engines.weights import in_place
-from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.bucket import LiveWeights
 from siirl.parallel.process_groups import ProcessGroupManager
 
 needed("vllm")

@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from siirl.checkpoint import files, writer
+from siirl.checkpoint import files
+from siirl.checkpoint import manager as writer
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
-from siirl.checkpoint.rng import rng_state, set_rng_state
+from siirl.checkpoint.state_tree import rng_state, set_rng_state
 from siirl.errors import CheckpointError, StorageError
 from siirl.model_files import stored_tensors
 

@@ -6,24 +6,26 @@ import pytest
 import torch.distributed as dist
 from dist_harness import run_workers
 
+from siirl.dag_worker import step_report
 from siirl.dag_worker.step_report import _first_parts, _merged
 from siirl.observe.metrics import Metrics
-from siirl.parallel import join_tree
 
 
 def join(rank: int, world_size: int, fan_in: int) -> tuple:
-    join_tree.FAN_IN = fan_in
+    step_report.FAN_IN = fan_in
     mine = Metrics()
     mine.mean("score", rank * 2.5, 2 + rank)
     mine.sum("tokens", 0.1 * rank)
     mine.max("longest", rank)
     if rank == world_size - 1:
         mine.min("of_the_last", 7)
-    joined = join_tree.join_on_first(mine, _merged, dist.group.WORLD)
+    joined = step_report.join_on_first(mine, _merged, dist.group.WORLD)
     keep = partial(_first_parts, most=3)
-    texts = join_tree.join_on_first({rank: [f"{rank}a", f"{rank}b"]} if rank else {}, keep, dist.group.WORLD)
+    texts = step_report.join_on_first(
+        {rank: [f"{rank}a", f"{rank}b"]} if rank else {}, keep, dist.group.WORLD
+    )
     own = dist.new_group([1, 2]) if world_size > 2 else None
-    pair = join_tree.join_on_first([rank], list.__add__, own) if rank in (1, 2) and own else None
+    pair = step_report.join_on_first([rank], list.__add__, own) if rank in (1, 2) and own else None
     return joined and joined.entries, texts, pair
 
 

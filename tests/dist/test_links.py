@@ -17,11 +17,10 @@ from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.served import served_rollout
 from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.engines.rollout.served.messages import Call
-from siirl.engines.weights import folder as weight_folder
 from siirl.engines.weights import in_place
 from siirl.engines.weights import link as links
+from siirl.engines.weights.bucket import LiveWeights
 from siirl.engines.weights.link import make_link
-from siirl.engines.weights.live import LiveWeights
 from siirl.errors import RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -140,7 +139,7 @@ PLACES = [
 
 def two_syncs(rank, model_dir, groups, sources, targets, folder):
     links.BUCKET_BYTES = 3000  # several tensors in a bucket, several buckets, and tensors larger than one
-    weight_folder.FILE_BYTES = 3000
+    links.FILE_BYTES = 3000
     trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets, folder=folder)
     first = link.push().values()
     results = [log_probs(rollout) if rollout else None]

@@ -12,7 +12,7 @@ from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 from value_head_cases import CriticOutcome, CriticRun, critic_config, plain_values
 
-from siirl.checkpoint.hf_directory import save_hf
+from siirl.checkpoint.export import save_hf
 from siirl.engines.train.hf_model import load_source
 from siirl.model_files.hf_config import load_hf_config
 from siirl.parallel.process_groups import ProcessGroupManager

@@ -12,10 +12,10 @@ def zero_under_a_shifted_clock(rank: int, world_size: int) -> float:
 
     import torch.distributed as dist
 
-    from siirl.observe.clock import common_zero_s
+    from siirl.dag_worker.observing import common_zero_s
 
     real = time.perf_counter
-    with patch("siirl.observe.clock.time.perf_counter", lambda: real() + AHEAD_S * rank):
+    with patch("siirl.dag_worker.observing.time.perf_counter", lambda: real() + AHEAD_S * rank):
         return common_zero_s(dist.group.WORLD)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from siirl.engines.train.fsdp.lone_gradients import _added
+from siirl.engines.train.fsdp.fsdp_engine import _added
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from updated_engines import IN_PLACE, build, by_loaders, note_calls, samples, ve
 from worker_shares import check_parameters
 
 from siirl.engines.weights import in_place
-from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.bucket import LiveWeights
 from siirl.parallel.process_groups import ProcessGroupManager
 
 pytestmark = [

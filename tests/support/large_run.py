@@ -10,8 +10,7 @@ from siirl.compiler.compile import compile_plan
 from siirl.compiler.plan import Free, Plan, Reshard, Run, SyncWeights
 from siirl.dag.spec import DagBuilder
 from siirl.launch.job import Job
-from siirl.observe.position import PositionFile
-from siirl.observe.run_progress import record_begin
+from siirl.observe.position import PositionFile, record_begin
 from siirl.observe.sinks import SampleSink
 from siirl.observe.trace import TRACE_DIR, TraceFile
 

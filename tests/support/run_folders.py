@@ -11,8 +11,7 @@ from siirl.config import Config, load_config, to_dict
 from siirl.launch.failure import describe_exception, write_failure
 from siirl.launch.job import Job
 from siirl.launch.run_record import write_record
-from siirl.observe.position import Position, PositionFile
-from siirl.observe.run_progress import How, record_begin, record_end
+from siirl.observe.position import How, Position, PositionFile, record_begin, record_end
 from siirl.observe.sinks import JsonlSink
 
 COMMAND = (

@@ -23,8 +23,7 @@ from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs, TrainEngine
 from siirl.models.trained import OWN_TYPE
 from siirl.observe.metrics import Metrics
-from siirl.parallel.dims import ParallelDims
-from siirl.parallel.megatron_groups import megatron_groups
+from siirl.parallel.dims import ParallelDims, megatron_groups
 from siirl.parallel.process_groups import ProcessGroupManager
 
 NUM_ROWS, NUM_STEPS, WIDTH = 10, 3, 9

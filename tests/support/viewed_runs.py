@@ -7,8 +7,7 @@ from plan_cases import template_plan
 from siirl.compiler.plan import Plan
 from siirl.launch.failure import Failure, write_failure
 from siirl.launch.job import Job
-from siirl.observe.position import PositionFile
-from siirl.observe.run_progress import record_begin, record_end
+from siirl.observe.position import PositionFile, record_begin, record_end
 from siirl.observe.sinks import JsonlSink, SampleSink
 from siirl.observe.trace import TRACE_DIR, TraceFile
 

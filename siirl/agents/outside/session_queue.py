@@ -18,7 +18,7 @@ from typing import Any
 from siirl.agents.outside.program import SessionInfo
 from siirl.errors import ConfigError, UserCodeError
 from siirl.guarded_files import own_secret
-from siirl.observe.summary import duration
+from siirl.observe.curve import duration
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5

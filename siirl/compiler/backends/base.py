@@ -45,7 +45,6 @@ class Backend(ABC):
     five_sizes = False
     """Its models are cut by tp, pp, cp and ep, which are always named."""
 
-
     weights = True
     """It needs weights."""
 

@@ -33,8 +33,7 @@ from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
 from siirl.config.teacher import FrozenConfig
 from siirl.errors import ConfigError, UserError
 from siirl.findings import Check
-from siirl.parallel.dims import ParallelDims
-from siirl.parallel.megatron_groups import megatron_groups
+from siirl.parallel.dims import ParallelDims, megatron_groups
 
 
 def _megatron_model(cfg: Config, role: str, dims: ParallelDims, who: str, trains: bool) -> MegatronModel:

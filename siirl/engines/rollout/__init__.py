@@ -46,7 +46,7 @@ a special case, and nobody above is told. The weights for it lie in host memory 
 link is asked, which would need the trainers, who are elsewhere in the step. On a CPU that memory is the
 worker's own; on a GPU each bucket is copied while the engine loads it. A process is lost when it ends,
 when no heartbeat comes for 20 s of waiting (it beats once a second from a thread of its own,
-`beating_channel.py`), or when its engine makes no progress for `trainer.deadline_s`. The first start is not
+`server.py`), or when its engine makes no progress for `trainer.deadline_s`. The first start is not
 tried again.
 
 **Engines outlive their worker** where the local launcher may start the run again (`trainer.max_restarts`).
@@ -60,7 +60,7 @@ hears what it has got and when that ends (`served/kept_engine.py`). `KeptEngine`
 `EngineChild`, an engine's process below one's own, is without a keeper. The rest of an engine's life does
 not know the difference: messages, beats, recovery, temporary folders.
 
-- **When the worker goes**, its connection ends. The engine's process (`server.py`, `renewal.py`) then makes
+- **When the worker goes**, its connection ends. The engine's process (`server.py`) then makes
   its engine what it was when it had started: no requests (one that works on an answer gives it up between
   two steps), empty caches, no adapter that could be asked for, in sleep mode if the worker ever put it there.
   It refuses to sample until a sync of the next worker is complete. It says so to its keeper and waits

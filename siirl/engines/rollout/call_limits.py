@@ -10,6 +10,7 @@ from siirl.config import Config
 from siirl.data.completions import Completion, Key, Request, SamplingParams
 from siirl.engines.rollout.base import check_keys
 from siirl.errors import EpisodeFailed, RolloutError
+from siirl.models.sizes import head_size
 
 WeightState = Literal["empty", "loading", "ready", "asleep"]
 """Of an engine's weights: never synced; a sync began and did not complete; complete; given back by sleep."""
@@ -99,3 +100,22 @@ def max_model_len(cfg: Config, hf_config: PretrainedConfig) -> int:
     rollout = cfg.actor_rollout_ref.rollout
     wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     return min(wanted, getattr(hf_config.get_text_config(), "max_position_embeddings", None) or wanted)
+
+
+MAX_CPU_CACHE_BYTES = 4 << 30
+ROWS_BESIDE = 8
+"""Rows that a cache has room for besides those that run at once."""
+NUMBER_BYTES = 4
+
+
+def cache_bytes_per_token(hf_config: PretrainedConfig) -> int:
+    """Bytes of a token's keys and values in all layers, in float32, of which a CPU's cache is at most."""
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = head_size(text.to_dict())
+    return 2 * text.num_hidden_layers * heads * head_dim * NUMBER_BYTES
+
+
+def cached_tokens(max_num_seqs: int, row_tokens: int) -> int:
+    """Tokens of a cache that holds max_num_seqs of the longest rows, and ROWS_BESIDE."""
+    return (max_num_seqs + ROWS_BESIDE) * row_tokens

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from siirl.access import MOST_STRANGERS, UnauthenticatedConnections, shut
+from siirl.access import MOST_STRANGERS, UnauthenticatedConnections, own_host, shut
 from siirl.data.completions import Completion, Key, Request
 from siirl.engines.rollout.base import Interrupt, RolloutStream, check_keys
 from siirl.engines.rollout.channel import Channel, ChannelClosed
@@ -40,7 +40,6 @@ from siirl.engines.rollout.served.messages import (
     Unanswered,
 )
 from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
-from siirl.network import own_host
 from siirl.observe.printable import printable
 
 ALIVE_EVERY_S, POLL_S, COLLECT_S, HELLO_S, GOODBYE_S = 1.0, 0.5, 0.002, 10.0, 2.0

@@ -31,7 +31,7 @@ itself.
   normalised by *global* counts. Shares add up, so the result does not depend on how rows are cut into
   micro-batches or spread over ranks.
 - **One rank.** FSDP2 has nothing to reduce there, and would copy all gradients twice: they are added up at
-  the parameters as each backward pass makes them (`siirl/engines/train/fsdp/lone_gradients.py`), bit for
+  the parameters as each backward pass makes them (`siirl/engines/train/fsdp/fsdp_engine.py`), bit for
   bit the same.
 - **Whole models.** A model of at most 2 GiB in fp32, or with `fsdp_config.reshard_after_forward=False`,
   stays whole on each rank (`stays_whole`, which the memory estimate and the cost model ask, too): weights
@@ -60,7 +60,7 @@ itself.
 - **Megatron-Core** (`siirl/engines/train/megatron/`) keeps its parallel state in module globals. A
   `MegatronScope` swaps in those of one model, its default process group and its rank numbers, while that
   model's code runs; so models of different parallel sizes share a process. Its groups are not created by
-  Megatron: the plan lists what it will ask for (`siirl/parallel/megatron_groups.py`), and
+  Megatron: the plan lists what it will ask for (`siirl/parallel/dims.py`), and
   `initialize_model_parallel` finds them there. `cpu_shim.py` lets it run on CPU, in the same scope only.
   `weights.py` says which rows of which Hugging Face tensors make up each parameter; loading (each rank
   reads its own slices), export and checkpoints follow from it. Checkpoints hold rectangles of Hugging Face

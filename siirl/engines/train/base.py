@@ -26,7 +26,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
-from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.bucket import LiveWeights
 from siirl.observe.metrics import Metrics
 
 EXPERTS = "experts"

@@ -20,8 +20,7 @@ from siirl.config.teacher import WHOLE
 from siirl.engines.train.kept_logits import kept_logits_bytes
 from siirl.engines.train.packed.packing import PackedBatch
 from siirl.engines.train.packed.sequence_bounds import SequenceBounds
-from siirl.engines.train.vision.image_embeddings import see, tower_of
-from siirl.engines.train.vision.packed_images import PackedImages
+from siirl.engines.train.vision.packed_images import PackedImages, see, tower_of
 from siirl.models.sizes import EXPERTS, TOP_K, head_size
 from siirl.models.trained import DELTA_NETS
 

@@ -12,9 +12,8 @@ from siirl.engines.rollout.served.journal import BeginUpdate, FinishUpdate, Load
 from siirl.engines.rollout.served.messages import Doubt
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.train.adapters.lora import adapter_name
-from siirl.engines.weights.bucket import ChunkPlaces, WeightChunk, WeightPacker
+from siirl.engines.weights.bucket import ChunkPlaces, LiveWeights, WeightChunk, WeightPacker
 from siirl.engines.weights.kept import KeptWeights
-from siirl.engines.weights.live import LiveWeights
 from siirl.engines.weights.shared_buffer import SharedBuffer
 from siirl.engines.weights.target import WeightSpecs
 from siirl.errors import RolloutError

@@ -15,10 +15,16 @@ from siirl.engines.rollout.served.engine_shard import EngineShard
 from siirl.engines.rollout.served.journal import BeginUpdate, FinishUpdate, Told
 from siirl.engines.rollout.served.messages import Call
 from siirl.engines.rollout.served.recovery import RecoveringEngine
-from siirl.engines.weights.bucket import ALIGN_BYTES, ChunkPlaces, Named, WeightChunk, WeightPacker
+from siirl.engines.weights.bucket import (
+    ALIGN_BYTES,
+    ChunkPlaces,
+    LiveWeights,
+    Named,
+    WeightChunk,
+    WeightPacker,
+)
 from siirl.engines.weights.engine_loader import EngineWeights, joined_places
 from siirl.engines.weights.kept import KeptWeights
-from siirl.engines.weights.live import LiveWeights
 from siirl.engines.weights.shared_buffer import SharedBuffer, sampled_sum
 from siirl.engines.weights.target import WeightSpecs
 from siirl.observe.spans import phase

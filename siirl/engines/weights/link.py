@@ -8,6 +8,8 @@ lowest rank write a folder that the targets read. No rank goes on before all agr
 """
 
 import json
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,19 +18,66 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from siirl.compiler.plan import LinkPlan
 from siirl.engines.rollout.base import WeightPart
 from siirl.engines.train.base import TrainEngine
-from siirl.engines.weights.bucket import DTYPES, Entry, Named, empty_bucket, pack, room, unpack
-from siirl.engines.weights.folder import read_weights, write_weights
-from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.bucket import DTYPES, Entry, LiveWeights, Named, empty_bucket, pack, room, unpack
 from siirl.engines.weights.planned_sync import BucketPlan, GaveUp, PlannedSync, joined
 from siirl.engines.weights.target import WeightTarget
 from siirl.errors import WeightSyncError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import note, phase, waiting
 from siirl.parallel.process_groups import ProcessGroupManager
+
+FILE_BYTES = 1 << 30
+"""Tensors are written together up to this size, and held in host memory until then."""
+INDEX = "files.json"
+
+
+def write_weights(root: Path, version: int, tensors: Iterator[Named]) -> None:
+    """Write all tensors as root/version_<version>, complete or not at all; older versions go. OSError."""
+    root.mkdir(parents=True, exist_ok=True)
+    final, aside = _folder(root, version), root / "partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    files: list[str] = []
+    held: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        if held:
+            files.append(f"weights_{len(files)}.safetensors")
+            save_file(held, aside / files[-1])
+            held.clear()
+
+    for name, tensor in tensors:
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if sum(part.nbytes for part in held.values()) >= FILE_BYTES:
+            flush()
+    flush()
+    (aside / INDEX).write_text(json.dumps(files))
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(aside, final)
+    for other in root.glob("version_*"):
+        if other != final:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def read_weights(root: Path, version: int) -> Iterator[Named]:
+    """The tensors of root/version_<version>, on the CPU, as they were written. OSError if it is not there."""
+    folder = _folder(root, version)
+    for name in json.loads((folder / INDEX).read_text()):
+        with safe_open(folder / name, "pt") as file:
+            for key in file.keys():
+                yield key, file.get_tensor(key)
+
+
+def _folder(root: Path, version: int) -> Path:
+    return root / f"version_{version}"
+
 
 BUCKET_BYTES = 64 << 20
 """Tensors are broadcast together up to this size; a larger one goes alone."""

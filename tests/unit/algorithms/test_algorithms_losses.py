@@ -10,7 +10,7 @@ from trl_losses import trl_loss
 
 from siirl.algorithms.aggregate import aggregate_loss
 from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
-from siirl.algorithms.value_loss import clipped_value_loss
+from siirl.algorithms.preference_losses import clipped_value_loss
 from siirl.config.algorithm_table import LOSSES
 from siirl.errors import ConfigError
 

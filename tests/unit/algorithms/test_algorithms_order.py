@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from siirl.algorithms.resampling import resampling_weights
+from siirl.algorithms.groups import resampling_weights
 from siirl.data.curriculum import Curriculum
 from siirl.errors import ConfigError
 

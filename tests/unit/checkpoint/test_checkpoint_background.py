@@ -9,7 +9,8 @@ from fixtures_tiny import make_tiny_model_dir
 from safetensors.torch import load_file
 from torch import nn
 
-from siirl.checkpoint import files, writer
+from siirl.checkpoint import files
+from siirl.checkpoint import manager as writer
 from siirl.checkpoint.manager import CheckpointManager
 from siirl.checkpoint.staging import SavedModel
 from siirl.errors import CheckpointError

@@ -9,7 +9,7 @@ from fixtures_tiny import make_tiny_model_dir
 from safetensors.torch import load_file, save_file
 
 from siirl.checkpoint.convert import convert, to_distributed
-from siirl.checkpoint.hf_directory import save_hf
+from siirl.checkpoint.export import save_hf
 from siirl.cli import main
 from siirl.model_files.stored_tensors import save_tensors, stored_tensors
 from siirl.model_files.weight_slices import SafetensorsFolder

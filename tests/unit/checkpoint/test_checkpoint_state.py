@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from siirl import cli
 from siirl.checkpoint import state_tree
-from siirl.checkpoint.export import export_adapter, export_hf
-from siirl.checkpoint.hf_directory import save_hf
+from siirl.checkpoint.export import export_adapter, export_hf, save_hf
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
-from siirl.checkpoint.rng import rng_state, set_rng_state
+from siirl.checkpoint.state_tree import rng_state, set_rng_state
 from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
 from siirl.errors import CheckpointError, ConfigError, DataError
 from siirl.model_files.directory import weights_digest

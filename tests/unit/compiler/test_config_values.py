@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.memory.estimate import model_shape
-from siirl.engines.rollout.served.cpu_cache import cache_bytes_per_token
+from siirl.engines.rollout.call_limits import cache_bytes_per_token
 from siirl.engines.train.language_model import model_flops, seen_back
 from siirl.engines.train.megatron.weights import entries, num_active_weights
 from siirl.errors import NotSupportedError

@@ -20,7 +20,7 @@ from siirl.compiler.plan import LinkPlan
 from siirl.config import load_config
 from siirl.dag.spec import DagBuilder
 from siirl.engines.train.packed import micro_batches
-from siirl.show.cost_text import explanation
+from siirl.show.batch_text import explanation
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -11,9 +11,8 @@ import pytest
 
 from siirl.config import Config, effect_warnings, from_dict, to_dict, with_overrides
 from siirl.config.aliases import ALIASES
-from siirl.config.deviations import DEVIATIONS
 from siirl.config.keys import walk
-from siirl.config.reference import reference_page
+from siirl.config.reference import DEVIATIONS, reference_page
 from siirl.config.resolve import FOLLOWS, followed_keys, get, status
 from siirl.config.root import TOP_GROUPS, all_groups, all_keys, get_group_class
 from siirl.config.tree import default_config

@@ -15,7 +15,7 @@ from siirl.data.check_files import data_sources, inspect_data
 from siirl.data.dataset import PromptDataset
 from siirl.data.reasoning_gym_rows import GeneratedRows, dataset_of
 from siirl.errors import ConfigError, DataError
-from siirl.rewards.generated_answer import reasoning_gym as score
+from siirl.rewards.countdown import reasoning_gym as score
 
 gym = needed("reasoning_gym", "pip install 'siirl[reasoning-gym]'")
 

@@ -3,7 +3,7 @@
 import pytest
 from transformers import LlamaConfig
 
-from siirl.engines.rollout.served.cpu_cache import cache_bytes_per_token, cached_tokens
+from siirl.engines.rollout.call_limits import cache_bytes_per_token, cached_tokens
 
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
 

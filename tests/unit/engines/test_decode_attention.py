@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from siirl.engines.rollout.hf.decode_attention import (
+from siirl.engines.rollout.hf.decode import (
     DECODE_ATTENTION,
     decode_attention,
     use_decode_attention,

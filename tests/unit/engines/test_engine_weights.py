@@ -16,9 +16,9 @@ from siirl.engines.rollout.served.messages import Call, Done, Doubt, Start
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.weights import in_place as writing
 from siirl.engines.weights import kept as keeping
+from siirl.engines.weights.bucket import LiveWeights
 from siirl.engines.weights.engine_loader import EngineWeights
 from siirl.engines.weights.in_place import WeightsInPlace
-from siirl.engines.weights.live import LiveWeights
 from siirl.engines.weights.shared_buffer import fingerprint, open_buffer, sampled_sum
 from siirl.errors import RolloutError
 

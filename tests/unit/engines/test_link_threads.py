@@ -12,8 +12,8 @@ import torch
 from siirl.compiler.plan import LinkPlan
 from siirl.engines.weights import link as links
 from siirl.engines.weights import planned_sync
+from siirl.engines.weights.bucket import LiveWeights
 from siirl.engines.weights.link import make_link
-from siirl.engines.weights.live import LiveWeights
 from siirl.errors import WeightSyncError
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from siirl.engines.train.fsdp.fsdp_engine import LoneGradients
 from siirl.engines.train.fsdp.fsdp_model import fsdp_modules
-from siirl.engines.train.fsdp.lone_gradients import LoneGradients
 
 FP32, BF16 = torch.float32, torch.bfloat16
 TYPES = [(FP32, FP32, FP32), (FP32, BF16, FP32), (BF16, BF16, FP32), (FP32, BF16, BF16), (BF16, BF16, BF16)]

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from siirl.parallel.dims import ParallelDims
-from siirl.parallel.megatron_groups import megatron_groups
+from siirl.parallel.dims import ParallelDims, megatron_groups
 
 parallel_state = pytest.importorskip("megatron.core.parallel_state")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from siirl.engines.rollout.served.renewal import Renewal
+from siirl.engines.rollout.served.server import Renewal
 from siirl.errors import RolloutError
 
 SLEEP = ("sleep", {"keeps_weights": True})

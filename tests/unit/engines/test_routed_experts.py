@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from siirl.data.chosen_experts import expert_columns
+from siirl.data.completions import expert_columns
 from siirl.data.rows import make_rows
-from siirl.engines.rollout.vllm.routed_experts import ARGUMENT, experts_of, replayed_layers
+from siirl.engines.rollout.vllm.arguments import ARGUMENT, experts_of, replayed_layers
 from siirl.errors import RolloutError
 from siirl.models.sizes import RouterChoices
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from siirl.engines.train.vision.image_embeddings import see
+from siirl.engines.train.vision.packed_images import see
 
 SIZES = [2, 3]
 

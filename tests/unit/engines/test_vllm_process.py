@@ -23,7 +23,6 @@ from siirl.config import load_config
 from siirl.data.completions import Completion, Request, SamplingParams
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served import engine_child, engine_process
-from siirl.engines.rollout.served.beating_channel import BeatingChannel
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
 from siirl.engines.rollout.served.engine_shard import physical_gpu
 from siirl.engines.rollout.served.kept_engine import KEEPER_FD as KEEPER
@@ -38,6 +37,7 @@ from siirl.engines.rollout.served.messages import (
     FromWorker,
     Submit,
 )
+from siirl.engines.rollout.served.server import BeatingChannel
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment, tokens_of_a_step
 from siirl.engines.weights.shared_buffer import SharedBuffer, open_buffer
 from siirl.errors import RolloutError

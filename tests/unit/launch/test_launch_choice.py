@@ -10,8 +10,7 @@ import pytest
 
 from siirl.errors import CheckpointError, ConfigError, DataError, DeadlineError, WorkerError
 from siirl.launch.failure import Death, describe_exception, first_cause, read_failure, write_failure
-from siirl.launch.job import Job
-from siirl.launch.launcher_choice import choose_launcher
+from siirl.launch.job import Job, choose_launcher
 from siirl.launch.output_relay import plain_line
 from siirl.launch.process import worker_environment
 from siirl.launch.torchrun import is_first_process, run_torchrun

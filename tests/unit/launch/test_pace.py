@@ -8,8 +8,7 @@ from launch_jobs import make_job
 from siirl.launch import standbys
 from siirl.launch.job import Job
 from siirl.launch.standbys import Pace
-from siirl.observe.position import PositionFile
-from siirl.observe.run_progress import record_begin
+from siirl.observe.position import PositionFile, record_begin
 
 
 class Clock:

@@ -9,10 +9,10 @@ import time
 import pytest
 from launch_jobs import alive, make_job
 
-from siirl.launch import ray_actor, ray_head
+from siirl.launch import ray_actor, ray_cluster
 from siirl.launch.process import Worker
 from siirl.launch.ray_actor import Launch, RankActor
-from siirl.launch.ray_head import CUT_OFF_S, LOST_AFTER_S, CutOff, HeadLost, HeadWatch
+from siirl.launch.ray_cluster import CUT_OFF_S, LOST_AFTER_S, CutOff, HeadLost, HeadWatch
 
 
 @contextlib.contextmanager
@@ -25,11 +25,11 @@ def head_here():
 def soon(monkeypatch):
     """A machine is cut off after a second."""
     for name, value in (("HEAD_EVERY_S", 0.0), ("SUSPECT_S", 0.4), ("CUT_OFF_S", 1.0)):
-        monkeypatch.setattr(ray_head, name, value)
+        monkeypatch.setattr(ray_cluster, name, value)
 
 
 def test_a_head_that_takes_connections_is_there_and_one_that_does_not_is_named(monkeypatch):
-    monkeypatch.setattr(ray_head, "HEAD_EVERY_S", 0.0)
+    monkeypatch.setattr(ray_cluster, "HEAD_EVERY_S", 0.0)
     with head_here() as address:
         watch = HeadWatch(address, patience_s=0.5)
         time.sleep(0.6)

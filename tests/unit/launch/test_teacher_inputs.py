@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl.config import Config, load_config
-from siirl.data.teacher_routes import check_routes
 from siirl.errors import ConfigError, DataError
+from siirl.launch.input_checks import check_routes
 from siirl.model_files.directory import check_lengths
 from siirl.model_files.vocabulary import check_distributions, check_same_words
 

@@ -17,7 +17,7 @@ from siirl.config.root import all_keys
 from siirl.config.tree import default_config, split_name
 from siirl.errors import ConfigError, UserError
 from siirl.migrate.document import with_lists
-from siirl.migrate.page import page
+from siirl.migrate.foreign_files import page
 from siirl.migrate.translate import Translation, names_vision_model, scalar, translate, typed
 
 pytestmark = pytest.mark.heavy

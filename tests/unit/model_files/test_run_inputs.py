@@ -17,9 +17,8 @@ from siirl.compiler.resume_settings import settings_of
 from siirl.config import load_config
 from siirl.errors import ConfigError
 from siirl.launch.preflight import check_settings
-from siirl.model_files.digests import digest_file, digests_of
-from siirl.model_files.run_inputs import ChangeWatch, RunInputs, inputs_of
-from siirl.user_code.imports import find_module, own_code
+from siirl.model_files.run_inputs import ChangeWatch, RunInputs, digest_file, digests_of, inputs_of
+from siirl.user_code.source import find_module, own_code
 
 CODE = {
     "reward.py": "import json\nimport numpy\nfrom lib import near\nimport tools.words as words\n"
@@ -164,7 +163,7 @@ def test_what_cannot_be_read_is_left_to_who_needs_it(project, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("siirl.model_files.digests.digest_file", refuse)
+    monkeypatch.setattr("siirl.model_files.run_inputs.digest_file", refuse)
     left = inputs_of(cfg, plan)
     assert "custom_reward_function.path, reward.py" in left.digests
     assert left.digests.keys() < whole.digests.keys()
@@ -202,7 +201,7 @@ def test_sizes_and_blocks_of_other_large_files_count(tmp_path):
 LOADS = """
 import json, sys
 from pathlib import Path
-from siirl.user_code.kept_code import keep_to
+from siirl.user_code.load_object import keep_to
 from siirl.user_code.load_object import load_object
 keep_to(json.loads(sys.argv[1]))
 found = load_object(sys.argv[2], "key")

@@ -15,14 +15,13 @@ from siirl.errors import ConfigError
 from siirl.observe import console
 from siirl.observe.columns import COLUMNS, REWARD, cell, number
 from siirl.observe.console import ConsoleSink
-from siirl.observe.curve import read_series, reward_curve_png
+from siirl.observe.curve import closing_summary, duration, read_series, reward_curve_png
 from siirl.observe.loggers import make_sinks
 from siirl.observe.logs import setup_logging
 from siirl.observe.metrics import Metrics, mfu, peak_flops
 from siirl.observe.position import PositionFile, read_position
 from siirl.observe.sinks import JsonlSink, RunInfo, samples_text
 from siirl.observe.spans import Observer
-from siirl.observe.summary import closing_summary, duration
 
 
 def step_values(step: int) -> dict[str, float]:

@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from siirl.errors import DataError, ScoreTimeoutError
-from siirl.rewards.code import code, extract_code
-from siirl.rewards.unit_tests import read_tests, same_text, same_value
+from siirl.rewards.code import code, extract_code, read_tests, same_text, same_value
 from siirl.sandbox.limits import SLEEPS, STARVES
 from siirl.sandbox.processor_clock import RunClock
 

@@ -10,7 +10,7 @@ import pytest
 from page_browser import opened_tab
 from viewed_runs import HOSTILE, write_error, write_run
 
-from siirl.observe.run_progress import record_end
+from siirl.observe.position import record_end
 from siirl.view.page_server import PageServer
 from siirl.view.view_page import export, read_run
 

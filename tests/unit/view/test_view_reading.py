@@ -14,7 +14,7 @@ from viewed_runs import STEP_S, write_error, write_run
 
 from siirl.errors import ConfigError
 from siirl.launch.run_folder import LOCK
-from siirl.observe.run_progress import record_end
+from siirl.observe.position import record_end
 from siirl.observe.sinks import JsonlSink
 from siirl.observe.trace import TRACE_DIR, TraceFile, merge_trace
 from siirl.runs.folder_reader import LeftOut

@@ -19,8 +19,7 @@ from siirl.data.image_reader import ImageReader
 from siirl.data.seen import Seen
 from siirl.engines.rollout.base import Interrupt, RolloutEngine, WaveStream, WeightPart
 from siirl.engines.rollout.call_limits import CallLimits, WeightState, check_finite
-from siirl.engines.rollout.hf.decode import Samples, decode
-from siirl.engines.rollout.hf.decode_attention import use_decode_attention
+from siirl.engines.rollout.hf.decode import Samples, decode, use_decode_attention
 from siirl.engines.rollout.hf.prefill import Prompt, PromptReader
 from siirl.engines.rollout.sampling import derive_seed, later_seed
 from siirl.engines.train.adapters.frozen_base import use_base

@@ -15,7 +15,7 @@ from siirl.data.image_reader import ImageReader
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.engines.rollout.hf.kv_cache import Block, new_cache
 from siirl.engines.train.experts.router_replay import RouterReplay
-from siirl.engines.train.vision.image_embeddings import see
+from siirl.engines.train.vision.packed_images import see
 
 
 class Prompt(NamedTuple):

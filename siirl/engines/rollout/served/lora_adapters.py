@@ -13,7 +13,7 @@ from siirl.engines.rollout.served.engine_process import EngineProcess
 from siirl.engines.rollout.served.journal import Told
 from siirl.engines.train.adapters.lora import adapter_name
 from siirl.engines.weights.target import WeightSpecs
-from siirl.model_files.adapter_files import write_adapter
+from siirl.model_files.weight_slices import write_adapter
 
 MEMORY_FOLDER = Path("/dev/shm")
 

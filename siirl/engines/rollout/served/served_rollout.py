@@ -13,7 +13,7 @@ from torch import Tensor
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-from siirl.data.completions import Key, Request
+from siirl.data.completions import Key, Request, SamplingParams
 from siirl.engines.rollout.base import Interrupt, RolloutEngine, WeightPart
 from siirl.engines.rollout.call_limits import (
     CallLimits,
@@ -26,17 +26,49 @@ from siirl.engines.rollout.served.journal import Sleep, Told, Wake
 from siirl.engines.rollout.served.lora_adapters import LoadAdapter, SharedEngine, base_alone
 from siirl.engines.rollout.served.messages import Answer, Score, Start
 from siirl.engines.rollout.served.recovery import RecoveringEngine
-from siirl.engines.rollout.served.row_scores import ONE_TOKEN, checked_scores
 from siirl.engines.rollout.served.stream import EngineStream, StreamRouter
 from siirl.engines.train.adapters.lora import adapter_name
+from siirl.engines.weights.bucket import LiveWeights
 from siirl.engines.weights.engine_loader import EngineWeights
-from siirl.engines.weights.live import LiveWeights
 from siirl.engines.weights.target import WeightSpecs, checked_weights, weights_of_directory
 from siirl.errors import EpisodeFailed, RolloutError, WeightSyncError
 from siirl.model_files.hf_config import engine_overrides, load_hf_config
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager
+
+ONE_TOKEN = SamplingParams(max_tokens=1)
+"""What vLLM samples after a row that it scores."""
+
+
+def checked_scores(
+    scored: Iterable[tuple[bytes, bytes]],
+    rows: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    top_k: int,
+    engine: str,
+    dtype: str,
+) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and log-probs of each row, [T, 1 + K], of what the engine's process sent (RowScores).
+
+    RolloutError unless each row's own tokens were scored, by numbers.
+    """
+    found = []
+    for index, (row, start, (token_ids, log_probs)) in enumerate(zip(rows, starts, scored, strict=True)):
+        shape = (-1, 1 + top_k)
+        ids_TK = torch.frombuffer(bytearray(token_ids), dtype=torch.int32).to(torch.int64).view(shape)
+        log_prob_TK = torch.frombuffer(bytearray(log_probs), dtype=torch.float32).view(shape)
+        if ids_TK[:, 0].tolist() != list(row[start:]):
+            raise RolloutError(f"rollout engine {engine!r} scored other tokens than those of row {index}.")
+        if not bool(log_prob_TK.isfinite().all()):
+            raise RolloutError(
+                f"row {index} has log-probs by {engine!r} that are not finite: its weights overflow in "
+                f"{dtype}, or hold NaN. Set actor_rollout_ref.rollout.dtype=float32 at its node, or give "
+                "another model."
+            )
+        found.append((ids_TK, log_prob_TK))
+    return found
+
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@
 
 FD: the inherited socket. What is said over it stands in messages.py. The process ends with its worker; with a
 socket to a keeper, which has started it, it waits for another worker then, if its engine is fit for one
-(renewal.py). The requests of a Submit join those that run, and those that a step has completed are told by a
+(server.py). The requests of a Submit join those that run, and those that a step has completed are told by a
 Finished, whatever else the worker sends; what it does not read yet waits here, and the engine goes on. While
 it generates, the process says Alive about every second, from the thread that runs the engine: an engine that
 hangs falls silent.
@@ -16,22 +16,23 @@ import ctypes
 import importlib
 import os
 import queue
+import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from siirl.engines.rollout.channel import Channel, ChannelClosed
-from siirl.engines.rollout.served.beating_channel import BeatingChannel
+from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
 from siirl.engines.rollout.served.engine_parts import find_parts
 from siirl.engines.rollout.served.kept_engine import next_worker
 from siirl.engines.rollout.served.messages import (
     Abort,
     Alive,
     Answer,
+    Beat,
     Call,
     Done,
     Doubt,
@@ -48,10 +49,103 @@ from siirl.engines.rollout.served.messages import (
     Stop,
     Submit,
 )
-from siirl.engines.rollout.served.renewal import Renewal
 from siirl.engines.rollout.served.temporary import names_noted
-from siirl.errors import UserError
+from siirl.errors import RolloutError, UserError
 from siirl.observe.printable import printable
+
+BEAT_EVERY_S = 1.0
+
+
+class BeatingChannel(Channel):
+    """The engine's end of its connection: several threads may send, one of which sends a Beat a second.
+
+    A beat waits for nobody: while another message is being sent, or the worker has not read enough of what
+    was sent before, it is left out. So a worker that does not listen finds some beats later, never too many.
+    """
+
+    def __init__(self, sock: socket.socket, receives: Any) -> None:
+        super().__init__(sock, receives)
+        self._sending = threading.Lock()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """See Channel."""
+        with self._sending:
+            super().send(message)
+
+    def _beat(self) -> None:
+        room = select.poll()
+        room.register(self.fileno(), select.POLLOUT)
+        while True:
+            time.sleep(BEAT_EVERY_S)
+            if not self._sending.acquire(blocking=False):
+                continue
+            try:
+                if room.poll(0):
+                    super().send(Beat())
+            except ChannelClosed:
+                return
+            finally:
+                self._sending.release()
+
+
+ALL = frozenset({"weights", "kv_cache"})
+"""The parts that sleep."""
+BEGINS, FINISHES = "begin_", "finish_"
+"""How methods of NativeEngine are named between which weights are replaced, in whatever way."""
+
+
+class Renewal:
+    """What a worker has had its engine do, as far as the next worker depends on it."""
+
+    def __init__(self) -> None:
+        self.sound = True
+        """It has had no error of its own."""
+        self._updating = False
+        self._without_weights = False
+        """None have come since it changed its worker."""
+        self._asleep: frozenset[str] = frozenset()
+        self._sleep: dict[str, Any] | None = None
+        """How it was told to sleep last."""
+        self._rests = False
+        """It sleeps since it changed its worker, who does not know."""
+
+    def begins(self, method: str) -> bool:
+        """It is told to do this; False if that is done already."""
+        if method.startswith(BEGINS):
+            self._updating = True
+        if method == "sleep" and self._rests:
+            self._rests = False
+            return False
+        return True
+
+    def done(self, method: str, arguments: Mapping[str, Any]) -> None:
+        """It has done this."""
+        match method:
+            case _ if method.startswith(FINISHES):
+                self._updating = self._without_weights = False
+            case "sleep":
+                self._sleep, self._asleep = dict(arguments), ALL
+            case "wake":
+                self._asleep -= {arguments["part"]}
+
+    def check_weights(self) -> None:
+        """RolloutError if what it has are weights of a worker before."""
+        if self._without_weights:
+            raise RolloutError("it has no weights of this worker: a sync comes first")
+
+    def renew(self, engine: Any) -> bool:
+        """Make an engine (NativeEngine, or None before it was started) fit; whether it is."""
+        partly = bool(self._asleep) and self._asleep != ALL
+        if engine is None or not hasattr(engine, "renew") or not self.sound or self._updating or partly:
+            return False
+        engine.renew()
+        if self._sleep is not None and not self._asleep:
+            engine.sleep(**self._sleep)
+            self._asleep = ALL
+        self._without_weights, self._rests = True, bool(self._asleep)
+        return True
+
 
 ALIVE_EVERY_S = 1.0
 PR_SET_PDEATHSIG = 1

@@ -10,8 +10,12 @@ from transformers import PretrainedConfig
 from siirl.compiler.backends.rollouts import sglang_version
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-from siirl.engines.rollout.call_limits import max_model_len
-from siirl.engines.rollout.served.cpu_cache import MAX_CPU_CACHE_BYTES, cache_bytes_per_token, cached_tokens
+from siirl.engines.rollout.call_limits import (
+    MAX_CPU_CACHE_BYTES,
+    cache_bytes_per_token,
+    cached_tokens,
+    max_model_len,
+)
 from siirl.engines.rollout.served.served_rollout import ServedRollout
 from siirl.model_files.directory import model_dir
 

@@ -1,16 +1,24 @@
 """What a vLLM engine is started with: arguments and environment, from the configuration. Imports no vLLM."""
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
 from siirl.config import Config
-from siirl.engines.rollout.call_limits import max_model_len
-from siirl.engines.rollout.served.cpu_cache import MAX_CPU_CACHE_BYTES, cache_bytes_per_token, cached_tokens
-from siirl.errors import ConfigError
+from siirl.engines.rollout.call_limits import (
+    MAX_CPU_CACHE_BYTES,
+    cache_bytes_per_token,
+    cached_tokens,
+    max_model_len,
+)
+from siirl.errors import ConfigError, RolloutError
+from siirl.models.sizes import expert_layers
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of LoRA that vLLM has room for: a smaller one takes the next."""
@@ -116,3 +124,38 @@ def _cpu_cache_bytes(cfg: Config, hf_config: PretrainedConfig, max_len: int) -> 
     blocks = -(-max_len // CPU_BLOCK) + 1
     tokens = cached_tokens(cfg.actor_rollout_ref.rollout.max_num_seqs, blocks * CPU_BLOCK)
     return min(max(tokens * cache_bytes_per_token(hf_config), LEAST_CPU_CACHE_BYTES), MAX_CPU_CACHE_BYTES)
+
+
+ARGUMENT = "enable_return_routed_experts"
+"""Of vLLM's engine, from 0.24 on."""
+
+
+def replayed_layers(arguments: Mapping[str, Any]) -> list[int] | None:
+    """The layers whose experts an engine of these arguments says; None: it says none."""
+    if not arguments.get(ARGUMENT):
+        return None
+    text = (Path(arguments["model"]) / "config.json").read_text(encoding="utf-8")
+    return expert_layers({**json.loads(text), **arguments.get("hf_overrides", {})})
+
+
+def experts_of(found: np.ndarray | None, layers: Sequence[int], num_tokens: int) -> bytes | None:
+    """What Completion.experts is of a row of so many tokens; None of one that nothing was sampled of.
+
+    found: [tokens but the last, layers of the model, experts of a token]; layers without experts have any
+    numbers. RolloutError where it is of other tokens, and where the kernels of vLLM did not say.
+    """
+    if found is None or found.shape[0] != num_tokens - 1:
+        size = "no experts" if found is None else f"experts of {found.shape[0]} tokens"
+        raise RolloutError(
+            f"vLLM gave {size} for a row of {num_tokens} tokens: it cannot be said which are of which. Set "
+            "actor_rollout_ref.actor.router_replay.mode=disabled."
+        )
+    chosen_NLK = found[:, list(layers)]
+    ordered_NLK = np.sort(chosen_NLK, axis=-1)
+    if (ordered_NLK[..., 1:] == ordered_NLK[..., :-1]).any():
+        raise RolloutError(
+            "vLLM says of a token that one expert computed it twice: its kernel chooses experts by itself, "
+            "and tells nobody. Choose another one by rollout.engine_kwargs.vllm.moe_backend, or set "
+            "actor_rollout_ref.actor.router_replay.mode=disabled."
+        )
+    return np.ascontiguousarray(chosen_NLK.astype(np.int16)).tobytes()

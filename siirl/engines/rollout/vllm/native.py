@@ -28,11 +28,11 @@ from siirl.data.image_reader import ImageReader
 from siirl.engines.rollout.sampling import later_seed
 from siirl.engines.rollout.served.draws import signed
 from siirl.engines.rollout.served.messages import UNKNOWN, Answer, RowScores
+from siirl.engines.rollout.vllm.arguments import experts_of, replayed_layers
 from siirl.engines.rollout.vllm.native_draws import draw_by_seeds
 from siirl.engines.rollout.vllm.native_places import ParameterMap, read_parameter
 from siirl.engines.rollout.vllm.native_steps import KeptTokens, ask_for_slots_once_a_block, own_name
 from siirl.engines.rollout.vllm.native_transfer import TRANSFER_BACKEND
-from siirl.engines.rollout.vllm.routed_experts import experts_of, replayed_layers
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.models.families import family_of
 from siirl.spelling import suggest

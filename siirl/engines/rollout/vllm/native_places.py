@@ -33,8 +33,7 @@ from siirl.engines.rollout.vllm.placed_pieces import (
     storage_of,
     uncovered,
 )
-from siirl.engines.weights.bucket import Copies
-from siirl.engines.weights.live import HeldMemory
+from siirl.engines.weights.bucket import Copies, HeldMemory
 from siirl.engines.weights.shared_buffer import INT_OF_BYTES, fingerprint, open_buffer, sampled_sum
 
 COMPARED = 1 << 16

@@ -8,8 +8,8 @@ from siirl.compiler.backends.vllm import vllm_version, writes_in_place
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.engines.rollout.served.served_rollout import ServedRollout
+from siirl.engines.rollout.vllm.arguments import ARGUMENT as ROUTED_EXPERTS
 from siirl.engines.rollout.vllm.arguments import adapter_arguments, engine_arguments, engine_environment
-from siirl.engines.rollout.vllm.routed_experts import ARGUMENT as ROUTED_EXPERTS
 from siirl.engines.weights.engine_loader import EngineWeights
 from siirl.engines.weights.in_place import WeightsInPlace
 from siirl.errors import NotSupportedError

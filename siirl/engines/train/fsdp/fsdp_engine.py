@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-from siirl.data.chosen_experts import no_experts
+from siirl.data.completions import no_experts
 from siirl.data.rows import take_rows
 from siirl.engines.train.adapters.frozen_base import FrozenBase
 from siirl.engines.train.attention.ulysses import of_all_tokens, own_tokens
@@ -41,7 +42,6 @@ from siirl.engines.train.fsdp.fsdp_state import (
     specs,
     training_state,
 )
-from siirl.engines.train.fsdp.lone_gradients import LoneGradients
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed, seen_back
 from siirl.engines.train.optimizer import make_adamw, scaled_to_norm
@@ -52,11 +52,62 @@ from siirl.engines.train.pieces import Piece
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.engines.train.transfers import Arrivals
-from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.bucket import LiveWeights
 from siirl.model_files.hf_config import written_changes
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager
+
+if torch.cuda.is_available():
+    from siirl.engines.train import triton_kernels
+else:
+    triton_kernels = None
+
+
+class LoneGradients:
+    """The gradients of a mini-batch, summed over its backward passes in the type that FSDP reduces in.
+
+    FSDP finds none where it looks, and reduces nothing.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """model: sharded by FSDP over one rank, its weights in place. dtype: of the sums."""
+        self._dtype = dtype
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        units, owners = fsdp_modules(model), dict(_trained(model))
+        for unit in units:
+            unit.unshard()
+        for name, gathered in _trained(model):
+            gathered.register_post_accumulate_grad_hook(functools.partial(self._add, owners[name]))
+        for unit in units:
+            unit.reshard()
+
+    def hand_over(self) -> None:
+        """Make the sums the gradients of the parameters that have one; no sum outlives its cast."""
+        while self._sums:
+            owner, total = self._sums.popitem()
+            grad = total.to(owner.dtype)
+            owner.grad = DTensor.from_local(grad, owner.device_mesh, owner.placements, run_check=False)
+
+    @torch.no_grad()
+    def _add(self, owner: nn.Parameter, gathered: nn.Parameter) -> None:
+        grad, gathered.grad = gathered.grad, None
+        self._sums[owner] = _added(self._sums.get(owner), grad, self._dtype)
+
+
+def _added(total: Tensor | None, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + grad, in total where there is one; else grad in this type, itself if it is of it."""
+    if total is None and grad.dtype == dtype:
+        return grad
+    is_dense = grad.is_contiguous() and (total is None or total.is_contiguous())
+    if triton_kernels is not None and grad.is_cuda and is_dense:
+        return triton_kernels.added(total, grad, dtype)
+    return grad.to(dtype) if total is None else total.add_(grad)
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters as they are now: FSDP puts the gathered ones in the places of the shards, and back."""
+    return ((name, param) for name, param in model.named_parameters() if param.requires_grad)
 
 
 class FSDPEngine(SteppingEngine):

@@ -16,7 +16,7 @@ from siirl.engines.train.adapters.lora import adapter_name, adapters_of, hf_name
 from siirl.engines.train.experts.expert_lora import adapter_parts, adapters_of_experts, merged_experts
 from siirl.engines.train.optimizer import MOMENTS
 from siirl.engines.train.pieces import Piece, PiecewiseTensor
-from siirl.engines.weights.live import LiveWeights
+from siirl.engines.weights.bucket import LiveWeights
 from siirl.errors import CheckpointError
 from siirl.model_files.file_parts import FilePart, file_parts, stored_parts
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-from siirl.data.chosen_experts import no_experts
+from siirl.data.completions import no_experts
 from siirl.data.rows import take_rows
 from siirl.engines.train.attention.attention_kernels import flash_kernels
 from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn

@@ -5,7 +5,7 @@ some collectives without a group. Inside `with scope:` all three belong to one m
 model's own, the default process group is the group of its ranks, and ranks are numbered from 0. Outside,
 nothing of it is left. So models of different parallel sizes live side by side in one process, on any ranks.
 
-The groups come from ProcessGroupManager, which made them from the plan (siirl/parallel/megatron_groups.py);
+The groups come from ProcessGroupManager, which made them from the plan (siirl/parallel/dims.py);
 models with the same rank tuples share them. So on two ranks with PP2 and VPP the pipeline's group is the
 default one as well, which Megatron uses for one direction of its messages: these take turns then, in an order
 that is the same on both ranks, so that none waits in a circle. Uses private parts of torch.distributed
@@ -26,8 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import distributed_c10d as c10d
 
 from siirl.engines.train.megatron import cpu_shim
-from siirl.parallel.dims import ParallelDims
-from siirl.parallel.megatron_groups import megatron_groups
+from siirl.parallel.dims import ParallelDims, megatron_groups
 from siirl.parallel.process_groups import ProcessGroupManager
 
 _GLOBALS = [
