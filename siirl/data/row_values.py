@@ -74,7 +74,7 @@ def json_cells(texts: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def plain(value: Any, where: str = "") -> Any:
-    """A value of Arrow as JSON has it: cells of JSON read, dates and times as ISO text, decimals as text.
+    """A value of Arrow as JSON has it: cells of JSON read, dates and times as ISO text, decimals as numbers.
 
     DataError, with `where`, for a cell that is no JSON.
     """
@@ -92,8 +92,16 @@ def plain(value: Any, where: str = "") -> Any:
         case datetime.timedelta():
             return value.total_seconds()
         case Decimal():
-            return str(value)
+            return _number(value)
     return value
+
+
+def _number(value: Decimal) -> int | float | str:
+    """A decimal as a number, 7 for 7.00; as text if no number of JSON is it."""
+    if value.is_finite() and value == value.to_integral_value():
+        return int(value)
+    near = float(value)
+    return near if Decimal(repr(near)) == value else str(value)
 
 
 def read_json(text: str, where: str) -> Any:
@@ -107,7 +115,8 @@ def read_json(text: str, where: str) -> Any:
 def values_of(table: pa.Table, name: str, where: str = "") -> list[Any]:
     """The values of a column, as `plain` gives them. where: what it calls the file of the table."""
     values = table[name].to_pylist()
-    if not pa.types.is_nested(kind := table.schema.field(name).type) and not pa.types.is_temporal(kind):
+    kind = table.schema.field(name).type
+    if not (pa.types.is_nested(kind) or pa.types.is_temporal(kind) or pa.types.is_decimal(kind)):
         return values
     return [plain(value, f"{where}, row {row}: column {name!r}") for row, value in enumerate(values)]
 

@@ -11,6 +11,7 @@ from collections import Counter
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from fixtures_tiny import make_tiny_tokenizer, write_parquet
 from transformers import AutoTokenizer
 
@@ -19,8 +20,10 @@ from siirl.data.check_files import inspect_data
 from siirl.data.dataset import PromptDataset
 from siirl.data.difficulties import check_difficulties
 from siirl.data.row_checks import count_rows
+from siirl.data.rows import make_rows, objects
 from siirl.errors import DataError
 from siirl.rewards.by_data_source import RewardChooser
+from siirl.rewards.reward_registry import REWARDS
 
 CHAT = [{"role": "user", "content": "1+2="}]
 ROWS = [
@@ -278,7 +281,21 @@ def test_nulls_that_a_column_of_structs_fills_in_do_not_reach_the_prompt_at_any_
     assert [row["raw_prompt"] for row in read(file, tokenizer)] == prompts
 
 
-def test_dates_times_and_decimals_of_extra_info_are_text(tmp_path, tokenizer):
+@pytest.mark.parametrize("text", ["7", "7.00", "7.000", "7E+0"])
+@pytest.mark.parametrize("nested", [True, False], ids=["in reward_model", "a column"])
+@pytest.mark.parametrize("listed", [True, False], ids=["a list", "one"])
+def test_a_decimal_that_a_file_holds_is_right_for_its_number(tmp_path, tokenizer, text, nested, listed):
+    truth = [decimal.Decimal(text)] if listed else decimal.Decimal(text)
+    where = {"reward_model": {"ground_truth": truth}} if nested else {"ground_truth": truth}
+    columns = {name: value for name, value in ROWS[0].items() if name != "reward_model"}
+    (row,) = read(write_parquet(tmp_path / "a.parquet", [columns | where]), tokenizer)
+    rows = make_rows({"row_id": torch.zeros(1).long(), "ground_truth": [row["ground_truth"]]})
+    (found,) = objects(rows, "ground_truth")  # as it has travelled
+    for name, said in {"exact_match": "7", "search_qa": "<answer>7</answer>", "math": r"\boxed{7}"}.items():
+        assert REWARDS[name].fn("s", said, found, None) == 1
+
+
+def test_dates_times_and_decimals_of_extra_info_are_json(tmp_path, tokenizer):
     when = datetime.datetime(2024, 5, 1, 12, 30)
     info = {
         "at": when,
@@ -290,7 +307,7 @@ def test_dates_times_and_decimals_of_extra_info_are_text(tmp_path, tokenizer):
     assert row["extra_info"] == {
         "at": "2024-05-01T12:30:00",
         "day": "2024-05-01",
-        "cost": "1.50",
+        "cost": 1.5,
         "took": 90.0,
     }
     json.dumps(row["extra_info"])
