@@ -80,7 +80,7 @@ class Backend(ABC):
         """The parallel sizes that a model gets on so many ranks."""
 
     @abstractmethod
-    def memory(self, model: ModelPlan, cfg: Config, shape: ModelShape, rows: int, /) -> list[MemoryLine]:
+    def memory(self, model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) -> list[MemoryLine]:
         """What a rank holds. rows: those of a shard."""
 
     def groups(self, dims: ParallelDims, ranks: Ranks) -> Iterable[Ranks]:

@@ -9,7 +9,8 @@ from siirl.compiler.checks.model_checks import (
     check_attention_kernels,
     check_model_of_node,
 )
-from siirl.compiler.memory.estimate import fsdp_lines
+from siirl.compiler.memory.estimate import MemoryLine, ModelShape, fsdp_lines
+from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.config.actor import ActorConfig
@@ -105,7 +106,6 @@ class FSDP(Backend):
     base_keys = ("fsdp_config.model_dtype", "fsdp_config.expert_parallel_size")
     offloads = ("fsdp_config.param_offload",)
     offloads_trained = ("fsdp_config.optimizer_offload",)
-    memory = staticmethod(fsdp_lines)
 
     def dims(self, cfg: Config, role: str, world: int) -> ParallelDims:
         """The ranks of a sequence share its model's weights, with as many others as fsdp_size says."""
@@ -115,6 +115,9 @@ class FSDP(Backend):
         return ParallelDims(
             world, cp=sequence, ep=experts, dp_shard=max(1, shard // sequence), dp_replicate=copies
         )
+
+    def memory(self, model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) -> list[MemoryLine]:
+        return fsdp_lines(model, cfg, shape, rows)
 
     def groups(self, dims: ParallelDims, ranks: Ranks) -> Iterable[Ranks]:
         return [group for groups in dims.fsdp_groups(ranks).values() for group in groups]

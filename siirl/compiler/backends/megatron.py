@@ -1,7 +1,7 @@
 """Megatron-Core: what a model under strategy=megatron gets, and what it needs. Pure."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from siirl.compiler.backends.base import ASKED, Backend, balances
@@ -34,6 +34,7 @@ from siirl.config.teacher import FrozenConfig
 from siirl.errors import ConfigError, UserError
 from siirl.findings import Check
 from siirl.parallel.dims import ParallelDims, megatron_groups
+from siirl.parallel.placement import Ranks
 
 
 def _megatron_model(cfg: Config, role: str, dims: ParallelDims, who: str, trains: bool) -> MegatronModel:
@@ -88,7 +89,6 @@ class Megatron(Backend):
     shares_prompts = five_sizes = True
     offloads = ("megatron.param_offload",)
     offloads_trained = ("megatron.grad_offload", "megatron.optimizer_offload")
-    groups = staticmethod(megatron_groups)
 
     def dims(self, cfg: Config, role: str, world: int) -> ParallelDims:
         section = role_group(cfg, role).megatron
@@ -129,6 +129,9 @@ class Megatron(Backend):
             + teacher_lines(model, cfg, shape, rows)
             + experts
         )
+
+    def groups(self, dims: ParallelDims, ranks: Ranks) -> Iterable[Ranks]:
+        return megatron_groups(dims, ranks)
 
     def packages(self, cfg: Config, role: str) -> None:
         """ConfigError without Megatron-Core, or without mbridge where the model of a role asks for it."""

@@ -48,10 +48,12 @@ class HF(Backend):
 
     takes_images = True
     base_keys = ("name", "dtype")
-    memory = staticmethod(hf_rollout_lines)
 
     def dims(self, cfg: Config, role: str, world: int) -> ParallelDims:
         return replicas(world)
+
+    def memory(self, model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) -> list[MemoryLine]:
+        return hf_rollout_lines(model, cfg, shape, rows)
 
     def no_experts(self, cfg: Config) -> str:
         return ""
@@ -128,10 +130,12 @@ class SGLang(Backend):
 
     checks = (Check("model", ("cfg", "dims", "node"), check_sglang),)
     works_alone = device_share = True
-    memory = staticmethod(vllm_lines)
 
     def dims(self, cfg: Config, role: str, world: int) -> ParallelDims:
         return replicas(world, cfg.actor_rollout_ref.rollout.tensor_model_parallel_size)
+
+    def memory(self, model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) -> list[MemoryLine]:
+        return vllm_lines(model, cfg, shape, rows)
 
     def packages(self, cfg: Config, role: str) -> str:
         return sglang_version()

@@ -228,4 +228,4 @@ def environment_of(node: ResolvedNode, several: tuple[str, ...] = ()) -> Environ
     for key in USES:
         if not isinstance(value := node.options.get(key, True), bool):
             raise DagError(f"{node}: {key} = {value!r} is neither true nor false. Correct it.")
-    return None if path is None else Environment(path, kwargs, seed, float(deadline_s), places)
+    return None if path is None else Environment(str(path), kwargs, seed, float(deadline_s), places)
