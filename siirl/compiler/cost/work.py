@@ -241,13 +241,17 @@ def _weights_work(
 ) -> Work:
     """Weights, gradients and moments that are read and written: each micro-batch, and each optimizer step."""
     dims, width = model.dims, _compute_bytes(model, cfg)
-    whole, experts = shape.params * part / dims.tp, shape.moe_layers * shape.expert_params * part / dims.tp
-    params = whole - experts + experts / dims.ep
+    experts = shape.moe_layers * shape.expert_params * part
+    whole, dense = shape.params * part / dims.tp, (shape.params * part - experts) / dims.tp
+    experts /= dims.ep * (dims.tp if backend_of(model).gathers_weights else dims.etp)
+    params = dense + experts
     gathers = backend_of(model).gathers_weights
     cast = BYTES[role_group(cfg, model.role).fsdp_config.model_dtype] if gathers else 0
     moved = micro_batches * params * (cast + width) * (2 if model.trains else 1)
     if model.trains and not role_model(cfg, model.role).lora_rank:
-        updated = whole / dims.weight_shards if gathers else params / dims.dp
+        updated = dense / (dims.dp * dims.cp) + experts / dims.expert_dp
+        if gathers:
+            updated = whole / dims.weight_shards
         moved += micro_batches * params * _ACCUMULATED_BYTES + steps * updated * _OPTIMIZER_BYTES
     return {"memory": moved}
 
@@ -297,11 +301,16 @@ def _messages(
         _add(work, {_way(dims.tp * dims.cp, machine): there_and_back * layers * keys})
     if dims.ep > 1:
         sent = _to_experts(shape, layers, split / dims.tp, dims.ep)
-        _add(work, {_way(dims.tp * dims.cp * dims.ep, machine): there_and_back * sent})
+        _add(work, {_way(dims.etp * dims.ep, machine): there_and_back * sent})
     if dims.pp > 1:
         _add(work, {_way(dims.world, machine): (2 if model.trains else 1) * split / dims.tp})
-    if model.trains and dims.dp > 1 and not role_model(cfg, model.role).lora_rank:
-        summed = (4 + width) * params * (dims.dp - 1) / dims.dp
+    if model.trains and dims.dp * dims.cp > 1 and not role_model(cfg, model.role).lora_rank:
+        of_experts = shape.moe_layers * shape.expert_params * layers / shape.layers
+        parts = (
+            (params - of_experts / dims.tp, dims.dp * dims.cp),
+            (of_experts / (dims.ep * dims.etp), dims.expert_dp),
+        )
+        summed = (4 + width) * sum(size * (copies - 1) / copies for size, copies in parts)
         _add(work, {_way(dims.world // dims.pp, machine): steps * summed})
     return work
 

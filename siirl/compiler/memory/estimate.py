@@ -5,6 +5,7 @@ log-prob head, the rollout's weights and KV cache. phases.py adds up what is the
 benchmarks' peaks on H200s are within 15% of it (tests/unit/compiler/test_memory_phases.py).
 """
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -97,6 +98,10 @@ class ModelShape:
     """In the files, of a layer without experts."""
 
 
+_FILE = "<config.json>"
+"""In a text, in place of the file's path."""
+
+
 @dataclass(frozen=True)
 class MemoryLine:
     """Memory of one kind that a model has on the device of one rank during some of its activities."""
@@ -125,10 +130,17 @@ def read_shape(cfg: Config, role: str) -> ModelShape | str:
     model = role_model(cfg, role)
     directory = Path(model.path).expanduser()
     try:
-        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        text = (directory / "config.json").read_text(encoding="utf-8")
+        found = _shape_of(text, json.dumps(model.override_config, default=str))
     except (OSError, json.JSONDecodeError) as error:
         return f"{directory / 'config.json'} cannot be read ({type(error).__name__})"
-    raw = language_part(overridden(raw, model.override_config))
+    return found if isinstance(found, ModelShape) else found.replace(_FILE, str(directory / "config.json"))
+
+
+@functools.lru_cache(maxsize=64)
+def _shape_of(text: str, changes: str) -> ModelShape | str:
+    """The shape of a model by the text of its config.json and its override_config, in JSON."""
+    raw = language_part(overridden(json.loads(text), json.loads(changes)))
     if not family_of(raw.get("model_type")).counted:
         counted = ", ".join(types_with(lambda row: row.counted))
         return f"model_type {raw.get('model_type')!r} is none of {counted}"
@@ -136,7 +148,7 @@ def read_shape(cfg: Config, role: str) -> ModelShape | str:
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if not problem and not isinstance(raw.get(name), int):
             problem = f"{name}={raw.get(name)!r}, which is no whole number"
-    return f"{directory / 'config.json'} has {problem}" if problem else model_shape(raw)
+    return f"{_FILE} has {problem}" if problem else model_shape(raw)
 
 
 def model_shape(raw: Mapping[str, Any]) -> ModelShape:

@@ -68,7 +68,7 @@ def searched(capsys, keys):
     """[(seconds, GiB, overrides)] of the layouts that are printed, best first, and all that is printed."""
     assert main(["plan", "--search", "--device", "h200", *keys]) == 0
     out = capsys.readouterr().out
-    shown = r"^\d\. ([\d.]+) s a step, (\d+) GiB in \w+\n   ((?:.*\\\n)*.*)$"
+    shown = r"^\d\. ([\d.]+) s a step \(.*\), (\d+) GiB in \w+\n   ((?:.*\\\n)*.*)$"
     found = re.findall(shown, out, re.MULTILINE)
     words = [[] if text == "as it is" else text.replace("\\\n", "").split() for _, _, text in found]
     return [(float(s), int(gib), own) for (s, gib, _), own in zip(found, words, strict=True)], out
@@ -94,9 +94,10 @@ def test_megatron_layouts_are_found_in_the_order_in_which_they_were_measured(key
     best = layouts[0][2]
     assert not any("model_parallel_size" in text and not text.endswith("=1") for text in best)
     assert not any("placement" in text for text in best)
-    assert all(
-        f"actor_rollout_ref.{name}" in " ".join(best) for name in ("actor.ppo_max", "ref.log_prob_max")
-    )
+    assert {  # micro-batches of one row, as the run has them, are slower than those that the plan chooses
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=auto",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=auto",
+    } <= {*best}
     as_it_is = float(re.search(r"as it is: ([\d.]+) s", out)[1])
     assert layouts[0][0] < as_it_is  # which has micro-batches of one row
     printed_is_accepted(capsys, [*keys, *MEGATRON, "trainer.n_gpus_per_node=4"], layouts)
@@ -112,11 +113,11 @@ def test_the_first_is_the_fastest_of_all_that_fit(lag, keys, capsys):
     apart = ["dag.node_config.rollout_actor.placement=0"]
     apart += [f"dag.node_config.{node}.placement=1" for node in nodes]
     times = []
-    for placed, tp in (([], 1), ([], 2), (apart, 1)):
+    for placed, tp in (([], 1), ([], 2), *([(apart, 1)] if lag else [])):
         base = load_config([*keys, *placed, f"{ROLLOUT}.tensor_model_parallel_size={tp}"])
         times += list(brute_force(base))
-    assert f"{min(times):.1f}" == f"{layouts[0][0]:.1f}"
-    assert ("take turns with training" in out) == (not lag)
+    assert layouts[0][0] <= 1.02 * min(times)
+    assert ("tried with rollout.max_lag" in out) == (not lag)
     printed_is_accepted(capsys, keys, layouts[:2])
 
 
@@ -152,11 +153,68 @@ def test_what_does_not_fit_is_left_out_and_said(keys, capsys):
 
 def test_a_workflow_that_places_its_nodes_keeps_them_where_they_are(keys, capsys):
     placed = [*keys, "trainer.n_gpus_per_node=2", "dag.node_config.rollout_actor.placement=0-1"]
-    layouts, out = searched(capsys, placed)
+    layouts, _ = searched(capsys, placed)
     assert layouts and not any("placement" in text for _, _, overrides in layouts for text in overrides)
-    assert "take turns" not in out
 
 
 def test_a_run_that_is_wrong_is_refused_as_by_plan(keys, capsys):
     assert main(["plan", "--search", *keys, "trainer.n_gpus_per_node=2", "data.train_batch_size=0"]) == 2
     assert "train_batch_size" in capsys.readouterr().err
+
+
+MOE = SHAPE | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+"""Qwen3-30B-A3B, with two layers less: 46 do not divide by four stages, and do with embedding and head."""
+
+
+@pytest.mark.heavy
+def test_experts_are_spread_and_layers_cut_as_they_divide(keys, tmp_path, capsys):
+    """30B on 16 GPUs of 80 GiB: as it is, each has all experts of half the layers; what is printed fits."""
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    run = [key for key in keys if "device_memory" not in key and "micro_batch" not in key]
+    run += [*MEGATRON[:1], "trainer.device_memory_gib=79.6", "trainer.n_gpus_per_node=8", "trainer.nnodes=2"]
+    run += ["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"]
+    layouts, out = searched(capsys, run)
+    assert re.search(r"as it is: .* more than 90% of a device", out)
+    assert len(layouts) == 5 and layouts == sorted(layouts, key=lambda one: one[0])
+    assert any("expert_model_parallel_size" in word for _, _, words in layouts for word in words)
+    for _, gib, overrides in layouts:
+        sizes = {
+            key.rpartition(".")[2]: value for key, _, value in (word.partition("=") for word in overrides)
+        }
+        assert gib <= 0.9 * 79.6
+        if sizes.get("pipeline_model_parallel_size") == "4":
+            assert sizes["account_for_embedding_in_pipeline_split"] == "true"
+        assert main(["check", "--elsewhere", *run, *overrides]) == 0
+
+
+def test_a_run_that_its_sizes_alone_refuse_is_searched_and_the_reason_is_said(keys, capsys):
+    """As many prompts as GPUs, and engines of one GPU on twice as many."""
+    run = [*keys, *MEGATRON, "trainer.n_gpus_per_node=8", "trainer.nnodes=2", "data.train_batch_size=8"]
+    run = [key for key in run if "mini_batch_size" not in key and "train_batch_size=128" not in key]
+    layouts, out = searched(capsys, run)
+    assert layouts and "as it is: refused: " in out and "8 prompts of a batch for 16" in out
+    assert all(f"{ROLLOUT}.tensor_model_parallel_size=" in " ".join(words) for _, _, words in layouts)
+
+
+def test_what_fits_only_with_parts_in_host_memory_is_shown_so(keys, capsys):
+    chosen = ("device_memory", "micro_batch", "checkpointing", "use_liger", "enforce_eager", "max_num_seqs")
+    small = [
+        key for key in keys if not any(name in key for name in (*chosen, "batch_size=128", "mini_batch"))
+    ]
+    small += ["trainer.device_memory_gib=46", "trainer.n_gpus_per_node=1", "data.train_batch_size=8"]
+    layouts, out = searched(capsys, small)
+    assert layouts and "more than 90% of a device" in out
+    assert all("optimizer_offload=true" in " ".join(words) for _, _, words in layouts)
