@@ -165,7 +165,6 @@ BESIDE_STANDBYS = ("standby", "standby's rank")
 RAY_PARTS = ("Ray worker", "Ray actor", "Ray raylet", "Ray machine")
 """Those of rank 1, on the second machine."""
 FAST = {
-    ("rank 0", "train", "SIGKILL"),
     ("rank 0", "write in memory", "SIGKILL"),
     ("launcher", "train", "SIGTERM"),
     ("launcher", "train", "SIGSTOP"),
