@@ -4,11 +4,10 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers import PreTrainedTokenizerBase
 
 from siirl.config.data import DataConfig
 from siirl.data.data_files import DataFile, Rows, open_rows
@@ -24,6 +23,9 @@ from siirl.data.row_values import (
     value_at,
 )
 from siirl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # `siirl check` reads columns without it
 
 GROUND_TRUTH_KEY = "reward_model"
 """The column of right answers, {ground_truth: ...}: of the file, or made of another column of it."""
@@ -200,7 +202,7 @@ class ResponseColumns:
     def __init__(
         self,
         names: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         max_length: int,
         end_ids: Sequence[int | None] = (),
     ):
