@@ -46,7 +46,7 @@ def test_the_keys_and_versions_that_differ_and_no_others(pair, capsys):
     assert told["versions"]["commit of siirl"][1] == "ffffffffffff (files changed)"
     assert main(["compare", *map(str, pair)]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"data\.train_batch_size +1024 +64\n", out)
+    assert re.search(r"data\.train_batch_size +128 +64\n", out)
     assert re.search(r"torch +\S+ +1\.0\.0\n", out)
 
 
