@@ -88,7 +88,7 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
     for node, why in (
         plan.pruned.items() if run.cfg.dag.workflow_path or run.cfg.dag.custom_pipeline_fn else ()
     ):
-        print(f"left out: {node}: {why}")
+        print(f"skipped: {node}: {why}")
     for note in plan_notes(plan):
         print(f"note: {note}.")
     if not args.elsewhere:

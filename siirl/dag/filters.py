@@ -84,7 +84,7 @@ def _why_idle(node: NodeSpec, picks: bool) -> str:
     if why and node.executable_ref:
         kind = node.node_type if node.type.idle else node.node_role
         raise DagError(
-            f"{node}: {kind} with executable_ref {node.executable_ref!r}: such a node is left out ({why}), "
+            f"{node}: {kind} with executable_ref {node.executable_ref!r}: such a node is skipped ({why}), "
             "and its code would never run. Set node_type: CUSTOM, or remove executable_ref."
         )
     return why

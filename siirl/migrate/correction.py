@@ -88,7 +88,7 @@ def _rejection(own: Mapping[str, str], bypass: bool, handled: set[str]) -> Itera
         why = f"{CORRECTION} with {POLICY}.actor.recompute_old_log_prob=false: set one of them"
         yield "impossible", there, why, "", ""
     elif level in DIVERGENCES and largest is not None:
-        why = "rows whose tokens are too far apart are left out"
+        why = "rows whose tokens are too far apart are skipped"
         yield "changed", there, why, f"{CORRECTION}.reject", DIVERGENCES[level]
         yield "changed", "", "its threshold", f"{CORRECTION}.reject_divergence", f"{largest:g}"
     elif level not in LEVELS or bounds is None:
@@ -107,7 +107,7 @@ def _rejection(own: Mapping[str, str], bypass: bool, handled: set[str]) -> Itera
             low, high = 1 / high, 1 / low
             why_low = f"1 / {bounds[1]:g}: the ratio there is rollout over trainer, here trainer over rollout"
             why_high = f"1 / {bounds[0]:g}, for the same reason"
-        yield "changed", there, "rows outside the bounds are left out", f"{CORRECTION}.reject", LEVELS[level]
+        yield "changed", there, "rows outside the bounds are skipped", f"{CORRECTION}.reject", LEVELS[level]
         yield "changed", "", why_low, f"{CORRECTION}.reject_low", f"{low:g}"
         yield "changed", "", why_high, f"{CORRECTION}.reject_high", f"{high:g}"
 

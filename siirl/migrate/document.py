@@ -38,7 +38,7 @@ def _becomes(entry: Foreign) -> str:
     if entry.here:
         return f"`{entry.here}`" + (f" ({entry.why})" if entry.why else "")
     if entry.harmless:
-        return f"left out: {entry.why}"
+        return f"skipped: {entry.why}"
     values = ", ".join(f"`{value}`" for value in entry.asks_nothing if value)
     return f"cannot be had{f' (but {values})' if values else ''}: {entry.why}"
 

@@ -125,12 +125,12 @@ KINDS: dict[Kind, str] = {
     "kept": "kept",
     "changed": "changed",
     "added": "added",
-    "dropped": "left out",
+    "dropped": "skipped",
     "impossible": "cannot be had",
 }
 HEADINGS: dict[Kind, str] = {
     "impossible": "cannot be had (the command below does without)",
-    "dropped": "left out",
+    "dropped": "skipped",
 }
 
 

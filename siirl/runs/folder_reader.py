@@ -75,7 +75,7 @@ def mapping(value: Any) -> dict[str, Any]:
 
 def first_left_out(num_bytes: int) -> str:
     """What is said of a file whose beginning was not read."""
-    return f"its first {size_text(num_bytes)} are left out"
+    return f"its first {size_text(num_bytes)} are skipped"
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def json_objects(lines: Iterable[bytes], path: Path, left_out: LeftOut) -> Itera
         else:
             bad += 1
     if bad:
-        left_out.add(path, f"{bad} damaged line{'s' * (bad > 1)} left out")
+        left_out.add(path, f"{bad} damaged line{'s' * (bad > 1)} skipped")
 
 
 def json_file(path: Path, most: int, left_out: LeftOut) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def scan_metrics(
         for name, value in _REWARDS.findall(line) if rewards else ():
             scan.rewards.setdefault(name.decode(), {})[step] = float(value)
     if damaged:
-        unreadable.add(path, f"{damaged} damaged line{'s' * (damaged > 1)} left out")
+        unreadable.add(path, f"{damaged} damaged line{'s' * (damaged > 1)} skipped")
     return scan
 
 
@@ -231,7 +231,7 @@ class HistoryReader:
         if self._left_bytes:
             unreadable.add(self._path, first_left_out(self._left_bytes))
         if self._bad:
-            unreadable.add(self._path, f"{self._bad} damaged line{'s' * (self._bad > 1)} left out")
+            unreadable.add(self._path, f"{self._bad} damaged line{'s' * (self._bad > 1)} skipped")
         return self._history
 
     def _lines(self, unreadable: LeftOut) -> list[bytes] | None:

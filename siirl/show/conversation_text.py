@@ -227,7 +227,7 @@ def shown_text(content: Any) -> str:
     text = content if isinstance(content, str) else str(content)
     if len(text) > MAX_MESSAGE:
         half = MAX_MESSAGE // 2
-        text = f"{text[:half]}\n... ({len(text) - 2 * half} characters left out) ...\n{text[-half:]}"
+        text = f"{text[:half]}\n... ({len(text) - 2 * half} characters skipped) ...\n{text[-half:]}"
     return printable(text)
 
 

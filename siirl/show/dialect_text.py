@@ -59,9 +59,7 @@ def dialect_lines(policy: str, dialect: Dialect) -> list[str]:
     reasoning = "none" if marks is None else f"{marks.begin} ... {marks.end}{_opening(dialect)}"
     tools = "not shown to the model" if dialect.tools_by is None else f"shown by the {dialect.tools_by}"
     calls = f"calls are read as {dialect.tool_format}" if dialect.tool_format else "no calls that it writes"
-    history = (
-        "kept" if not dialect.drops_reasoning else "reasoning of turns before the last question left out"
-    )
+    history = "kept" if not dialect.drops_reasoning else "reasoning of turns before the last question skipped"
     date = "today's date (data.template_date)" if dialect.dated else "no date"
     return [
         f"{policy} ends a turn by: {stops}",

@@ -38,7 +38,7 @@ def memory_table(plan: Plan, configs: Configs, device_gib: float | None) -> list
         return _host_table(plan, configs, device_gib)
     found = estimated(plan, configs, device_gib)
     if isinstance(found, str):
-        return [f"left out: {found}"]
+        return [f"skipped: {found}"]
     rows = [["phase", "ranks", "device", "host", "the largest parts, GiB"]]
     for peak in found.phases:
         host = size_text(peak.host) if peak.host else ""
@@ -90,7 +90,7 @@ def _host_table(plan: Plan, configs: Configs, gib: float | None) -> list[str]:
     """What each phase of a job without GPUs takes of the host's memory, then the verdict."""
     lines = memory_lines(plan, configs)
     if isinstance(lines, str):
-        return [f"left out: {lines}"]
+        return [f"skipped: {lines}"]
     rows = [["phase", "host, all processes", "the largest parts, GiB"]]
     rows += [[peak.node, size_text(peak.device), _largest(peak)] for peak in host_peaks(plan, lines)]
     return [*table(rows), *([] if gib is None else _verdicts(plan, configs, gib))]

@@ -141,7 +141,7 @@ def _figure(plan: Plan, configs: Configs, places: bool = False) -> Any:
         _draw_node(axes, plan, node, canvas.centers[node], configs)
     for line, (node, why) in enumerate(plan.pruned.items()):
         axes.text(
-            _MARGIN, -0.12 - _NOTE * line, f"left out: {node} ({why})", size=_TEXT, color=_FAINT, va="center"
+            _MARGIN, -0.12 - _NOTE * line, f"skipped: {node} ({why})", size=_TEXT, color=_FAINT, va="center"
         )
     return figure
 

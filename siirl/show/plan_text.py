@@ -53,7 +53,7 @@ def report(plan: Plan, configs: dict[str, Config], device_gib: float | None = No
         ("process groups", _groups(plan)),
         (f"chosen for {plan.chosen_for}, as nobody set it", choice_lines(plan)),
         ("memory per rank (estimate)", _memory(plan, configs, device_gib)),
-        ("left out", [f"{node}: {why}" for node, why in plan.pruned.items()]),
+        ("skipped", [f"{node}: {why}" for node, why in plan.pruned.items()]),
     ]
     head = f"plan of DAG {plan.dag_id!r} on {count_of(plan.world_size, 'rank')}"
     body = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines]

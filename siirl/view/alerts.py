@@ -106,7 +106,7 @@ RULES = (
     _Rule(
         ("actor/skipped_step", "critic/skipped_step"),
         _any_recent,
-        "an optimizer step was left out, because no token was trained or a gradient was not finite. If "
+        "an optimizer step was skipped, because no token was trained or a gradient was not finite. If "
         "it repeats, look at the gradient norm, the learning rate and the precision.",
     ),
     _Rule(

@@ -41,7 +41,7 @@ def read_tokens(path: Path, left_out: LeftOut) -> dict[Hashable, Turns]:
             continue
         found.setdefault(_sample(line, line.get("episode_id")), {}).update(turns)
     if damaged:
-        left_out.add("tokens", f"those of damaged rows were left out: {damaged}")
+        left_out.add("tokens", f"those of damaged rows were skipped: {damaged}")
     return found
 
 
@@ -115,7 +115,7 @@ class Episodes:
             shown += rows
             damaged += bad
         if damaged:
-            left_out.add("conversations", f"damaged ones were left out: {damaged}")
+            left_out.add("conversations", f"damaged ones were skipped: {damaged}")
         return shown
 
     def _file(self, step: int, kind: str, path: Path, left_out: LeftOut) -> tuple[list[dict[str, Any]], int]:

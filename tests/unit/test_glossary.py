@@ -62,13 +62,19 @@ def texts() -> Iterator[tuple[str, str]]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
 
 
+READ_BY_MODELS = ("(image left out)", " left out)")
+"""What a model is shown in the place of an image or another block: other words were other prompts."""
+
+
 def test_what_users_read_has_the_words_of_the_field():
     rows = [line.strip("|").split("|") for line in PAGE[PAGE.index(FIELD) :].splitlines() if "|" in line][2:]
     given_up = [word.strip() for row in rows for word in row[1].split(",")]
     assert len(given_up) > 15
     refused = re.compile(rf"\b({'|'.join(given_up)})\b", re.IGNORECASE)
     assert refused.search("Its sign of life")
-    assert [(where, text) for where, text in texts() if refused.search(text)] == []
+    assert [
+        (where, text) for where, text in texts() if refused.search(text) and text not in READ_BY_MODELS
+    ] == []
 
 
 def test_what_the_glossary_names_is_there_and_no_word_has_two_meanings():

@@ -79,7 +79,7 @@ def _of_its_rows(node: ResolvedNode, lag: str, kept: Workflow) -> Iterator[UserE
             others = " and ".join(map(str, strangers))
             yield NotSupportedError(
                 f"not supported yet: {lag}, and {other} reads rows of agent {others} beside those of agent "
-                f"{node.agent}: with a lag they are of different prompts. Set max_lag to 0."
+                f"{node.agent}: with staleness they are of different prompts. Set max_lag to 0."
             )
 
 

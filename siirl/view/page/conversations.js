@@ -40,7 +40,7 @@ async function saidIn(episode) {
 function spoken(episode, said, agent, named) {
   const by = keep("tokens by", ""), turns = said.messages.map(message => message.tokens).filter(Boolean), most = by && furthest(by, turns);
   const key = by && (turns.some(tokens => tokens.numbers[by]) ? tokenKey(by, most) : episode.tokens ? "it has no token with a " + TOKEN_NUMBERS[by][0] : "its tokens were not written");
-  const below = [key, said.cut && plural(said.cut, "message") + " left out", said.ended && "ended: " + said.ended, said.note];
+  const below = [key, said.cut && plural(said.cut, "message") + " skipped", said.ended && "ended: " + said.ended, said.note];
   return make("div", {}, named ? make("p", { class: "details faint" }, "step " + episode.step + ", reward " + short(episode.reward)) : null,
     said.messages.map(message => messageBox(message, agent, by, most)),
     below.filter(Boolean).map(text => make("p", { class: "details faint" }, text)));

@@ -1,6 +1,6 @@
 // Curves of metrics: runs over each other, the agents of a metric in one picture, smoothed by a centred mean.
 
-const CHART = { width: 440, height: 210, left: 52, right: 10, top: 8, bottom: 24 };
+const CHART = { width: 354, height: 190, left: 52, right: 10, top: 8, bottom: 24 };
 const MOST_CHARTS = 60;
 const FIRST = [
   "reward/total", "val/reward/mean", "reward/own", "reward/team", "reward/env", "reward/shaping", "reward/group_degenerate",

@@ -53,7 +53,7 @@ def test_check_says_ok_and_what_is_left_out_of_a_file_that_the_user_has_named(ow
     assert main([*CHECK, *GOOD, *own]) == 0
     out = capsys.readouterr().out
     assert "ok: DAG 'grpo'" in out
-    assert ("left out: reference_log_prob" in out) == bool(own)
+    assert ("skipped: reference_log_prob" in out) == bool(own)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_plan_prints_and_writes_everything(capsys, tmp_path):
 
 def test_plan_needs_no_model_but_says_that_the_estimate_is_left_out(capsys):
     assert main(["plan", *GOOD, "actor_rollout_ref.model.path=/no/such/model"]) == 0
-    assert "left out: /no/such/model/config.json cannot be read" in capsys.readouterr().out
+    assert "skipped: /no/such/model/config.json cannot be read" in capsys.readouterr().out
 
 
 def test_keys_without_effect_are_warned_about(capsys):

@@ -73,7 +73,7 @@ def test_the_note_says_why_a_rebalance_node_is_left_out(tmp_path, capsys):
     file.write_text(f"{text}\n  - {even}\n")
     settings = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
     assert main(["check", "--elsewhere", *settings, f"dag.workflow_path={file}"]) == 0
-    assert "left out: even: rows are sharded evenly" in capsys.readouterr().out
+    assert "skipped: even: rows are sharded evenly" in capsys.readouterr().out
 
 
 DAPO = """

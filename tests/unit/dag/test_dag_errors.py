@@ -241,7 +241,7 @@ CASES = [
     ),
     (refilled(twice=True), (REFILL,), DagError, ["is above node 'again', which repeats"]),
     (refilled(twice=False, beside=True), (REFILL,), DagError, ["both change the rows of agent 0"]),
-    (node("BARRIER_SYNC", executable_ref="a.b:c"), (), DagError, ["node 'extra'", "left out", "CUSTOM"]),
+    (node("BARRIER_SYNC", executable_ref="a.b:c"), (), DagError, ["node 'extra'", "skipped", "CUSTOM"]),
     (node("MODEL_TRAIN", "REFERENCE", executable_ref="a.b:c"), (), NotSupportedError, ["in place of op"]),
     (rollout_with(agent_options={"obs": True}), (), DagError, ["agent_options", "unknown key 'obs'"]),
     (train_with(filter_plugin=7), (), DagError, ["node 'train'", "names no function"]),

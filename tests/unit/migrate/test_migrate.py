@@ -387,7 +387,7 @@ def test_a_file_that_holds_no_settings_is_one_message(tmp_path, capsys, name, te
     ],
 )
 def test_bounds_of_a_k1_rejection_are_turned_over(mode, threshold, reject, bounds):
-    """A row is left out here if verl leaves it out, which bounds the mean or sum of -log ratio of a row."""
+    """A row is skipped here if verl leaves it out, which bounds the mean or sum of -log ratio of a row."""
     group = "algorithm.rollout_correction"
     found = translate("verl", [f"{group}.rollout_rs={mode}", f"{group}.rollout_rs_threshold={threshold}"])
     written = {item.name.rpartition(".")[2]: item.value for item in found.written()}
@@ -437,7 +437,7 @@ def test_a_workflow_becomes_a_command_that_says_which_nodes_are_left_out(tmp_pat
         f"dag.workflow_path={path}",
         "rollout.n=4",
         "accepts the command",
-        "left out: even: rows are sharded evenly",
+        "skipped: even: rows are sharded evenly",
     ):
         assert text in page, page
 

@@ -69,7 +69,7 @@ def test_what_is_damaged_or_too_long_is_said_each_time(path, monkeypatch):
     for _ in range(2):
         left_out = LeftOut()
         assert reader.read(left_out).series == {"loss": {1: 1.0, 2: 2.0}}
-        assert "1 damaged line left out" in next(iter(left_out.values()))
+        assert "1 damaged line skipped" in next(iter(left_out.values()))
     monkeypatch.setattr(run_files, "MOST_BYTES", len(line(2, loss=2.0)) + 3)
     left_out = LeftOut()
     assert read_history(path.parent, left_out).series == {"loss": {2: 2.0}}

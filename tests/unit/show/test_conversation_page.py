@@ -146,7 +146,7 @@ def test_a_page_is_written_whole_and_long_messages_are_cut(tmp_path):
     path = tmp_path / "conversations" / "step_3.html"
     write_page(path, [episode(content="x" * (3 * MAX_MESSAGE))], "t")
     text = path.read_text(encoding="utf-8")
-    assert len(text) < 2 * MAX_MESSAGE and "characters left out" in text
+    assert len(text) < 2 * MAX_MESSAGE and "characters skipped" in text
     assert [file.name for file in path.parent.iterdir()] == ["step_3.html"]
     assert "No episodes." in page([], "t")
 

@@ -192,7 +192,7 @@ def test_settings_say_who_set_them_and_hide_secrets(tmp_path):
     assert rows[f"{ROLLOUT}.enforce_eager"] == ["agent_0.rollout: False", "chosen", "on CUDA"]
     assert rows["ray_init.env_vars.API_KEY"][:2] == ["***", "set"] and "hush" not in json.dumps(run)
     about = {name: value for name, value, _ in run["overview"]["settings"]}
-    assert about == {"model": "/m", "responses of a prompt": "16"}, "what is off is left out"
+    assert about == {"model": "/m", "responses of a prompt": "16"}, "what is off is skipped"
 
 
 def test_the_clock_of_curves_begins_with_the_first_step():
@@ -242,7 +242,7 @@ def history_of(name, values, tmp_path):
         ("agent_1/actor/ppo_kl", [0.01] * 10 + [0.5] * 6, "each update changes the policy more"),
         ("actor/entropy", [1.5] + [0.001] * 6, "nearly the same each time"),
         ("agent_0/reward/group_degenerate", [0.95] * 5, "score alike and teach nothing"),
-        ("actor/skipped_step", [0, 0, 1, 0], "optimizer step was left out"),
+        ("actor/skipped_step", [0, 0, 1, 0], "optimizer step was skipped"),
         ("actor/rollout_log_prob_diff", [0.2] * 3, "disagree on the probabilities"),
         ("rollout/truncated", [0.6] * 3, "cut at data.max_response_length"),
         ("rollout/lag", [0.5] * 10 + [2.0] * 6, "more off-policy"),
