@@ -23,8 +23,8 @@ def groups_wanted(worker: DAGWorker, ins: Repeat, num_rounds: int, num_sampled: 
     lag = max(node.max_lag for node in worker.plan.nodes.values() if node.agent == agent)
     if lag and num_kept and not num_rounds:
         raise DataError(
-            f"the checkpoint holds {num_kept} groups that node {ins.node!r} left over in a run without a "
-            f"lag: how old they are is not known, and rollout.max_lag={lag} bounds it. Resume with "
+            f"the checkpoint holds {num_kept} groups that node {ins.node!r} left over in a run without "
+            f"staleness: how old they are is not known, and rollout.max_lag={lag} bounds it. Resume with "
             "max_lag=0, or start over with trainer.resume_mode=disable."
         )
     assert num_kept <= needed or not lag, f"{num_kept - needed} groups would wait in node {ins.node!r}"

@@ -202,7 +202,7 @@ def test_no_estimator_sees_values_of_what_is_not_trained(name, garbage):
 def test_the_log_prob_distance_is_that_of_trainer_and_engine_or_not_there(recompute, steps, begins):
     """Never 0 because the engine is compared with itself; the first step's own are those of before it."""
     _, columns = inputs()
-    loss_fn = actor_loss(begins, recompute_old_log_prob=recompute, ppo_mini_batch_size=1024 // steps)
+    loss_fn = actor_loss(begins, recompute_old_log_prob=recompute, ppo_mini_batch_size=128 // steps)
     _, _, metrics = loss_and_gradients(loss_fn, (), 0.0)
     outputs, _ = inputs()
     own = steps == 1 or (begins and not recompute)

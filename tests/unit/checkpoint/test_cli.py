@@ -178,6 +178,7 @@ def test_plan_prints_and_writes_everything(capsys, tmp_path):
         "ppo_micro_batch_size_per_gpu": 1,
     }  # else: the whole batch; what fits
     cut = [f"actor_rollout_ref.actor.{key}={size}" for key, size in sizes.items()]
+    cut.append("data.train_batch_size=1024")
     assert main(["plan", "--json", str(files[0]), *GOOD, *EIGHT, *cut, model, "--draw", str(files[1])]) == 0
     out = capsys.readouterr().out
     for expected in (
