@@ -49,6 +49,10 @@ DELTA_NETS = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
     **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
 }
+TOWER = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"patch_size": 4, "image_size": 8, "depth": 1, "num_heads": 2, "out_hidden_size": 32},
+}
 OF_A_KIND = {
     "deepseek_v2": {**LATENT, "q_lora_rank": None},
     "deepseek_v3": {**LATENT, "q_lora_rank": 16},
@@ -98,6 +102,28 @@ def write_model(folder: Path, config: Any, seed: int = 0) -> Path:
                     tensor.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(folder)
     return folder
+
+
+def write_seeing_model(folder: Path, kind: str, text: str, tied: bool = False, **sizes: Any) -> Any:
+    """Write a small model with a tower and a text part, and a tensor that transformers has no place for."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    made, known = CONFIG_MAPPING[kind], CONFIG_MAPPING[kind]().vision_config
+    tower = {name: size for name, size in TOWER.items() if hasattr(known, name)}
+    decoder = tiny_config(text, tie_word_embeddings=tied, **sizes).to_dict()
+    vision = {**tower, "model_type": known.model_type}
+    torch.manual_seed(0)
+    config = made(text_config=decoder, vision_config=vision, tie_word_embeddings=tied, image_token_id=9)
+    config.eos_token_id = [5, 6]
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    for param in model.parameters():
+        param.data += 0.1 * torch.randn_like(param)
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    save_file(stored | {"mtp.fc.weight": torch.ones(2, 3)}, folder / "model.safetensors", {"format": "pt"})
+    return model
 
 
 def num_params(config: Any) -> int:

@@ -11,10 +11,6 @@ from siirl.cli import main
 from siirl.models.families import TEXT_PARTS
 from siirl.models.trained import why_not
 
-TOWER = {
-    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
-    **{"patch_size": 4, "image_size": 8, "depth": 1, "num_heads": 2, "out_hidden_size": 32},
-}
 TEXTS = {
     **dict.fromkeys(("idefics3", "llava", "smolvlm", "vipllava"), ("llama",)),
     **{"internvl": ("qwen2", "qwen3"), "llava_next": ("mistral",), "llava_onevision": ("qwen2",)},
@@ -25,31 +21,11 @@ CASES = [(kind, text, False) for kind in TEXT_PARTS for text in TEXTS[kind]]
 CASES += [("gemma3", "gemma3_text", True), ("qwen3_5", "qwen3_5_text", True)]
 
 
-def written(folder, kind: str, text: str, tied: bool):
-    """A small model of the type, with layers of its files that transformers has no place for."""
-    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
-
-    made, known = CONFIG_MAPPING[kind], CONFIG_MAPPING[kind]().vision_config
-    tower = {name: size for name, size in TOWER.items() if hasattr(known, name)}
-    decoder = causal_lms.tiny_config(text, tie_word_embeddings=tied).to_dict()
-    vision = {**tower, "model_type": known.model_type}
-    torch.manual_seed(0)
-    config = made(text_config=decoder, vision_config=vision, tie_word_embeddings=tied, image_token_id=9)
-    config.eos_token_id = [5, 6]
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    for param in model.parameters():
-        param.data += 0.1 * torch.randn_like(param)
-    model.save_pretrained(folder)
-    stored = load_file(folder / "model.safetensors")
-    save_file(stored | {"mtp.fc.weight": torch.ones(2, 3)}, folder / "model.safetensors", {"format": "pt"})
-    return model
-
-
 @pytest.mark.parametrize(("kind", "text", "tied"), CASES)
 def test_a_text_part_computes_what_the_whole_does_and_goes_back_into_it(tmp_path, capsys, kind, text, tied):
     from transformers import AutoModelForCausalLM
 
-    model = written(tmp_path / "whole", kind, text, tied)
+    model = causal_lms.write_seeing_model(tmp_path / "whole", kind, text, tied)
     ids = torch.randint(10, 60, (2, 12), generator=torch.Generator().manual_seed(1))
     assert main(["convert", "--text", str(tmp_path / "whole"), str(tmp_path / "text")]) == 0
     assert f"a {text}: its text part" in capsys.readouterr().out
@@ -92,7 +68,7 @@ def test_check_says_how_a_text_part_is_trained_where_it_is():
 
 def test_what_has_no_text_part_or_another_is_refused(tmp_path, capsys):
     causal_lms.write_model(tmp_path / "llama", causal_lms.tiny_config("llama"))
-    written(tmp_path / "whole", "llava", "llama", False)
+    causal_lms.write_seeing_model(tmp_path / "whole", "llava", "llama", False)
     assert main(["convert", "--text", str(tmp_path / "llama"), str(tmp_path / "out")]) == 2
     assert "is a llama, which has no text part that was compared with the whole" in capsys.readouterr().err
     causal_lms.write_model(tmp_path / "other", causal_lms.tiny_config("llama", intermediate_size=48))
