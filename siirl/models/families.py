@@ -99,6 +99,8 @@ class Family:
     counted: bool = False
     """The parameters of its layers are known to the memory estimate: what follows describes them."""
 
+    divides_logits: bool = False
+    """Its logits are divided by logits_scaling, where config.json has one."""
     delta_nets: bool = False
     """Some of its layers are gated delta nets (layer_types, "linear_attention")."""
     sees_images: bool = False
@@ -143,11 +145,16 @@ class Family:
 _SEEN = InVLLM(in_place=True)
 _QWEN2 = InVLLM(windows="all above", shares_hidden=True, in_place=True)
 _CUT = InVLLM(shares_hidden=True)
+_GROUPED = Family(vllm=_NOT_SEEN, experts=Experts(groups="sigmoid", choice_bias=True, replayed=False))
+_GROUPED_SHARED = Family(
+    vllm=_NOT_SEEN, experts=Experts(groups="sigmoid", shared="plain", choice_bias=True, replayed=False)
+)
 _DELTA_NETS = InVLLM("what it computes of states of layers on a GPU has not been seen")
 _DENSE = Family(float8=True)
 _OF_ANY_HEAD = Family(any_head=True, float8=True)
 
 FAMILIES: dict[str, Family] = {
+    "afmoe": _GROUPED_SHARED,
     "arcee": _OF_ANY_HEAD,
     "aria_text": Family(vllm=_NO_MODEL, experts=Experts(replayed=False)),
     "cwm": Family(BOTH, float8=True, counted=True, windows=True),
@@ -165,8 +172,10 @@ FAMILIES: dict[str, Family] = {
         latent=Latent(reads_kv_heads=False, turns_head_dim=True),
         experts=Experts(groups="sigmoid", shared="plain", choice_bias=True),
     ),
+    "dots1": _GROUPED_SHARED,
     "diffllama": Family(any_head=True, float8=True, vllm=_NO_MODEL),
     "ernie4_5": _DENSE,
+    "exaone_moe": _GROUPED_SHARED,
     "exaone4": Family(any_head=True, float8=True, window_unread="without windowed layers"),
     "flex_olmo": Family(experts=Experts(adapted=True)),
     "gemma": _OF_ANY_HEAD,
@@ -211,9 +220,10 @@ FAMILIES: dict[str, Family] = {
         sinks=True,
         experts=Experts(width="intermediate_size", biases=True),
     ),
-    "granite": _DENSE,
-    "granitemoe": Family(vllm=_CUT, experts=Experts()),
-    "granitemoeshared": Family(vllm=_CUT, experts=Experts()),
+    "gpt_neox": Family(vllm=_NOT_SEEN),
+    "granite": Family(float8=True, divides_logits=True),
+    "granitemoe": Family(vllm=_CUT, divides_logits=True, experts=Experts()),
+    "granitemoeshared": Family(vllm=_CUT, divides_logits=True, experts=Experts()),
     "helium": Family(any_head=True, float8=True, vllm=_NO_MODEL),
     "hunyuan_v1_dense": _DENSE,
     "hunyuan_v1_moe": Family(experts=Experts()),
@@ -231,6 +241,7 @@ FAMILIES: dict[str, Family] = {
         window_unread="without layer_types",
     ),
     "ministral3": _OF_ANY_HEAD,
+    "minimax_m2": _GROUPED,
     "mistral": Family(BOTH, True, float8=True, compiled=True, counted=True, windows=True),
     "mixtral": Family(
         BOTH,
@@ -315,6 +326,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "seed_oss": Family(BOTH, True, float8=True, counted=True, output_bias=False),
     "smollm3": Family(any_head=True, float8=True),
+    "solar_open": _GROUPED_SHARED,
     "starcoder2": _OF_ANY_HEAD,
 }
 """model_type of config.json -> what is known of it."""

@@ -8,7 +8,7 @@ from typing import Any
 from siirl.models.config_json import PARTS, language_part
 from siirl.models.families import TEXT_PARTS, Experts, family_of, known_types
 
-OWN_TYPE = ("e_score_correction_bias",)
+OWN_TYPE = ("e_score_correction_bias", ".expert_bias")
 """Tensors of the files, by the end of their names, that keep their own type whatever the model's."""
 DELTA_NETS = "linear_attention"
 """The kind of layer that gated delta nets are of; config.json may tell of their heads only."""
@@ -76,8 +76,9 @@ def _traits(config: Mapping[str, Any], strategy: str) -> Iterator[str]:
         kinds -= {DELTA_NETS}
     if kinds:
         yield f"layers of kind {', '.join(sorted(kinds))} (their state would leak between packed rows)"
+    divided = family_of(config.get("model_type")).divides_logits
     for name in SCALES:
-        if config.get(name) not in (None, 1, 1.0):
+        if config.get(name) not in (None, 1, 1.0) and not (divided and name == "logits_scaling"):
             yield f"{name}={config[name]} (an output head that is not a plain matrix, or attention likewise)"
     for name in PARTS:
         if config.get(name):

@@ -22,12 +22,26 @@ from train_engine_cases import Scenario
 from transformers import CONFIG_MAPPING
 
 from siirl.config import load_config
+from siirl.models.families import types_with
 from siirl.models.trained import OWN_TYPE
 
 MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 MIXED_QWEN = MIXED | {"use_sliding_window": True, "max_window_layers": 1}
 WINDOWS: dict[str, dict[str, Any]] = {
-    **{kind: MIXED for kind in ("cwm", "exaone4", "gemma3_text", "mellum", "ministral", "olmo3")},
+    **{
+        kind: MIXED
+        for kind in (
+            "afmoe",
+            "cwm",
+            "dots1",
+            "exaone4",
+            "exaone_moe",
+            "gemma3_text",
+            "mellum",
+            "ministral",
+            "olmo3",
+        )
+    },
     **{kind: {"sliding_window": 5} for kind in ("ministral3", "mistral", "mixtral", "phi3", "starcoder2")},
     "qwen2": MIXED_QWEN,
     "qwen2_moe": MIXED_QWEN,
@@ -125,6 +139,8 @@ def _write_with_few_values(folder: Path, kind: str, values: str) -> None:
     default; of values of which each may be null, but not all at once, some stay."""
     row, raw = config_values.table()[kind], config_values.small_files(kind)[0]
     none = [name for name in row["null"] if values == "null" or row["defaults"][name] is None]
+    if types_with(lambda row: row.delta_nets).count(kind):  # two layers would be without attention
+        none.remove("layer_types")
     assert none
     few = raw
     for name in none:

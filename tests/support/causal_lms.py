@@ -53,6 +53,10 @@ TOWER = {
     **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     **{"patch_size": 4, "image_size": 8, "depth": 1, "num_heads": 2, "out_hidden_size": 32},
 }
+GRANITE = {
+    **{"logits_scaling": 3.0, "attention_multiplier": 0.2},
+    **{"embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+}
 OF_A_KIND = {
     "deepseek_v2": {**LATENT, "q_lora_rank": None},
     "deepseek_v3": {**LATENT, "q_lora_rank": 16},
@@ -62,6 +66,8 @@ OF_A_KIND = {
         for kind in ("qwen3_5_moe_text", "qwen3_next")
     },
     "qwen3_5_text": DELTA_NETS,
+    "dots1": {"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), GRANITE),
     "gpt_bigcode": {"num_key_value_heads": 1},
 }
 """What a kind of model has besides, so that all its parts are there."""

@@ -15,7 +15,6 @@ from vision_cases import _config as vision_config
 from siirl.models.families import known_types, types_with
 
 VISION_MODELS = types_with(lambda row: row.sees_images)
-DELTA_NETS = types_with(lambda row: row.delta_nets)
 
 TABLE = Path(__file__).parents[2] / "siirl" / "models" / "config_values.json"
 NOT_OF_A_MODEL = (
@@ -55,7 +54,7 @@ def small_files(kind: str) -> list[dict[str, Any]]:
         windows = {name: True for name in ("use_sliding_window",) if name in found[0]}
         windows |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
         found.append({**found[0], "layer_types": ["full_attention"] * 2})
-        found += [{**found[0], **windows}] if kind not in DELTA_NETS else []
+        found += [{**found[0], **windows}] if "sliding_window" in found[0] else []
     if kind == "deepseek_v2":
         found.append({**found[0], "topk_method": "greedy"})
     return found

@@ -21,6 +21,7 @@ from siirl.engines.train.kept_logits import kept_logits_bytes
 from siirl.engines.train.packed.packing import PackedBatch
 from siirl.engines.train.packed.sequence_bounds import SequenceBounds
 from siirl.engines.train.vision.packed_images import PackedImages, see, tower_of
+from siirl.models.families import family_of
 from siirl.models.sizes import EXPERTS, TOP_K, head_size
 from siirl.models.trained import DELTA_NETS
 
@@ -61,6 +62,8 @@ class PackedModel(nn.Module, ABC):
             **read, position_ids=position_ids, use_cache=False, sequence_bounds=bounds
         ).last_hidden_state.squeeze(0)
         hidden_MD = hidden_ND.index_select(0, predict_index)
+        if family_of(self.hf.config.model_type).divides_logits:
+            temperature *= self.hf.config.logits_scaling
         return self.head(hidden_MD, target, temperature, outputs, ref_hidden, top_ids)
 
     @abstractmethod

@@ -84,7 +84,7 @@ def test_pickled_weights_are_refused(tmp_path):
     [
         ("gemma2", {}, "softcapping"),
         ("lfm2", {"layer_types": ["conv"] * 4}, "layers of kind conv"),
-        ("granite", {"logits_scaling": 8.0}, "logits_scaling"),
+        ("cohere", {"logit_scale": 0.25}, "logit_scale"),
         ("nemotron", {}, "no model type whose results"),
     ],
 )

@@ -57,8 +57,8 @@ def _packed_or(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable
 
 
 def packed_convolution(
-    x_1CN: Tensor,
-    weight_CW: Tensor,
+    hidden_states: Tensor,
+    weight: Tensor,
     bias: None = None,
     activation: str | None = None,
     *,
@@ -66,11 +66,11 @@ def packed_convolution(
     theirs: Callable[..., Tensor],
     **extra: object,
 ) -> Tensor:
-    """The causal convolution of each channel, and its activation, within each row: [1, C, N].
+    """The causal convolution of each channel, and its activation, within each row: [1, C, N] -> the same.
 
     Where ranks share the tokens, each has some of the channels of all, in messages around it.
     """
-    x_NC, shard = x_1CN[0].T, bounds.shard
+    x_NC, weight_CW, shard = hidden_states[0].T, weight, bounds.shard
     if shard is not None:
         x_NC = all_tokens(x_NC.unsqueeze(-1), shard).squeeze(-1)
         weight_CW = weight_CW.chunk(shard.group.size())[shard.group.rank()]
