@@ -7,7 +7,7 @@ against transformers'.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FSDP, BOTH = ("fsdp",), ("fsdp", "megatron")
@@ -172,7 +172,7 @@ FAMILIES: dict[str, Family] = {
         latent=Latent(reads_kv_heads=False, turns_head_dim=True),
         experts=Experts(groups="sigmoid", shared="plain", choice_bias=True),
     ),
-    "dots1": _GROUPED_SHARED,
+    "dots1": replace(_GROUPED_SHARED, vllm=_NO_MODEL),
     "diffllama": Family(any_head=True, float8=True, vllm=_NO_MODEL),
     "ernie4_5": _DENSE,
     "exaone_moe": _GROUPED_SHARED,
@@ -326,7 +326,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "seed_oss": Family(BOTH, True, float8=True, counted=True, output_bias=False),
     "smollm3": Family(any_head=True, float8=True),
-    "solar_open": _GROUPED_SHARED,
+    "solar_open": replace(_GROUPED_SHARED, vllm=_NO_MODEL),
     "starcoder2": _OF_ANY_HEAD,
 }
 """model_type of config.json -> what is known of it."""
