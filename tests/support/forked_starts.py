@@ -56,11 +56,13 @@ MAY_DIFFER = frozenset(
         "RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TMPDIR",
         "PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED", "PATH", "PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV",
         "COLUMNS", "LINES", "TERM", "NO_COLOR", "PYTORCH_NVML_BASED_CUDA_CHECK",
+        "CUDA_DEVICE_MAX_CONNECTIONS", "LD_LIBRARY_PATH",  # imports of vLLM and Megatron leave them
         "GOMP_SPINCOUNT",  # read as torch is imported, and for threads that wait: a test's process has one
     }
 )  # fmt: skip
 MAY_DIFFER_FROM = (
-    "GLOO_", "GROUP_", "LOCAL_", "MASTER_", "NCCL_", "PYTEST_", "RAY_", "ROLE_", "SIIRL_", "TORCHELASTIC_",
+    "AITER_", "GLOO_", "GROUP_", "LOCAL_", "MASTER_", "NCCL_", "NVTE_", "PYGAME_", "PYTEST_",
+    "RAY_", "ROLE_", "SIIRL_", "TORCHELASTIC_",
     "TILELANG_", "TORCHINDUCTOR_", "TORCH_GLOO_", "TORCH_NCCL_", "TRITON_", "VLLM_",
 )  # fmt: skip
 """Variables that nothing reads as it is imported."""
