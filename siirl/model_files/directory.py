@@ -314,12 +314,14 @@ def check_lengths(cfg: Config, path: Path, role: str) -> None:
     config = overridden(_read_json(path / "config.json"), role_model(cfg, role).override_config)
     known = num_positions(language_part(config))
     if known is not None and longest > known:
+        half = max(1, (known - beside) // 2)
         one_more = f" + {beside} that its engine samples" if beside else ""
         raise ConfigError(
             f"data.max_prompt_length + data.max_response_length{one_more} = {longest} tokens, but "
             f"{path}/config.json gives the model {known} positions (max_position_embeddings): it was not "
-            "trained on longer texts. Lower the lengths, or extend the model by model.override_config, e.g. "
-            "its rope_scaling."
+            f"trained on longer texts. Lower the lengths (data.max_prompt_length={half} and "
+            f"data.max_response_length={half} fit), or extend the model by model.override_config, e.g. its "
+            "rope_scaling."
         )
 
 

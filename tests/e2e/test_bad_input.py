@@ -216,7 +216,7 @@ CASES = {
     ),
     "rows longer than the model's positions": (
         lambda f: ["data.max_response_length=500"],
-        ["data.max_prompt_length + data.max_response_length = 532", "512 positions", "Lower the lengths"],
+        ["data.max_prompt_length + data.max_response_length = 532", "512 positions", "max_prompt_length=256"],
     ),
     "Liger kernels that are not installed": (
         lambda f: ["actor_rollout_ref.model.use_liger=true"],
