@@ -220,7 +220,7 @@ FAMILIES: dict[str, Family] = {
         sinks=True,
         experts=Experts(width="intermediate_size", biases=True),
     ),
-    "gpt_neox": Family(vllm=_NOT_SEEN),
+    "gpt_neox": Family(vllm=_NOT_SEEN, shares_hidden=True),
     "granite": Family(float8=True, divides_logits=True),
     "granitemoe": Family(vllm=_CUT, divides_logits=True, experts=Experts()),
     "granitemoeshared": Family(vllm=_CUT, divides_logits=True, experts=Experts()),
