@@ -111,7 +111,7 @@ def _megatron_sizes(models: Sequence[ModelPlan], configs: Configs, ranks: int) -
             if ranks % (etp * ep * pp) or (etp > 1 and experts == 1) or by_layout:
                 continue
             values = (tp, pp, cp, ep, etp, vpp if vpp > 1 else None, tp > 1)
-            sizes = dict(zip(MEGATRON, values, strict=True))
+            sizes: Changes = dict(zip(MEGATRON, values, strict=True))
             yield {
                 key: value
                 for model, split in zip(models, splits, strict=True)
