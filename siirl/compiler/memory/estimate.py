@@ -25,7 +25,7 @@ from siirl.dag.fields_read import uses_full_kl
 from siirl.models.adapter_targets import expert_targets
 from siirl.models.config_json import language_part
 from siirl.models.config_values import without_value
-from siirl.models.families import family_of, types_with
+from siirl.models.families import Family, family_of, types_with
 from siirl.models.overridden import overridden
 from siirl.models.sizes import RouterChoices, has_qk_norm, has_qkv_bias, head_size
 from siirl.spelling import GIB
@@ -131,15 +131,16 @@ def read_shape(cfg: Config, role: str) -> ModelShape | str:
     directory = Path(model.path).expanduser()
     try:
         text = (directory / "config.json").read_text(encoding="utf-8")
-        found = _shape_of(text, json.dumps(model.override_config, default=str))
+        family = family_of(json.loads(text).get("model_type"))
     except (OSError, json.JSONDecodeError) as error:
         return f"{directory / 'config.json'} cannot be read ({type(error).__name__})"
+    found = _shape_of(text, json.dumps(model.override_config, default=str), family)
     return found if isinstance(found, ModelShape) else found.replace(_FILE, str(directory / "config.json"))
 
 
 @functools.lru_cache(maxsize=64)
-def _shape_of(text: str, changes: str) -> ModelShape | str:
-    """The shape of a model by the text of its config.json and its override_config, in JSON."""
+def _shape_of(text: str, changes: str, family: Family) -> ModelShape | str:
+    """The shape of a model, by its config.json, override_config in JSON, and the row of its family."""
     raw = language_part(overridden(json.loads(text), json.loads(changes)))
     if not family_of(raw.get("model_type")).counted:
         counted = ", ".join(types_with(lambda row: row.counted))
