@@ -138,7 +138,7 @@ def test_groups_left_over_without_a_lag_are_refused_under_one(inputs, one_rank, 
     _, resume = resume_with_leftovers(one_rank)
     with pytest.raises(WorkerFailure) as caught:
         run_job(1, overrides(inputs, tmp_path, *DAPO, *LAG, *resume, "trainer.resume_changed=true"))
-    for words in ("left over in a run without a lag", "rollout.max_lag=2 bounds it", "max_lag=0"):
+    for words in ("left over in a run without staleness", "rollout.max_lag=2 bounds it", "max_lag=0"):
         assert words in str(caught.value)
 
 
