@@ -34,9 +34,9 @@ ROLES = {
     "judge": (*JUDGE, "reward_model.judge.prompt='Rate {response}'"),
     "teacher": TEACHER,
     "scoring_teacher": (*TEACHER, "dag.node_config.teacher.teacher.strategy=vllm"),
-    "frozen": ("dag.workflow_path=DAG", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
+    "frozen_agent": ("dag.workflow_path=DAG", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
 }
-"""Role -> what gives it the model directory MODEL; frozen: an agent of a conversation that is not trained."""
+"""Role -> what gives it the model directory MODEL; frozen_agent: one of a talk that is not trained."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,8 @@ def model_dir(folder, role):
 
 
 def test_every_role_is_here():
-    assert ROLES.keys() == {*ROLE_GROUPS, "frozen"}
+    """frozen models are those of a user's op: tests/unit/compiler/test_op_table.py."""
+    assert ROLES.keys() == {*ROLE_GROUPS, "frozen_agent"} - {"frozen", "frozen_score"}
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -77,7 +78,7 @@ def test_a_model_directory_of_a_role_is_accepted_and_refused_without_its_weights
     model = model_dir(tmp_path, role)
     code, said, plan = launch(role, model)
     assert code == 0, said
-    wanted = ("rollout", 1) if role == "frozen" else (role, 0)
+    wanted = ("rollout", 1) if role == "frozen_agent" else (role, 0)
     assert wanted in {(model.role, model.agent) for model in plan.models.values()}
     for file in model.glob("*.safetensors"):
         file.unlink()
