@@ -1,6 +1,7 @@
 """The tokenizer of a model's directory without transformers, whose import takes seconds."""
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from siirl.dialect.template import CLOCK, today
+from siirl.errors import DataError
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that templates know by these names."""
@@ -40,7 +42,15 @@ class FileVocabulary:
         return {token.content: id for id, token in self._core.get_added_tokens_decoder().items()}
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        return self._core.encode(text, add_special_tokens=options.get("add_special_tokens", True)).ids
+        """DataError for a text that has no tokens: a vocabulary of words, and none for those it lacks."""
+        try:
+            return self._core.encode(text, add_special_tokens=options.get("add_special_tokens", True)).ids
+        except Exception as error:  # the edge to tokenizers, which raises nothing narrower
+            raise DataError(
+                f"the tokenizer of {self.name_or_path} has no tokens for {textwrap.shorten(text, 60)!r} "
+                f"({error}). Write texts in its words, or take a tokenizer that knows others "
+                "(data.tokenizer)."
+            ) from error
 
     def decode(self, token_ids: Any, **options: Any) -> str:
         skip = options.get("skip_special_tokens", False)

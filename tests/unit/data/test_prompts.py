@@ -5,7 +5,8 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, processors
+from tokenizers.models import WordLevel
 
 from siirl.config import load_config
 from siirl.data.chat import encode_prompts, load_tokenizer
@@ -200,3 +201,11 @@ def test_whatever_a_template_raises_is_its_refusal():
     for template in ("{{ 1 / 0 }}", "{{ messages[0].nope.x }}", "{% for %}", "{{ raise_exception('no') }}"):
         with pytest.raises(DataError, match="refuses a prompt"):
             encode_prompts(tokenizer_of(template), [[{"role": "user", "content": "?"}]], {})
+
+
+def test_a_text_that_has_no_tokens_is_named_with_the_tokenizer(tmp_path):
+    """A vocabulary of words, as those of small models, without a token for others."""
+    Tokenizer(WordLevel({"larger": 0, "of": 1})).save(str(tmp_path / "tokenizer.json"))
+    vocabulary = FileVocabulary(tmp_path)
+    with pytest.raises(DataError, match=r"no tokens for 'What is 1 \+ 2\?'.*UNK.*data\.tokenizer"):
+        vocabulary.encode("What is 1 + 2?")
