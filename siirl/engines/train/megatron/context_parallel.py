@@ -8,6 +8,7 @@ of one sequence among the n.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -15,9 +16,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from siirl.engines.train.attention.shared_attention import varlen_kernel
 from siirl.engines.train.packed.sequence_bounds import SequenceBounds
+
+MASKED_PAIRS = 1 << 28
+"""Queries times keys that attention with a mask has at once: 1 GiB for the mask in fp32."""
 
 
 @dataclass(frozen=True)
@@ -116,29 +121,41 @@ def _gathered(x_nKD: Tensor, shard: ContextShard) -> Tensor:
 def _padded(
     q_nHD: Tensor, k: Tensor, v: Tensor, shard: ContextShard, scale: float | None, window: int | None
 ) -> Tensor:
-    """By SDPA on runs padded to the right, with a mask; for CPUs and fp32."""
+    """By SDPA on runs padded to the right, with a mask; for CPUs and fp32. Of many pairs of tokens by some
+    queries at a time, whose mask is made again for backward."""
     num_queries, num_keys = shard.query_ends.diff(), shard.key_ends.diff()
     at_q, at_k = _places(num_queries, shard.longest_query), _places(num_keys, shard.longest_key)
-    runs = len(num_queries)
+    runs, key = len(num_queries), torch.arange(shard.longest_key, device=q_nHD.device)
 
     def pad(x: Tensor, places: Tensor, longest: int) -> Tensor:
         padded = x.new_zeros(runs * longest, *x.shape[1:]).index_copy(0, places, x)
         return padded.view(runs, longest, *x.shape[1:]).transpose(1, 2)
 
-    query = torch.arange(shard.longest_query, device=q_nHD.device)[:, None]
-    key = torch.arange(shard.longest_key, device=q_nHD.device)
-    own = query + (num_keys - num_queries)[:, None, None]
-    mask = key <= own
-    if window is not None:
-        mask &= key > own - window
-    out = F.scaled_dot_product_attention(
-        pad(q_nHD, at_q, shard.longest_query),
-        pad(k, at_k, shard.longest_key),
-        pad(v, at_k, shard.longest_key),
-        attn_mask=mask.unsqueeze(1),
-        scale=scale if scale is not None else 1 / math.sqrt(q_nHD.shape[-1]),
-        enable_gqa=q_nHD.shape[1] != k.shape[1],
-    )
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+        query = torch.arange(first, first + queries.shape[2], device=q_nHD.device)[:, None]
+        own = query + (num_keys - num_queries)[:, None, None]
+        mask = key <= own
+        if window is not None:
+            mask &= key > own - window
+        return F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask.unsqueeze(1),
+            scale=scale if scale is not None else 1 / math.sqrt(q_nHD.shape[-1]),
+            enable_gqa=q_nHD.shape[1] != k.shape[1],
+        )
+
+    padded = pad(q_nHD, at_q, shard.longest_query)
+    keys, values = pad(k, at_k, shard.longest_key), pad(v, at_k, shard.longest_key)
+    size = max(1, MASKED_PAIRS // (runs * shard.longest_key))
+    if shard.longest_query <= size:
+        out = attend(padded, keys, values, 0)
+    else:
+        again = partial(checkpoint, attend, use_reentrant=False)
+        firsts = range(0, shard.longest_query, size)
+        parts = zip(padded.split(size, dim=2), firsts, strict=True)
+        out = torch.cat([again(part, keys, values, first) for part, first in parts], dim=2)
     return out.transpose(1, 2).reshape(-1, *q_nHD.shape[1:]).index_select(0, at_q)
 
 
