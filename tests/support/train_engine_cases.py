@@ -237,13 +237,13 @@ def configured(overrides: list[str]) -> Config:
 
 
 def build_engine(
-    scenario: Scenario, path: Path | str, role: str = "actor"
+    scenario: Scenario, path: Path | str, role: str = "actor", deadline_s: float = 60
 ) -> tuple[TrainEngine, ProcessGroupManager]:
     """The scenario's engine on all ranks of the default group."""
     ranks = tuple(range(scenario.world))
     _, wanted = dims_of(scenario, ranks)
     backend = "gloo" if scenario.device == "cpu" else "cpu:gloo,cuda:nccl"
-    groups = ProcessGroupManager(wanted, backend, 60)
+    groups = ProcessGroupManager(wanted, backend, deadline_s)
     return make_engine(scenario, path, groups, ranks, role), groups
 
 
