@@ -186,8 +186,7 @@ def _is_accepted(found: Search, candidate: Candidate, overrides: Sequence[str], 
 
 
 def _placements(found: Search) -> Iterator[Changes]:
-    """As it is; and, where responses may be some steps old, with rollouts on ranks of their own, unless the
-    workflow places a node itself."""
+    """As it is; and, with asynchronous rollouts, disaggregated, unless the workflow places a node itself."""
     yield {}
     plan, world = found.plan, found.plan.world_size
     engines = {model.name for model in plan.models.values() if model.is_rollout}
@@ -450,9 +449,7 @@ def _text(found: Search, best: list[Candidate], said: list[str]) -> str:
         lines.append(f"refused, {len(texts)}: {texts[0]}")
     notes = best[0].time if best else time
     if not found.cfg.actor_rollout_ref.rollout.max_lag:
-        lines.append(
-            "rollouts on ranks of their own are tried with rollout.max_lag: without, ranks take turns"
-        )
+        lines.append("disaggregated rollouts are tried with rollout.max_lag: without, ranks take turns")
     lines += [f"not counted: {line}" for line in notes.not_counted]
     lines += [f"assumed: {line}" for line in [*said, *notes.assumed]]
     return "\n".join(lines)
