@@ -84,6 +84,8 @@ def _check_apart(repeating: list[ResolvedNode], kept: Nodes, graph: Graph) -> It
                 )
     for position, node in enumerate(repeating):
         for second in repeating[position + 1 :]:
+            if node.id in ancestors[second.id] or second.id in ancestors[node.id]:
+                continue  # said above
             shared = [other for other in graph.order if other in ancestors[node.id] & ancestors[second.id]]
             if shared:
                 yield NotSupportedError(
