@@ -1,4 +1,4 @@
-"""The documentation as a site: every link leads somewhere, and the short list of keys is true."""
+"""The documentation as a site: every link leads somewhere, the list of keys is true, guides are short."""
 
 import re
 import subprocess
@@ -44,3 +44,42 @@ def test_the_keys_that_matter_have_the_defaults_of_the_schema():
         key = all_keys()[name]
         auto = "auto" if key.rule.auto else show(key, key.default)
         assert default in (None, FOLLOWS.get(name, auto)), name
+
+
+GUIDES = {  # page -> most words; what is looked up, and what was measured, is on other pages
+    "install": 350,
+    "quickstart": 550,
+    "your_task": 1100,
+}
+FIRST_SCREEN = 45
+"""Lines of a page within which its reader finds a command, or code, to begin with."""
+
+
+def words(page: Path) -> int:
+    return len(page.read_text().split())
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_a_guide_is_a_task_with_a_command_in_its_first_screen_and_what_goes_wrong(name):
+    page = ROOT / "docs" / f"{name}.md"
+    lines = page.read_text().splitlines()
+    assert re.match(r"# \S+( \S+){1,11}$", lines[0]), lines[0]
+    assert any(line.startswith("```") for line in lines[:FIRST_SCREEN])
+    assert re.search(r"^## .*What goes wrong", page.read_text(), re.M)
+    assert words(page) <= GUIDES[name], "shorten it, or move a table to docs/evidence/ or a reference"
+
+
+@pytest.mark.parametrize(
+    "word", ["staleness", "colocated", "disaggregated", "sequence packing", "weight sync"]
+)
+def test_the_first_page_says_it_in_the_words_of_the_field(word):
+    assert word in (ROOT / "README.md").read_text()
+
+
+def test_the_first_page_is_one_screen():
+    assert words(ROOT / "README.md") <= 600
+
+
+@pytest.mark.parametrize("word", ["early stopping", "out of memory", "OOM", "asynchronous rollouts"])
+def test_a_word_that_readers_search_for_is_on_a_guide(word):
+    assert any(word in (ROOT / "docs" / f"{name}.md").read_text() for name in GUIDES)

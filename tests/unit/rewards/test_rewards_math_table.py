@@ -43,7 +43,7 @@ def test_math_says_of_answers_what_a_person_does():
     assert len(rows) > 300 and Counter(row[1] for row in rows)[0] > 100
     missed = wrong(lambda response, truth: math("s", response, truth, None))
     assert len(missed) <= len(rows) // 100, missed
-    assert len(missed) == 7, missed  # as docs/rewards.md has it
+    assert len(missed) == 7, missed  # as docs/evidence/rewards.md has it
     assert not [row for row in missed if row[1] == 0], missed  # none is taken for right that is not
     assert {kind for kind, *_ in rows} >= set(STRICT_KINDS)
 
@@ -57,10 +57,10 @@ def test_an_answer_behind_its_mark_is_what_it_is_in_a_box():
 
 
 def test_math_verify_alone_says_otherwise_more_often():
-    """The figures of docs/rewards.md."""
+    """The figures of docs/evidence/rewards.md."""
     missed = wrong(of_math_verify)
     lenient = sum(row[1] == 0 for row in missed)
-    page = Path(__file__).parents[3].joinpath("docs", "rewards.md").read_text(encoding="utf-8")
+    page = Path(__file__).parents[3].joinpath("docs", "evidence", "rewards.md").read_text(encoding="utf-8")
     assert f"| math-verify alone | {len(missed)} | {lenient} |" in page
     assert "| `math` | 7 | 0 |" in page
     assert f"{len(table())} answers" in page
