@@ -336,6 +336,7 @@ PROMPT_ORDER = (
     "data.seed",
     "data.curriculum_key",
     "data.curriculum_steps",
+    "data.mixture",
     "data.filter_overlong_prompts",
 )
 """What decides which row of which file is the k-th prompt of a batch."""

@@ -93,6 +93,11 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "reward_model.overlong_buffer.enable=false.",
         ),
         Contradiction(
+            lambda cfg: bool(cfg.data.mixture) and cfg.data.curriculum_key is not None,
+            "data.mixture with {data.curriculum_key=}: both say which prompt comes next. Leave out one of "
+            "them; max_steps of a source in data.mixture ends what is easy.",
+        ),
+        Contradiction(
             lambda cfg: cfg.actor_rollout_ref.rollout.prompt_length != cfg.data.max_prompt_length,
             "{actor_rollout_ref.rollout.prompt_length=} differs from {data.max_prompt_length=}: both are the "
             "same limit. Set only data.max_prompt_length.",

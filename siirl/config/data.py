@@ -5,7 +5,6 @@ from typing import Any
 
 from siirl.config.keys import group, key, seed_key
 
-MIXING = "mixing datasets by probability"
 FILES = (
     "parquet, JSON, CSV or Arrow, one or a list; a pattern as data/train*.jsonl or a folder stands for its "
     "files; reasoning_gym:TASK?size=N&seed=N and verifiers:ENVIRONMENT make rows"
@@ -99,15 +98,16 @@ class DataConfig:
     truncation: str = key(
         "error", "what to do with a longer prompt", choices=("error", "left", "right", "middle")
     )
-    mix_strategy: str = key(
-        "concat",
-        "how several files are mixed",
-        choices=("concat",),
-        later_choices=dict.fromkeys(("interleave_under", "interleave_over"), MIXING),
+    mixture: dict[str, Any] = key(
+        {},
+        "share of each data source among the training prompts: data source, or pattern with *: weight, or "
+        "{weight, max_steps: training steps after which it ends}; empty: the files one after the other",
     )
     reward_fn_key: str = key("data_source", "column that selects the reward function")
-    data_source: str | None = key(
-        None, "data source of all rows of files without the column reward_fn_key, e.g. math"
+    data_source: str | dict[str, Any] | None = key(
+        None,
+        "data source of all rows of files without the column reward_fn_key, e.g. math; of several files each "
+        "by its name or a pattern, {easy.jsonl: gsm8k, hard*: math}",
     )
     seed: int = seed_key(None, "seed of the order of prompts")
 

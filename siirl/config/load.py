@@ -155,6 +155,8 @@ def _as_text(key: Key, raw: str) -> str:
         return raw
     if key.type == bool | str and raw.lower() in ("true", "false"):
         return raw
+    if key.is_map and raw.startswith("{"):
+        return raw
     is_list = "tuple" in str(key.type)
     if is_list and raw.startswith("[") and raw.endswith("]"):
         items = [item.strip() for item in raw[1:-1].split(",")]

@@ -71,24 +71,34 @@ def data_sources(cfg: Config) -> set[str]:
 
     Reads that column alone. DataError if it is no text, has rows without a value, or cannot be read.
     """
+    return set().union(*(source_names(cfg, split) for split in splits_read(cfg)))
+
+
+def source_names(cfg: Config, split: str) -> set[str]:
+    """`data_sources` of the files of one split."""
     key, found = cfg.data.reward_fn_key, set()
-    for split in splits_read(cfg):
-        for path in list_files(cfg.data.train_files if split == "train" else cfg.data.val_files):
-            if not isinstance(path, Path):
-                found.add(path.data_source)
-                continue
-            column = read_columns(path, Columns.of(cfg.data).open(path), [key])[key]
-            if not is_text(column.type):
-                raise DataError(
-                    f"{path}: column {key!r} has type {column.type}: it selects the reward function, by "
-                    "name. Store text in it, or set data.reward_fn_key."
-                )
-            if column.null_count:
-                raise DataError(
-                    f"{path}: {column.null_count} rows have no {key!r}: it selects the reward function. "
-                    "Fill it in, or remove the rows."
-                )
-            found.update(column.unique().to_pylist())
+    for path in list_files(cfg.data.train_files if split == "train" else cfg.data.val_files):
+        if not isinstance(path, Path):
+            found.add(path.data_source)
+            continue
+        rows = Columns.of(cfg.data).open(path)
+        if key not in rows.schema.names:
+            raise DataError(
+                f"{path} has no column {key!r}, which names the data source: it has "
+                f"{', '.join(rows.schema.names)}. Set data.reward_fn_key, or data.data_source for all rows."
+            )
+        column = read_columns(path, rows, [key])[key]
+        if not is_text(column.type):
+            raise DataError(
+                f"{path}: column {key!r} has type {column.type}: it selects the reward function, by "
+                "name. Store text in it, or set data.reward_fn_key."
+            )
+        if column.null_count:
+            raise DataError(
+                f"{path}: {column.null_count} rows have no {key!r}: it selects the reward function. "
+                "Fill it in, or remove the rows."
+            )
+        found.update(column.unique().to_pylist())
     return found
 
 

@@ -237,11 +237,18 @@ class PromptDataset:
 
     def extra_infos(self) -> list[Any]:
         """extra_info of every row, in order; None where the file has none."""
+        return self._column(EXTRA_KEY)
+
+    def sources(self) -> list[str]:
+        """The data source of every row, in order."""
+        return [source or NO_SOURCE for source in self._column(self.data_source_key)]
+
+    def _column(self, name: str) -> list[Any]:
         columns = [
-            values_of(table, EXTRA_KEY, str(file)) if EXTRA_KEY in table.column_names else [None] * len(table)
+            values_of(table, name, str(file)) if name in table.column_names else [None] * len(table)
             for file, table in zip(self.files, self._tables, strict=True)
         ]
-        everything = [info for column in columns for info in column]
+        everything = [value for column in columns for value in column]
         return [everything[sample_index] for sample_index in self._kept]
 
     def where(self, sample_index: int) -> str:

@@ -1,6 +1,7 @@
 """Which columns of a file hold what rows are made of, as group data of the configuration says. No torch."""
 
 import difflib
+import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +46,8 @@ class Columns:
     extra_info: str = EXTRA_KEY
     of_json: tuple[str, ...] = ()
     """Columns of text that is JSON."""
-    source_of_all: str | None = None
-    """The data source of the rows of a file that has no such column."""
+    source_of_all: str | Mapping[str, str] | None = None
+    """The data source of the rows of a file that has no such column; of several files by name or pattern."""
 
     @classmethod
     def of(cls, data: DataConfig) -> "Columns":
@@ -101,9 +102,22 @@ class Columns:
             table = _with(table, GROUND_TRUTH_KEY, _boxed(found))
         if self.extra_info != EXTRA_KEY and self.extra_info in table.column_names:
             table = _with(table, EXTRA_KEY, table[self.extra_info])
-        if self.source_of_all is not None and self.source not in table.column_names:
-            table = _with(table, self.source, pa.chunked_array([pa.repeat(self.source_of_all, len(table))]))
+        source = self._source_of(file)
+        if source is not None and self.source not in table.column_names:
+            table = _with(table, self.source, pa.chunked_array([pa.repeat(source, len(table))]))
         return table
+
+    def _source_of(self, file: DataFile) -> str | None:
+        """What data.data_source says of a file: the first entry whose pattern its name or its path fits."""
+        if not isinstance(self.source_of_all, Mapping) or not isinstance(file, Path):
+            return None if isinstance(self.source_of_all, Mapping) else self.source_of_all
+        names = (file.name, str(file))
+        fits = (
+            str(source)
+            for pattern, source in self.source_of_all.items()
+            if any(fnmatch.fnmatchcase(name, str(Path(pattern).expanduser())) for name in names)
+        )
+        return next(fits, None)
 
     def _check(self, file: Path, schema: pa.Schema) -> None:
         named = {"data.json_columns": self.of_json}

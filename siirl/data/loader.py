@@ -11,6 +11,7 @@ from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.data.curriculum import Curriculum, make_curriculum
 from siirl.data.dataset import PromptDataset
+from siirl.data.mixture import Mixture, Share, parse_shares
 from siirl.data.rows import make_rows
 from siirl.errors import DataError
 from siirl.types import IMAGE_FIELDS, LOADED_FIELDS, PROMPT_FIELDS
@@ -19,11 +20,11 @@ from siirl.types import IMAGE_FIELDS, LOADED_FIELDS, PROMPT_FIELDS
 class PromptLoader:
     """Global batches of prompts, epoch after epoch without end; `next_batch` gives the rows of one shard.
 
-    The global batch of a step depends on (dataset, batch_size, seed, shuffle, curriculum) alone. Shard s of
-    S holds those with the places floor(s*N/S) to floor((s+1)*N/S) - 1 in the dealing_order, so N need not
-    divide, and a shard may hold none: it has about as many of each mini-batch as any other. An incomplete
-    last batch is left out when drop_last, else given as it is. Ranks that hold the same shard build equal
-    loaders and get equal rows. No communication.
+    The global batch of a step depends on (dataset, batch_size, seed, shuffle, curriculum, mixture) alone.
+    Shard s of S holds those with the places floor(s*N/S) to floor((s+1)*N/S) - 1 in the dealing_order, so N
+    need not divide, and a shard may hold none: it has about as many of each mini-batch as any other. An
+    incomplete last batch is left out when drop_last, else given as it is. Ranks that hold the same shard
+    build equal loaders and get equal rows. No communication.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class PromptLoader:
         shuffle: bool = True,
         drop_last: bool = True,
         curriculum: Curriculum | None = None,
+        mixture: Sequence[Share] = (),
         fields: tuple[str, ...] = PROMPT_FIELDS,
     ):
         assert 0 <= shard < num_shards, f"shard {shard} of {num_shards}"
@@ -55,6 +57,9 @@ class PromptLoader:
                 f"{self.batch_size}: there is not one full batch. Lower the batch size or add data."
             )
         self._curriculum = curriculum
+        self._mixture = None
+        if mixture:
+            self._mixture = Mixture(mixture, dataset.sources(), self.batch_size, seed, shuffle)
         self._epoch = 0
         self._position = 0  # prompts of this epoch that were given out, over all shards
         self._order = self._make_order()
@@ -81,15 +86,19 @@ class PromptLoader:
         if left == 0 or (self.drop_last and left < self.batch_size):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._make_order()
-        batch = self._order[self._position : self._position + self.batch_size]
+        if self._mixture is not None:
+            batch = self._mixture.take(self.batch_size)
+        else:
+            batch = self._order[self._position : self._position + self.batch_size]
         self._position += len(batch)
         return batch
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, in global prompts: fits any number of shards and any batch size."""
-        return {"epoch": self._epoch, "position": self._position, "num_prompts": len(self.dataset)}
+        state = {"epoch": self._epoch, "position": self._position, "num_prompts": len(self.dataset)}
+        return state if self._mixture is None else state | {"mixture": self._mixture.state()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the last batch before state_dict. DataError if the dataset has changed."""
         if state["num_prompts"] != len(self.dataset):
             raise DataError(
@@ -98,6 +107,8 @@ class PromptLoader:
                 "and files, or start over with trainer.resume_mode=disable."
             )
         self._epoch, self._position = state["epoch"], state["position"]
+        if self._mixture is not None:
+            self._mixture.load_state(state.get("mixture", {}))
         self._order = self._make_order()
 
     def _make_order(self) -> np.ndarray:
@@ -157,5 +168,6 @@ def make_loader(
         seed=cfg.data.seed,
         shuffle=cfg.data.shuffle,
         curriculum=make_curriculum(cfg.data, dataset),
+        mixture=parse_shares(cfg.data.mixture),
         fields=loaded_fields(cfg),
     )

@@ -21,6 +21,7 @@ from siirl.data.check_files import data_sources, inspect_data
 from siirl.data.data_files import list_files, read_columns
 from siirl.data.dataset_columns import Columns
 from siirl.data.difficulties import check_difficulties
+from siirl.data.mixture import check_mixture
 from siirl.data.recorded_rollouts import check_recorded
 from siirl.data.row_checks import count_rows
 from siirl.data.row_values import value_at, values_of
@@ -74,6 +75,7 @@ def check_inputs(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config], found
     for loader in plan.loaders.values() if len(found) == so_far else ():
         with found.at(Place.DATA):
             check_difficulties(node_cfgs[loader.node])
+            check_mixture(node_cfgs[loader.node])
     if len(found) == so_far:
         check_sources(plan, node_cfgs, found)
     told = check_rows(plan, node_cfgs, found) if len(found) == so_far else []
