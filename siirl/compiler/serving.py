@@ -39,8 +39,10 @@ def place_interactions(
 
 def heads_of(model: ModelPlan) -> Ranks:
     """The first rank of each shard of a model, in the order of the shards."""
-    shards = model.dims.data_shards()
-    return tuple(model.ranks[shards.index(shard)] for shard in range(max(shards) + 1))
+    first: dict[int, int] = {}
+    for shard, rank in zip(model.dims.data_shards(), model.ranks, strict=True):
+        first.setdefault(shard, rank)
+    return tuple(first[shard] for shard in sorted(first))
 
 
 def serving_ranks(plan: InteractionPlan, models: Models) -> Ranks:
@@ -67,8 +69,9 @@ def _streams(policy: str, drivers: Ranks, heads: Ranks) -> list[StreamPlan]:
     A driver asks the engine of its own rank if it has one. Engines of ranks that play nothing go to the
     drivers without one, else to all; where there are none of these, drivers answer for each other.
     """
-    local, idle = [rank for rank in drivers if rank in heads], sorted(set(heads).difference(drivers))
-    remote = [rank for rank in drivers if rank not in heads]
+    answering = frozenset(heads)
+    local, idle = [rank for rank in drivers if rank in answering], sorted(answering.difference(drivers))
+    remote = [rank for rank in drivers if rank not in answering]
     if not remote and not idle:
         return []
     helped, helpers = remote or local, idle or sorted(heads)

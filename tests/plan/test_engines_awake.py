@@ -1,5 +1,7 @@
 """Engines of a conversation are awake at once: what they take of a device; and what full KL adds."""
 
+import time
+
 import pytest
 from plan_cases import add_agent, compiled, config, template_plan
 
@@ -105,3 +107,16 @@ def test_full_kl_counts_hidden_states_on_the_host_and_the_output_layer_of_the_re
     assert not found["actor"].host and found["actor"].num_bytes == (1000 + 512 + 100) * 128 * 2
     plain = fsdp_lines(models["agent_0.actor"], config(), shape, 16)
     assert not any(line.what == "hidden states" for line in plain)
+
+
+def test_a_plan_of_four_agents_that_talk_on_10000_ranks_takes_seconds():
+    """0.5 s of a processor; every rank was looked for among all others, which takes the square of them."""
+    dag = DagBuilder("four")
+    above = []
+    for agent in range(4):
+        above = [add_agent(dag, agent, dependencies=above)["rollout"]]
+    cfg = config(*VLLM, "data.train_batch_size=40000", "actor_rollout_ref.actor.ppo_mini_batch_size=40000")
+    begun = time.process_time()
+    plan, _ = compile_plan(dag.build(), cfg, 10_000)
+    assert time.process_time() - begun < 6
+    assert plan.interactions["rollout_0"].policies == tuple(f"agent_{agent}.rollout" for agent in range(4))

@@ -71,8 +71,9 @@ def awake_shares(
         if not model.is_rollout or not on_gpu or not stays:
             continue
         shares[name] = rollout.device_share
+    on = {name: frozenset(models[name].ranks) for name in shares}
     for rank in sorted({rank for name in talk.policies for rank in models[name].ranks}):
-        here = tuple(name for name in shares if rank in models[name].ranks)
+        here = tuple(name for name, ranks in on.items() if rank in ranks)
         if len(here) > 1:
             by_models.setdefault(here, []).append(rank)
     return {tuple(ranks): {name: shares[name] for name in names} for names, ranks in by_models.items()}
