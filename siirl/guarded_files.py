@@ -106,10 +106,10 @@ def open_below(top: Path, path: Path) -> int:
     return opened
 
 
-def first_bytes(name: str | os.PathLike[str], folder: int | None = None, most: int = MOST_BYTES) -> bytes:
+def first_bytes(name: str | os.PathLike[str], folder: int | None = None) -> bytes:
     """The beginning of a regular file. OSError."""
     with os.fdopen(open_regular(name, folder), "rb") as file:
-        return file.read(most)
+        return file.read(MOST_BYTES)
 
 
 def own_secret(path: Path) -> bytes:

@@ -66,10 +66,6 @@ class StepResult:
         """What this agent reads."""
         return Observation(self.observations).text_for(agent)
 
-    def reward_for(self, agent: int) -> float:
-        """What this agent, which has just acted, is given."""
-        return self.rewards.get(agent, 0.0) if isinstance(self.rewards, dict) else self.rewards
-
 
 class Environment(Protocol):
     """What a user writes. One object for each episode; `Class(**env_kwargs)`.

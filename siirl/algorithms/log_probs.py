@@ -29,26 +29,6 @@ Join = Callable[[Tensor, Literal["max", "sum"]], Tensor]
 """Joins numbers of tokens, float [..., N], over the shards of a vocabulary that is split over ranks."""
 
 
-def log_prob_and_entropy(
-    logits_NV: Tensor,
-    target_N: Tensor,
-    temperature: float,
-    *,
-    with_entropy: bool = True,
-    entropy_grad: bool = True,
-    chunk: int = DEFAULT_CHUNK,
-) -> tuple[Tensor, Tensor | None]:
-    """(log_prob_N, entropy_N) in nats, fp32, at `temperature`, with gradient to the logits.
-
-    Logits of any float dtype, finite; work beyond them is bounded by chunk x V fp32. entropy_N is None
-    without with_entropy, and takes no gradient without entropy_grad.
-    """
-    log_prob_N, entropy_N = _FromLogits.apply(
-        logits_NV, target_N, temperature, with_entropy, entropy_grad, chunk
-    )
-    return log_prob_N, entropy_N if with_entropy else None
-
-
 def linear_log_prob_entropy(
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -56,13 +36,15 @@ def linear_log_prob_entropy(
     temperature: float,
     *,
     with_entropy: bool = True,
-    entropy_grad: bool = True,
     chunk: int = DEFAULT_CHUNK,
     kept_bytes: int = 0,
     with_square: bool = False,
     join: Join | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """log_prob_and_entropy of the logits hidden @ weight^T, without holding them for all N tokens.
+    """(log_prob_N, entropy_N, None) in nats, fp32, of the logits hidden @ weight^T over temperature.
+
+    The logits, of any float dtype and finite, are never held for all N tokens. entropy_N is None without
+    with_entropy.
 
     with_square: also square_N, the sum of the squared probabilities of all words, without gradient.
 
@@ -75,51 +57,11 @@ def linear_log_prob_entropy(
     target outside of them is a word of another rank. Four or five numbers a token are joined, once, in
     forward. The gradient to hidden is then this rank's share: the caller adds them up.
     """
-    settings = (with_entropy, entropy_grad, chunk, kept_bytes, with_square, join)
+    settings = (with_entropy, chunk, kept_bytes, with_square, join)
     log_prob_N, entropy_N, square_N = _FromHidden.apply(
         hidden_ND, weight_VD, target_N, temperature, *settings
     )
     return log_prob_N, entropy_N if with_entropy else None, square_N if with_square else None
-
-
-class _FromLogits(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_NV: Tensor,
-        target_N: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        entropy_grad: bool,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        log_prob_N, entropy_N, norm_N2 = _outputs(logits_NV)
-        for part in _chunks(len(target_N), chunk):
-            log_prob_N[part], entropy_N[part], norm_N2[part] = _forward_chunk(
-                logits_NV[part], target_N[part], temperature, with_entropy
-            )
-        _prepare_backward(ctx, temperature, () if with_entropy and entropy_grad else (entropy_N,), chunk)
-        ctx.save_for_backward(logits_NV, target_N, entropy_N, norm_N2)
-        return log_prob_N, entropy_N
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        logits_NV, target_N, entropy_N, norm_N2 = ctx.saved_tensors
-        grad_NV = torch.empty_like(logits_NV)
-        for part in _chunks(len(target_N), ctx.chunk):
-            _backward_chunk(
-                logits_NV[part],
-                target_N[part],
-                ctx.temperature,
-                norm_N2[part],
-                _part(grad_log_prob_N, entropy_N, part),
-                entropy_N[part],
-                None if grad_entropy_N is None else grad_entropy_N[part],
-                grad_NV[part],
-            )
-        return grad_NV, None, None, None, None, None
 
 
 class _FromHidden(torch.autograd.Function):
@@ -131,7 +73,6 @@ class _FromHidden(torch.autograd.Function):
         target_N: Tensor,
         temperature: float,
         with_entropy: bool,
-        entropy_grad: bool,
         chunk: int,
         kept_bytes: int,
         with_square: bool,
@@ -155,7 +96,7 @@ class _FromHidden(torch.autograd.Function):
         if join is not None:
             own = (log_prob_N, entropy_N, norm_N2, square_N if with_square else None)
             log_prob_N, entropy_N, norm_N2, square_N = _joined(*own, target_N != ELSEWHERE, join)
-        unmoved = () if with_entropy and entropy_grad else (entropy_N,)
+        unmoved = () if with_entropy else (entropy_N,)
         _prepare_backward(ctx, temperature, (*unmoved, square_N), chunk)
         ctx.save_for_backward(hidden_ND, weight_VD, target_N, entropy_N, norm_N2, *kept)
         return log_prob_N, entropy_N, square_N
@@ -186,7 +127,7 @@ class _FromHidden(torch.autograd.Function):
                 _add_product(grad_weight_VD, grad_CV.t(), hidden_ND[part])
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD, *(None for _ in range(8))
+        return grad_hidden_ND, grad_weight_VD, *(None for _ in range(7))
 
 
 def _joined(

@@ -136,11 +136,6 @@ def followed_value(cfg: Config, name: str) -> Any:
     return REFERENCE.sub(lambda found: str(get(cfg, found[1])), template)
 
 
-def followed_keys() -> set[str]:
-    """The keys that others follow."""
-    return {source for template in FOLLOWS.values() for source in REFERENCE.findall(template)}
-
-
 def expand_aliases(updates: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
     """The updates with each older name carried over to what it stands for, and the contradictions found."""
     expanded, problems = dict(updates), []

@@ -57,14 +57,14 @@ class RowCounts:
         return "; ".join(told)
 
 
-def count_rows(cfg: Config, checks_truth: TruthCheck | None, counts_tokens: bool = True) -> list[RowCounts]:
+def count_rows(cfg: Config, checks_truth: TruthCheck | None) -> list[RowCounts]:
     """The rows of the files that this run reads, of each split.
 
     DataError, all of them at once, for prompts that are empty, no chats, or chats that nobody has read, and
     for right answers that checks_truth refuses (None: nothing scores by them); with the tokenizer here also
     for prompts that are too long, unless they are dropped or cut.
     """
-    lengths = PromptLengths.of(cfg) if counts_tokens else None
+    lengths = PromptLengths.of(cfg)
     found, counts = Findings(Place.DATA), []
     columns = Columns.of(cfg.data)
     given = cfg.data.response_keys if cfg.actor_rollout_ref.rollout.gives_data else ()

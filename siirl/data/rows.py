@@ -90,9 +90,9 @@ def _stack(elements: list[NonTensorData]) -> NonTensorData | NonTensorStack:
     return NonTensorStack(*elements) if elements else NonTensorData(None, batch_size=[0])
 
 
-def pad_stack(lists: Sequence[Sequence[float] | Tensor], spec: FieldSpec, width: int = 0) -> Tensor:
-    """1-D lists or tensors as one tensor [B, max(longest, width)], padded by the side and value of `spec`."""
-    width = max([width, *map(len, lists)])
+def pad_stack(lists: Sequence[Sequence[float] | Tensor], spec: FieldSpec) -> Tensor:
+    """1-D lists or tensors as one tensor [B, longest], padded by the side and value of `spec`."""
+    width = max(map(len, lists), default=0)
     out = torch.full((len(lists), width), spec.pad_value, dtype=DTYPES[spec.dtype])
     for row, values in zip(out.numpy(), lists, strict=True):  # shares its memory: 10 times as fast
         if len(values):

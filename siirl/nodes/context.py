@@ -186,9 +186,6 @@ Op = Callable[..., TensorDict | Future[TensorDict]]
 """(context, rows, **what it needs): rows with the declared reads in, the declared writes out. A Future is
 waited for when first read."""
 
-Collector = Callable[..., None]
-"""(context, rows of one round, **what its op needs); the op gives what it kept, after the last round."""
-
 Declared = TypeVar("Declared", bound=Op)
 
 

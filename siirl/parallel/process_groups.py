@@ -80,16 +80,6 @@ class ProcessGroupManager:
         made = {tuple(ranks): dist.new_group(ranks, timeout, "gloo") for ranks in groups}
         return {ranks: group for ranks, group in made.items() if self.rank in ranks}
 
-    def __contains__(self, ranks: object) -> bool:
-        return ranks in self._groups
-
-    def destroy(self) -> None:
-        """Release the groups (the world stays). Call it on all ranks, when nothing is in flight."""
-        for ranks, group in self._groups.items():
-            if self.rank in ranks:
-                dist.destroy_process_group(group)
-        self._groups.clear()
-
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Ranks as people write them: (0, 1, 2, 5) -> "ranks 0-2,5"."""

@@ -231,11 +231,8 @@ def shown_text(content: Any) -> str:
     return printable(text)
 
 
-def episode_text(episode: ShownEpisode, width: int = 0) -> str:
-    """An episode as lines of text: who speaks, what it was rewarded with, and what was said.
-
-    width: characters of a message; longer ones are cut; 0: all.
-    """
+def episode_text(episode: ShownEpisode) -> str:
+    """An episode as lines of text: who speaks, what it was rewarded with, and what was said."""
     rewards = ", ".join(f"agent {agent} {reward_text(reward)}" for agent, reward in episode.rewards.items())
     lines = [episode.title + (f"  [{rewards}]" if rewards else "")]
     with_env = has_env_rewards(episode)
@@ -247,7 +244,6 @@ def episode_text(episode: ShownEpisode, width: int = 0) -> str:
         details += [errors] if (errors := errors_of(message)) else []
         lines.append(head + (f"  ({'; '.join(details)})" if details else ""))
         text = shown_text(message.get("content", ""))
-        text = f"{text[:width]}..." if width and len(text) > width else text
         lines += [f"    | {line}" for line in text.split("\n")]
     return printable("\n".join([*lines, *(f"  {note}" for note in notes_of(episode))]))
 

@@ -90,7 +90,7 @@ def train_all(rank: int, world: int, layouts: list[Scenario], paths: dict[str, s
     for case in layouts:
         engine, groups = cases.build_engine(case, paths[case.model])
         found[case.name] = (cases.train(engine, case), unequal_replicas(engine))
-        groups.destroy()
+        cases.release(groups)
     return found
 
 

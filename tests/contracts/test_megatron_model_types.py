@@ -204,7 +204,7 @@ def wrong(
             return f"copies differ: {unequal[:4]}", None
         return resumed(engine, saved)
     finally:
-        groups.destroy()
+        cases.release(groups)
 
 
 def resumed(engine: Any, saved: Path | None) -> tuple[str, Path]:

@@ -131,7 +131,7 @@ def train_each(rank: int, world: int, wanted: list[Scenario], paths: dict[str, s
         seen |= look_at(engine) | {"overlaps": bool(sent)}
         weights = {name: weight.clone() for name, weight in engine.export_weights(torch.float32)}
         found[scenario] = (seen, weights)
-        groups.destroy()
+        cases.release(groups)
     return found
 
 

@@ -151,7 +151,9 @@ def test_whatever_an_environment_answers_is_checked_or_ends_its_episode(num_case
             assert str(error).startswith("env.") and error.kind.startswith("env")
         else:
             assert all(isinstance(result.text_for(agent), str) for agent in (0, 1))
-            assert all(math.isfinite(result.reward_for(agent)) for agent in (0, 1))
+            rewards = result.rewards
+            rewards = rewards.values() if isinstance(rewards, dict) else [rewards]
+            assert all(math.isfinite(reward) for reward in rewards)
             assert result.done in (True, False)
             json.dumps([first.texts, first.info, result.observations, result.rewards, result.info])
         finally:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from siirl.algorithms.log_probs import linear_log_prob_entropy, log_prob_and_entropy
+from siirl.algorithms.log_probs import linear_log_prob_entropy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,9 +22,10 @@ def reference(logits, target, temperature):
 def test_kernels_equal_float64(vocab, dtype, temperature):
     torch.manual_seed(vocab)
     logits = (torch.randn(37, vocab, device="cuda") * 4).to(dtype).requires_grad_()
+    unit = torch.eye(37, device="cuda", dtype=dtype)  # the hidden states: it gives the logits to the last bit
     target = torch.randint(vocab, (37,), device="cuda")
     weight_1, weight_2 = torch.randn(37, device="cuda"), torch.randn(37, device="cuda")
-    log_prob, entropy = log_prob_and_entropy(logits, target, temperature)
+    log_prob, entropy, _ = linear_log_prob_entropy(unit, logits.t(), target, temperature)
     (grad,) = torch.autograd.grad((log_prob * weight_1 + entropy * weight_2).sum(), logits)
     exact = logits.detach().double().requires_grad_()
     want_log_prob, want_entropy = reference(exact, target, temperature)
@@ -69,7 +70,8 @@ def test_the_gradient_of_low_precision_weights_is_added_up_in_fp32(chunk):
 
 def test_extreme_logits_stay_finite():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-3e4, -3e4, -3e4]], device="cuda", requires_grad=True)
-    log_prob, entropy = log_prob_and_entropy(logits, torch.tensor([1, 2], device="cuda"), 1.0)
+    unit, target = torch.eye(2, device="cuda"), torch.tensor([1, 2], device="cuda")
+    log_prob, entropy, _ = linear_log_prob_entropy(unit, logits.t(), target, 1.0)
     (log_prob.sum() + entropy.sum()).backward()
     torch.testing.assert_close(log_prob.cpu(), torch.tensor([-2e4, -1.0986123]))
     torch.testing.assert_close(entropy.cpu(), torch.tensor([0.0, 1.0986123]))

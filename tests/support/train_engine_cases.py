@@ -247,6 +247,13 @@ def build_engine(
     return make_engine(scenario, path, groups, ranks, role), groups
 
 
+def release(groups: ProcessGroupManager) -> None:
+    """End the groups of an engine, for one that comes after it. On all ranks, when nothing is in flight."""
+    for ranks, group in groups._groups.items():
+        if groups.rank in ranks:
+            dist.destroy_process_group(group)
+
+
 def make_engine(
     scenario: Scenario,
     path: Path | str,

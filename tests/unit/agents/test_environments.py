@@ -45,9 +45,9 @@ def test_an_environment_gets_task_and_seed_and_gives_texts_rewards_and_the_end()
     begin, results, problem = asyncio.run(episode(env, steps=2))
     assert (begin.text_for(0), begin.text_for(1), begin.text_for(2)) == ("seed 11", "wait", "")
     assert begin.info == {"limit": 2} and problem is None
-    assert [(r.text_for(0), r.reward_for(0), r.reward_for(1), r.done) for r in results] == [
-        ("count 1", 2.0, -1.0, False),
-        ("count 2", 2.0, -1.0, True),
+    assert [(r.text_for(0), r.rewards, r.done) for r in results] == [
+        ("count 1", {0: 2.0, 1: -1.0}, False),
+        ("count 2", {0: 2.0, 1: -1.0}, True),
     ]
     assert results[-1].info == {"threads": 1}  # all of its code runs in one thread
     assert type(env._env).closed == 1
@@ -56,7 +56,7 @@ def test_an_environment_gets_task_and_seed_and_gives_texts_rewards_and_the_end()
 
 def test_plain_functions_and_a_reward_for_all_will_do():
     begin, (result,), problem = asyncio.run(episode(make("Plain")))
-    assert begin.text_for(3) == "task 5" and result.reward_for(0) == result.reward_for(1) == 1.0
+    assert begin.text_for(3) == "task 5" and result.rewards == 1.0
     assert problem is None
 
 
@@ -225,7 +225,7 @@ def test_code_that_spins_is_ended():
 def test_gymnasium_environments_are_recognised_by_their_methods():
     begin, results, _ = asyncio.run(episode(make("Guess", letters="xy"), said={4: " y\n"}))
     assert begin.text_for(4) == "5: guess"
-    assert (results[0].text_for(4), results[0].reward_for(4), results[0].done) == ("won", 1.0, True)
+    assert (results[0].text_for(4), results[0].rewards, results[0].done) == ("won", 1.0, True)
     begin, results, _ = asyncio.run(episode(make("Corridor"), steps=2, said={0: "not 1 but 2"}))
     assert begin.text_for(0) == "0" and [r.text_for(0) for r in results] == ["2", "4"]
     assert [r.done for r in results] == [False, True]

@@ -20,7 +20,7 @@ async def play(make, says, seed):
         for said in says:
             result = await env.step({0: said}, 20)
             read.append(result.text_for(0))
-            paid.append(result.reward_for(0))
+            paid.append(result.rewards)
             if result.done:
                 break
     finally:

@@ -93,7 +93,7 @@ async def play(make, seed):
         while True:
             result = await env.step({0: said}, 30)
             read.append(result.text_for(0))
-            paid.append(result.reward_for(0))
+            paid.append(result.rewards)
             if result.done:
                 return paid, read
             said = player.send(result.info["observation"]["text"])

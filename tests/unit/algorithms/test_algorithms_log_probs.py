@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from siirl.algorithms.log_probs import linear_log_prob_entropy, log_prob_and_entropy
+from siirl.algorithms.log_probs import linear_log_prob_entropy
 
 NUM_TOKENS, HIDDEN, VOCABULARY, TEMPERATURE = 23, 6, 19, 0.7
 
@@ -81,22 +81,16 @@ def test_words_that_are_split_over_ranks_give_what_all_of_them_do(with_square):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("chunk", [5, 100])
-def test_logits_give_the_values_and_gradients_of_the_softmax(chunk):
-    hidden, weight, target = inputs(torch.float64)
-    logits = (hidden @ weight.t()).detach().requires_grad_()
-    log_prob, entropy = log_prob_and_entropy(logits, target, TEMPERATURE, chunk=chunk)
-    got = torch.autograd.grad((log_prob.square() + 3 * entropy).sum(), logits)[0]
-    want_log_prob, want_entropy = reference(logits, target, TEMPERATURE)
-    want = torch.autograd.grad((want_log_prob.square() + 3 * want_entropy).sum(), logits)[0]
-    torch.testing.assert_close(log_prob, want_log_prob, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+def of_logits(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Of logits that are what weights give to the hidden states of a unit matrix, to the last bit."""
+    unit = torch.eye(len(logits), dtype=logits.dtype)
+    return linear_log_prob_entropy(unit, logits.t(), target, temperature)[:2]
 
 
 def test_bf16_logits_lose_nothing_beyond_their_own_rounding():
     hidden, weight, target = inputs(torch.float64, scale=8.0)
     logits = (hidden @ weight.t()).bfloat16()
-    log_prob, entropy = log_prob_and_entropy(logits, target, 1.0)
+    log_prob, entropy = of_logits(logits, target, 1.0)
     want_log_prob, want_entropy = reference(logits, target, 1.0)
     assert log_prob.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(log_prob.double(), want_log_prob, rtol=1e-6, atol=1e-5)
@@ -105,17 +99,16 @@ def test_bf16_logits_lose_nothing_beyond_their_own_rounding():
 
 def test_extreme_logits_stay_finite():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-3e4, -3e4, -3e4]], requires_grad=True)
-    log_prob, entropy = log_prob_and_entropy(logits, torch.tensor([1, 2]), 1.0)
+    log_prob, entropy = of_logits(logits, torch.tensor([1, 2]), 1.0)
     (log_prob.sum() + entropy.sum()).backward()
     torch.testing.assert_close(log_prob, torch.tensor([-2e4, -1.0986123]))
     torch.testing.assert_close(entropy, torch.tensor([0.0, 1.0986123]))
     assert logits.grad.isfinite().all()
 
 
-def test_entropy_takes_no_gradient_unless_asked():
+def test_an_entropy_that_nobody_asked_for_changes_nothing():
     hidden, weight, target = inputs(torch.float32)
-    log_prob, entropy, _ = linear_log_prob_entropy(hidden, weight, target, 1.0, entropy_grad=False)
-    assert not entropy.requires_grad and log_prob.requires_grad
+    log_prob, *_ = linear_log_prob_entropy(hidden, weight, target, 1.0)
     plain, none, _ = linear_log_prob_entropy(hidden, weight, target, 1.0, with_entropy=False)
     assert none is None
     torch.testing.assert_close(plain, log_prob)

@@ -399,7 +399,7 @@ def test_rows_are_counted_by_source_in_each_step_as_check_counts_those_of_the_fi
 
     def counted(*more):
         cfg = config(f"data.train_files={file}", *keys, *more)
-        (counts,) = count_rows(cfg, None, counts_tokens=False)
+        (counts,) = count_rows(cfg, None)
         assert counts.without_truth == Counter(gsm8k=1, math=0)
         dataset = PromptDataset.from_config(cfg, "train", tokenizer)
         for _ in range(2):  # each time those that were read since

@@ -35,9 +35,9 @@ def test_columns_get_the_dtype_and_padding_side_that_fields_declare():
     assert rows["data_source"] == ["a", "a", "b"]
 
 
-def test_pad_stack_honours_a_minimum_width_and_the_pad_value():
-    assert pad_stack([[1], []], FIELDS["prompt_ids"], width=3).tolist() == [[0, 0, 1], [0, 0, 0]]
-    assert pad_stack([], FIELDS["response_mask"], width=3).shape == (0, 3)
+def test_pad_stack_honours_side_and_value_of_the_padding():
+    assert pad_stack([[1], [], [2, 3]], FIELDS["prompt_ids"]).tolist() == [[0, 1], [0, 0], [2, 3]]
+    assert pad_stack([], FIELDS["response_mask"]).shape == (0, 0)
     assert pad_stack([torch.tensor([True])], FIELDS["response_mask"]).dtype == torch.bool
 
 
