@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from siirl.deadline import Deadline
 from siirl.errors import EndpointError
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Endpoint:
 
         body = json.dumps(message).encode()
         headers = self._headers()
-        tries, wait_s, began_s = 0, FIRST_WAIT_S, time.monotonic()
+        tries, wait_s, away = 0, FIRST_WAIT_S, Deadline(self.settings.away_s)
         while True:
             tries, asked_s = tries + 1, 0.0
             try:
@@ -90,7 +91,7 @@ class Endpoint:
                 if not response.is_success and response.status_code not in WORTH_A_RETRY:
                     raise self._failed(reason, tries, "Correct the URL or the service.")
                 asked_s = _retry_after(response)
-            waits = self._has_answered and time.monotonic() - began_s < self.settings.away_s
+            waits = self._has_answered and not away.over
             if tries >= self.settings.max_tries and not waits:
                 raise self._failed(reason, tries, "Start the service, or correct the URL.")
             with self._lock:

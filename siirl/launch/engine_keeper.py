@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from siirl.config import Config
+from siirl.deadline import Deadline
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served.engine_child import EngineChild
 from siirl.engines.rollout.served.kept_engine import (
@@ -129,9 +130,9 @@ class EngineKeeper:
 
     def settle(self) -> None:
         """All workers are gone: wait until their engines are idle; end those that are not within SETTLE_S."""
-        deadline = time.monotonic() + SETTLE_S
-        while any(one.idle_since_s is None for one in self._there()) and time.monotonic() < deadline:
-            time.sleep(LOOK_S / 2)
+        Deadline(SETTLE_S).until(
+            lambda: all(one.idle_since_s is not None for one in self._there()), LOOK_S / 2
+        )
         with self._lock:
             for name in [name for name, one in self._kept.items() if one.idle_since_s is None]:
                 self._kept.pop(name).end()

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+from siirl.deadline import Deadline
 from siirl.observe.logs import logging_file
 
 MOST_BYTES = 64 << 20
@@ -22,17 +23,16 @@ class LogSizes:
     """Looks at the logs of a folder from time to time, and at the one that SIIRL_LOGGING_FILENAME names."""
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES):
-        self._folder, self._most_bytes, self._next_s = folder, most_bytes, 0.0
+        self._folder, self._most_bytes, self._looks = folder, most_bytes, Deadline(0.0)
 
     def look(self) -> None:
         """If it is time: empty the logs that are full, each after a copy of its last most_bytes.
 
         Who writes them appends, and goes on; a line that comes in between may be lost.
         """
-        now_s = time.monotonic()
-        if now_s < self._next_s:
+        if not self._looks.over:
             return
-        self._next_s = now_s + LOOK_EVERY_S
+        self._looks = Deadline(LOOK_EVERY_S)
         for log in {*self._folder.glob("*.log"), *filter(None, [logging_file(self._folder)])}:
             with contextlib.suppress(OSError):  # of a full disk: the run goes on
                 if log.stat().st_size > self._most_bytes:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from siirl.deadline import Deadline
 from siirl.launch.job import Job
 
 POLL_S = 0.1
@@ -64,9 +65,7 @@ class Worker:
     def go_on_for_stacks(self) -> None:
         """A stopped process goes on until it has written its stacks: on a busy machine that takes a while."""
         self.signal_group(signal.SIGCONT)
-        deadline = time.monotonic() + STACKS_TAKEN_S
-        while not self.ended() and self._has_to_dump() and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        Deadline(STACKS_TAKEN_S).until(lambda: self.ended() or not self._has_to_dump(), POLL_S)
         time.sleep(STACKS_WRITTEN_S)
 
     def _has_to_dump(self) -> bool:
@@ -126,15 +125,13 @@ def end_all(workers: Sequence[Worker], at_once: Callable[[], bool] = lambda: Fal
     for worker in workers:
         if not worker.ended():
             worker.signal_group(signal.SIGTERM)
-    deadline = time.monotonic() + TERM_GRACE_S
-    while not all(worker.ended() for worker in workers) and time.monotonic() < deadline and not at_once():
-        time.sleep(POLL_S)
+    Deadline(TERM_GRACE_S).until(lambda: all(one.ended() for one in workers) or at_once(), POLL_S)
     for worker in workers:
         worker.signal_group(signal.SIGKILL)
-    deadline = time.monotonic() + KILL_GRACE_S
+    grace = Deadline(KILL_GRACE_S)
     for worker in workers:
         try:
-            worker.process.wait(max(0.1, deadline - time.monotonic()))
+            worker.process.wait(max(0.1, grace.left_s))
         except subprocess.TimeoutExpired:
             print(
                 f"siirl: rank {worker.rank} (pid {worker.process.pid}) does not react to SIGKILL",
@@ -144,10 +141,10 @@ def end_all(workers: Sequence[Worker], at_once: Callable[[], bool] = lambda: Fal
 
 def await_groups(workers: Sequence[Worker]) -> None:
     """Wait until all that ended workers had started is gone too, for a few seconds at most."""
-    deadline = time.monotonic() + KILL_GRACE_S
+    grace = Deadline(KILL_GRACE_S)
     for worker in workers:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            while time.monotonic() < deadline:
+            while not grace.over:
                 os.killpg(worker.process.pid, 0)
                 time.sleep(POLL_S)
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from siirl.command_line import EXIT_USER_ERROR
 from siirl.config import Config
+from siirl.deadline import Deadline
 from siirl.errors import ConfigError, PlacementError, UserError, joined
 from siirl.launch.attempts import Attempts, Ended
 from siirl.launch.job import Job
@@ -245,8 +246,8 @@ class RayTrainer:
         import ray
 
         refs = [rank.actor.stop.remote() for rank in self._ranks if not rank.lost]
-        deadline = time.monotonic() + TERM_GRACE_S + KILL_GRACE_S
-        while refs and time.monotonic() < deadline and not self._stop.at_once():
+        grace = Deadline(TERM_GRACE_S + KILL_GRACE_S)
+        while refs and not grace.over and not self._stop.at_once():
             refs = ray.wait(refs, num_returns=len(refs), timeout=TICK_S)[1]
 
     def _end_actors(self) -> None:
@@ -260,14 +261,13 @@ class RayTrainer:
         """Wait for a Ray object, or just for `timeout_s` if it is None; whether it came. Raises Stopped."""
         import ray
 
-        deadline = time.monotonic() + timeout_s
+        wait = Deadline(timeout_s)
         while not self._stop.numbers:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if wait.over:
                 return False
             if ref is None:
-                time.sleep(min(left, TICK_S))
-            elif ray.wait([ref], timeout=min(left, TICK_S))[0]:
+                time.sleep(min(wait.left_s, TICK_S))
+            elif ray.wait([ref], timeout=min(wait.left_s, TICK_S))[0]:
                 return True
         raise Stopped
 
@@ -280,9 +280,9 @@ class RayTrainer:
         import ray
         from ray.exceptions import RayError
 
-        deadline = time.monotonic() + timeout_s
+        wait = Deadline(timeout_s)
         for name, ref in zip(names, refs, strict=True):
-            if not self._wait(ref, max(TICK_S, deadline - time.monotonic())):
+            if not self._wait(ref, max(TICK_S, wait.left_s)):
                 raise PlacementError(f"{name} did not {what}: no answer within {timeout_s:g} s.")
             try:
                 ray.get(ref)

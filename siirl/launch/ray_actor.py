@@ -24,6 +24,7 @@ from typing import IO
 import psutil
 
 from siirl.config import from_dict
+from siirl.deadline import Deadline
 from siirl.errors import UserError
 from siirl.launch.failure import Death, death_of, oom_kill_count
 from siirl.launch.health import Process, look_at
@@ -219,7 +220,7 @@ class RankActor:
         """What is new since byte `offset` of the worker's output; waits up to `wait_s` for something."""
         assert self._worker is not None
         self._cut_off.asked()
-        rank, deadline = self._worker.rank, time.monotonic() + wait_s
+        rank, wait = self._worker.rank, Deadline(wait_s)
         self._logs.look()
         self._forget(offset)
         if self._window is not None:
@@ -229,7 +230,7 @@ class RankActor:
             if ended and self._copier is not None:
                 self._copier.join(COPY_GRACE_S)
             output = os.pread(self._output.fileno(), REPLY_BYTES, offset - self._forgotten)
-            if output or ended or time.monotonic() >= deadline:
+            if output or ended or wait.over:
                 break
             time.sleep(READ_EVERY_S)
         position = read_position(self._job.position_path(rank))

@@ -10,7 +10,6 @@ import secrets
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from siirl.cleanup import owned_folder
 from siirl.config import Config
+from siirl.deadline import Deadline
 from siirl.errors import ConfigError, PlacementError
 from siirl.guarded_files import MOST_BYTES, open_regular, own_secret, user_name
 from siirl.launch.process import available_cores
@@ -285,14 +285,13 @@ def bundle_nodes(group: "PlacementGroup", first: str) -> list[tuple[int, Node]]:
 
 
 def _wait_for_nodes(need: Need, wait_s: float, await_one: Callable[[object, float], bool]) -> list[Node]:
-    deadline, remind = time.monotonic() + wait_s, time.monotonic()
+    wait, reminds, told = Deadline(wait_s), Deadline(REMIND_EVERY_S), False
     while problem := shortage(need, nodes := alive_nodes()):
-        now = time.monotonic()
-        if now >= deadline:
+        if wait.over:
             raise PlacementError(problem)
-        if now >= remind:
-            log.info("waiting up to %.0f s more: %s", deadline - now, problem.splitlines()[0])
-            remind = now + REMIND_EVERY_S
+        if reminds.due() or not told:
+            log.info("waiting up to %.0f s more: %s", wait.left_s, problem.splitlines()[0])
+            told = True
         await_one(None, LOOK_EVERY_S)
     return nodes
 
@@ -331,22 +330,23 @@ class HeadWatch:
     """
 
     def __init__(self, address: str, patience_s: float = LOST_AFTER_S):
-        self._address, self._patience_s = address, patience_s
-        self._answered_s = self._asked_s = time.monotonic()
+        self._address = address
+        self._silent, self._asks = Deadline(patience_s), Deadline(HEAD_EVERY_S)
 
     def look(self) -> None:
         """HeadLost: it has taken none for too long."""
-        now_s = time.monotonic()
-        if now_s - self._asked_s < HEAD_EVERY_S:
+        if not self._asks.over:
             return
+        silent_s = self._silent.passed_s  # as it is asked: a refusal takes time, too
         host, _, port = self._address.rpartition(":")
         with (
             contextlib.suppress(OSError),
             socket.create_connection((host.strip("[]"), int(port)), HEAD_CONNECT_S),
         ):
-            self._answered_s = now_s
-        self._asked_s = time.monotonic()
-        if (silent_s := now_s - self._answered_s) > self._patience_s:
+            self._silent.renew()
+            silent_s = 0.0
+        self._asks.renew()
+        if silent_s > self._silent.wait_s:
             raise HeadLost(
                 f"the head of the Ray cluster, {self._address}, has taken no connections for {silent_s:.0f} "
                 "s: its GCS has ended, or its machine is gone. The workers have been ended. Start the "
@@ -362,22 +362,23 @@ class CutOff:
 
     def __init__(self, head: str):
         self._address = head
-        self._asked_s = time.monotonic()
+        self._unasked = Deadline(SUSPECT_S)
         self._head: HeadWatch | None = None
 
     def asked(self) -> None:
         """The driver has asked something."""
-        self._asked_s, self._head = time.monotonic(), None
+        self._unasked.renew()
+        self._head = None
 
     def look(self) -> str:
         """Why the machine counts as cut off; empty if it does not."""
-        if time.monotonic() - self._asked_s < SUSPECT_S:
+        if not self._unasked.over:
             return ""
         head = self._head = self._head or HeadWatch(self._address, CUT_OFF_S - SUSPECT_S)
         try:
             head.look()
         except HeadLost:
-            unasked_s = time.monotonic() - self._asked_s
+            unasked_s = self._unasked.passed_s
             if unasked_s >= CUT_OFF_S:
                 return (
                     f"this machine is cut off: the driver of the run has asked nothing for {unasked_s:.0f} "

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from siirl.config import from_dict
+from siirl.deadline import Deadline
 from siirl.launch.failure import Death, only_followers, write_failure
 from siirl.launch.health import LOOK_S, STACKS_S, Health, Process, Trouble
 from siirl.launch.job import Job
@@ -103,8 +104,8 @@ class RankWatch:
 
     def fetch_rest(self) -> None:
         """Fetch what the workers wrote before they ended; for a few seconds at most."""
-        deadline = time.monotonic() + REST_S
-        while time.monotonic() < deadline and any(self._open(rank) for rank in self._ranks):
+        rest = Deadline(REST_S)
+        while not rest.over and any(self._open(rank) for rank in self._ranks):
             self._collect()
 
     def _open(self, rank: Rank) -> bool:

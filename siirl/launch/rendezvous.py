@@ -15,6 +15,7 @@ import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from siirl.deadline import Deadline
 from siirl.errors import ConfigError, DeadlineError
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def attempt_store(store: "Store", rank: int, world_size: int, timeout: timedelta
 
 
 def _welcome(store: "Store", attempt: str, world_size: int, timeout: timedelta) -> None:
-    deadline = time.monotonic() + timeout.total_seconds()
+    wait = Deadline(timeout.total_seconds())
     missing, answered = set(range(1, world_size)), set()
     while True:
         for rank in sorted(missing):
@@ -87,10 +88,10 @@ def _welcome(store: "Store", attempt: str, world_size: int, timeout: timedelta) 
                 missing.remove(rank)
         if not missing:
             return
-        if time.monotonic() > deadline:
+        if wait.over:
             shown = ", ".join(map(str, sorted(missing)[:20]))
             raise DeadlineError(
-                f"{len(missing)} of {world_size} ranks did not start within {timeout.total_seconds():g} s "
+                f"{len(missing)} of {world_size} ranks did not start within {wait.wait_s:g} s "
                 f"(trainer.deadline_s): {shown}. Look at their machines' logs of torchrun."
             )
         time.sleep(POLL_S)

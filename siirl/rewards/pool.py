@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from siirl.deadline import Deadline
 from siirl.errors import RewardError
 from siirl.rewards.sample import Outcome, Sample
 from siirl.sandbox import frames
@@ -45,7 +46,7 @@ class _Worker:
     process: subprocess.Popen
     pipe: socket.socket
     reader: frames.FrameReader
-    deadline: float
+    deadline: Deadline
     ready: bool = False
     inbox: deque[int] = field(default_factory=deque)  # samples it was handed; it scores the first
     handed_s: float = 0.0
@@ -160,7 +161,7 @@ class WorkerPool:
                 env=environment,
             )
         ours.settimeout(SEND_S)
-        self._workers.append(_Worker(process, ours, frames.FrameReader(ours), time.monotonic() + STARTUP_S))
+        self._workers.append(_Worker(process, ours, frames.FrameReader(ours), Deadline(STARTUP_S)))
         with contextlib.suppress(OSError):  # it has ended: what is read of it says so
             frames.send(ours, self._setup)
 
@@ -179,7 +180,7 @@ class WorkerPool:
                 return
             worker.inbox.extend(work.waiting.popleft() for _ in range(count))
             worker.handed_s = time.monotonic()
-            worker.deadline = worker.handed_s + self._limit_s(work.samples[worker.inbox[0]])
+            worker.deadline = Deadline(self._limit_s(work.samples[worker.inbox[0]]))
             message = {"samples": [(index, work.samples[index].__dict__) for index in worker.inbox]}
             try:
                 frames.send(worker.pipe, message)
@@ -191,13 +192,13 @@ class WorkerPool:
         active = [worker for worker in self._workers if worker.inbox or not worker.ready]
         if not active:
             return
-        patience = min(worker.deadline for worker in active) - time.monotonic()
-        spoke = multiprocessing.connection.wait([worker.pipe for worker in active], max(0.0, patience))
+        patience_s = min(worker.deadline.left_s for worker in active)
+        spoke = multiprocessing.connection.wait([worker.pipe for worker in active], patience_s)
         for worker in active:
             if worker.pipe in spoke:
                 self._hear(worker, work)
             waits = worker in self._workers and (worker.inbox or not worker.ready)
-            if waits and time.monotonic() >= worker.deadline:
+            if waits and worker.deadline.over:
                 self._time_out(worker, work)
 
     def _hear(self, worker: _Worker, work: _Work) -> None:
@@ -223,7 +224,6 @@ class WorkerPool:
             wanted = worker.inbox[0] if worker.inbox else "none"
             raise frames.FrameError(f"an answer to sample {message['sample']}, where it is at {wanted}")
         work.settle(worker.inbox.popleft(), Outcome(**message["outcome"]))
-        now = time.monotonic()
         if leak := message["leak"]:
             self.num_leaks += 1
             if self.num_leaks == 1:
@@ -231,9 +231,9 @@ class WorkerPool:
         if message["last"]:
             self._replace(worker, work)
         elif worker.inbox:
-            worker.deadline = now + self._limit_s(work.samples[worker.inbox[0]])
+            worker.deadline = Deadline(self._limit_s(work.samples[worker.inbox[0]]))
         else:
-            took = now - worker.handed_s
+            took = time.monotonic() - worker.handed_s
             if took < CHUNK_S / 2:
                 self._chunk = min(MAX_CHUNK, self._chunk * 2)
             elif took > CHUNK_S:

@@ -9,13 +9,13 @@ import json
 import logging
 import os
 import secrets
-import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from siirl.agents.outside.program import SessionInfo
+from siirl.deadline import Deadline
 from siirl.errors import ConfigError, UserCodeError
 from siirl.guarded_files import own_secret
 from siirl.observe.curve import duration
@@ -67,7 +67,7 @@ class SessionQueue:
         self._offered: deque[tuple[SessionInfo, asyncio.Future[None]]] = deque()
         self._asking: deque[asyncio.Future[SessionInfo]] = deque()
         self._playing = 0
-        self._alone_s = time.monotonic()  # since when nobody has played
+        self._alone = Deadline(address.deadline_s)  # since when nobody has played
         self._told = False
 
     def open(self, url: str) -> None:
@@ -86,7 +86,8 @@ class SessionQueue:
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         offer = (info, taken)
         if not self._offered and not self._playing:
-            self._alone_s, self._told = time.monotonic(), False
+            self._alone.renew()
+            self._told = False
         self._offered.append(offer)
         self._match()
         try:
@@ -101,7 +102,8 @@ class SessionQueue:
     def left(self) -> None:
         """An episode that was taken is over."""
         self._playing -= 1
-        self._alone_s, self._told = time.monotonic(), False
+        self._alone.renew()
+        self._told = False
 
     async def take(self, wait_s: float) -> SessionInfo | None:
         """The session that waits longest, as soon as there is one; None if there is none in time."""
@@ -139,14 +141,16 @@ class SessionQueue:
 
     def _check_alone(self) -> None:
         """Say that nobody plays; UserCodeError if that has been so for too long."""
-        alone_s = 0.0 if self._playing else time.monotonic() - self._alone_s
+        if self._playing:
+            return
         where = f"Start one: it asks {self.url}/session, with the token in {self.address.file}"
-        if alone_s > self.address.deadline_s:
+        if self._alone.over:
+            alone = duration(self._alone.passed_s)
             raise UserCodeError(
-                f"no client has asked for an episode in {duration(alone_s)} (serve.listen): the run "
-                f"{self.missing}. {where}; or raise trainer.deadline_s={self.address.deadline_s:g}."
+                f"no client has asked for an episode in {alone} (serve.listen): the run {self.missing}. "
+                f"{where}; or raise trainer.deadline_s={self.address.deadline_s:g}."
             )
-        if alone_s > TOLD_S and not self._told:
+        if self._alone.passed_s > TOLD_S and not self._told:
             self._told = True
             log.warning("the run %s. %s.", self.missing, where)
 

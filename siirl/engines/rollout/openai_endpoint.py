@@ -1,7 +1,6 @@
 """External agents: an OpenAI-compatible chat service speaks their turns. No weights, no log-probs."""
 
 import queue
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.data.completions import Completion, Key, Request
+from siirl.deadline import Deadline
 from siirl.engines.rollout.base import Interrupt, RolloutEngine, RolloutStream, check_keys
 from siirl.errors import EndpointError, EpisodeFailed, NotSupportedError, RolloutError
 from siirl.http_service import Endpoint, EndpointSettings
@@ -153,10 +153,10 @@ class EndpointStream(RolloutStream):
     def collect(self, timeout_s: float) -> list[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream. An answer that cannot be had is an EpisodeFailed in its place."""
         found: list[tuple[Key, Completion | EpisodeFailed]] = []
-        until_s = time.monotonic() + timeout_s
+        wait = Deadline(timeout_s)
         while self._pending:
             try:
-                key, said = self._answers.get(timeout=0 if found else max(0.0, until_s - time.monotonic()))
+                key, said = self._answers.get(timeout=0 if found else wait.left_s)
             except queue.Empty:
                 break
             self._pending.discard(key)

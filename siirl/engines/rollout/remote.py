@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from siirl.access import MOST_STRANGERS, UnauthenticatedConnections, own_host, shut
 from siirl.data.completions import Completion, Key, Request
+from siirl.deadline import Deadline
 from siirl.engines.rollout.base import Interrupt, RolloutStream, check_keys
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served.messages import (
@@ -123,7 +124,7 @@ class StreamServer:
         self._socket.close()
 
     def _serve(self, session: "Session", expected: set[int]) -> None:
-        heard_s = {rank: time.monotonic() for rank in expected}
+        silent = {rank: Deadline(self._deadline_s) for rank in expected}
         while expected or session.open:
             with self._news:
                 if not session.stream.num_pending:
@@ -137,11 +138,12 @@ class StreamServer:
                     messages += [(rank, message) for message in connection.inbox]
                     connection.inbox.clear()
             for rank, message in messages:
-                heard_s[rank] = time.monotonic()
+                silent[rank].renew()
                 session.hear(rank, message)
             session.answer()
             for rank in [*expected, *session.open]:
-                self._check_deadline(rank, heard_s[rank], rank in expected)
+                if silent[rank].over:
+                    raise self._late(rank, rank in expected)
 
     def _fail(self, session: "Session | None", text: str) -> None:
         """Tell everybody who has come, and whoever still comes, why there are no more answers."""
@@ -159,14 +161,13 @@ class StreamServer:
         come = any(self._arrived[rank] for rank in expected)
         return come or any(connection.inbox for connection in session.open.values())
 
-    def _check_deadline(self, rank: int, heard_s: float, missing: bool) -> None:
-        if time.monotonic() - heard_s > self._deadline_s:
-            what = "did not open its stream" if missing else "said nothing"
-            raise DeadlineError(
-                f"rank {rank} {what} within {self._deadline_s:g} s, while rank {self.address.rank} serves "
-                f"{self.address.model!r} to it: it hangs, or works on something else for longer. "
-                "Look at its log, or raise trainer.deadline_s."
-            )
+    def _late(self, rank: int, missing: bool) -> DeadlineError:
+        what = "did not open its stream" if missing else "said nothing"
+        return DeadlineError(
+            f"rank {rank} {what} within {self._deadline_s:g} s, while rank {self.address.rank} serves "
+            f"{self.address.model!r} to it: it hangs, or works on something else for longer. "
+            "Look at its log, or raise trainer.deadline_s."
+        )
 
     def _accept(self) -> None:
         while not self._closed:
@@ -221,7 +222,7 @@ class Session:
         self.address, self.stream, self.open = address, stream, opened
         self._asked: dict[Key, tuple[int, Key]] = {}  # key in the stream -> client and its own key
         self._num_asked = 0
-        self._spoken_s = time.monotonic()
+        self._speaks = Deadline(ALIVE_EVERY_S)
 
     def hear(self, rank: int, message: FromClient | None) -> None:
         """Take a message of a client; None: it has gone. PeerError if it has failed, or gone too early."""
@@ -245,8 +246,7 @@ class Session:
     def answer(self) -> None:
         """Hand out what has completed, and say that we are alive. PeerError if a client has gone."""
         self._hand_out(self.stream.collect(COLLECT_S))
-        if time.monotonic() - self._spoken_s > ALIVE_EVERY_S:
-            self._spoken_s = time.monotonic()
+        if self._speaks.due():
             for rank in self.open:
                 self._send(rank, Alive())
 
@@ -282,9 +282,8 @@ class RemoteStream(RolloutStream):
 
     def __init__(self, address: Address, rank: int, deadline_s: float) -> None:
         """Connect, as this rank. PeerError if nobody listens."""
-        self._address, self._deadline_s = address, deadline_s
+        self._address, self._silent = address, Deadline(deadline_s)
         self._pending: set[Key] = set()
-        self._heard_s = time.monotonic()
         self._sending = threading.Lock()
         self._closed = threading.Event()
         try:
@@ -307,23 +306,22 @@ class RemoteStream(RolloutStream):
             return
         check_keys(requests, self._pending)
         if not self._pending:
-            self._heard_s = time.monotonic()
+            self._silent.renew()
         self._send(Submit(list(requests)))
         self._pending |= {request.key for request in requests}
 
     def collect(self, timeout_s: float) -> list[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream. PeerError when the server failed or died; DeadlineError when it hangs."""
         answers: list[tuple[Key, Completion | EpisodeFailed]] = []
-        until_s = time.monotonic() + timeout_s
+        wait = Deadline(timeout_s)
         while self._pending:
-            left_s = 0.0 if answers else min(POLL_S, max(0.0, until_s - time.monotonic()))
-            if self._channel.ready(left_s):
+            if self._channel.ready(0.0 if answers else min(POLL_S, wait.left_s)):
                 answers += self._received()
-            elif answers or time.monotonic() >= until_s:
+            elif answers or wait.over:
                 break
-            elif time.monotonic() - self._heard_s > self._deadline_s:
+            elif self._silent.over:
                 raise DeadlineError(
-                    f"{self._server()} said nothing for {self._deadline_s:g} s, while {self.num_pending} "
+                    f"{self._server()} said nothing for {self._silent.wait_s:g} s, while {self.num_pending} "
                     "requests wait for it: it hangs, or works on something else for longer. Look at its log, "
                     "or raise trainer.deadline_s."
                 )
@@ -359,7 +357,7 @@ class RemoteStream(RolloutStream):
             message = self._channel.receive()
         except ChannelClosed:
             raise self._death() from None
-        self._heard_s = time.monotonic()
+        self._silent.renew()
         match message:
             case Failed(reason):
                 raise PeerError(f"{self._server()} failed: {reason}")

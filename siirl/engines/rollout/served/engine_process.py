@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from siirl.deadline import Deadline
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
 from siirl.engines.rollout.served.engine_child import EngineChild
 from siirl.engines.rollout.served.engine_parts import EngineParts
@@ -188,17 +189,17 @@ class EngineProcess:
         """
         self.settle()
         found, self._unread = self._unread, []
-        until_s = time.monotonic() + timeout_s
+        wait = Deadline(timeout_s)
         while True:
-            left_s = 0.0 if found else max(0.0, until_s - time.monotonic())
+            left_s = 0.0 if found else min(POLL_S, wait.left_s)
             try:
-                message = self._receive("stream", min(POLL_S, left_s), "", self.silence_s)
+                message = self._receive("stream", left_s, "", self.silence_s)
             except EngineLost:
                 if found:  # the next call will tell
                     return found
                 raise
             match message:
-                case None if found or time.monotonic() >= until_s:
+                case None if found or wait.over:
                     return found
                 case Failed(of_stream=True) as failed:
                     raise self._reported("stream", failed)

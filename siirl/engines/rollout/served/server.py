@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from siirl.deadline import Deadline
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
 from siirl.engines.rollout.served.engine_parts import find_parts
 from siirl.engines.rollout.served.kept_engine import next_worker
@@ -157,7 +158,7 @@ class Server:
     def __init__(self, channel: Channel) -> None:
         self._engine: Any = None
         self._running: set[str] = set()  # requests of the stream
-        self._spoken_s = time.monotonic()
+        self._speaks = Deadline(ALIVE_EVERY_S)
         self._renewal = Renewal()
         self.connect(channel)
 
@@ -278,8 +279,7 @@ class Server:
         """To the worker. ChannelClosed if it has gone, so that the work for it ends."""
         if self._alone.is_set():
             raise ChannelClosed("the worker has gone")
-        if time.monotonic() - self._spoken_s > ALIVE_EVERY_S:
-            self._spoken_s = time.monotonic()
+        if self._speaks.due():
             self._outbox.put(Alive(progress))
 
 
