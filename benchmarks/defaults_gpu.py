@@ -57,7 +57,7 @@ BEST = (
     f"{POLICY}.rollout.max_num_batched_tokens=16384",
     f"{POLICY}.rollout.gpu_memory_utilization=0.6",
 )
-"""What was found by hand (docs/gpu.md); FlashAttention 4 where it is installed."""
+"""What was found by hand (docs/evidence/gpu.md); FlashAttention 4 where it is installed."""
 QUICK = (f"{POLICY}.model.compile_layers=False", f"{POLICY}.rollout.enforce_eager=True")
 FLASH = f"{POLICY}.model.attention_kernels=flash_attn_4"
 

@@ -3,8 +3,8 @@
     python benchmarks/fit_costs.py
 
 Reads benchmarks/results, prints the constants of siirl/compiler/cost/device_kinds.py as they are fitted, and
-the table of docs/tuning.md: what that file predicts against what was measured, of the files that were fitted
-to and of those held out.
+the table of docs/evidence/predictions.md: what that file predicts against what was measured, of the files
+that were fitted to and of those held out.
 Runs without torch and without a device. A step's time is a sum of amounts of work over rates, so the fit is
 least squares of relative errors. Files of a call that was cut (report_file.py) count with the steps that they
 have; a run of which no step was counted is left out.
@@ -185,7 +185,7 @@ def _not_negative(amounts: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def errors(runs: list[Measured], device: DeviceKind = H200) -> list[str]:
-    """The table of docs/tuning.md, as lines of Markdown."""
+    """The table of docs/evidence/predictions.md, as lines of Markdown."""
     heads = ("run", "step, s", "predicted", "error", "rollout", "old log-probs", "reference", "update")
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for title in dict.fromkeys(map(_section, runs)):

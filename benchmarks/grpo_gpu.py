@@ -62,8 +62,9 @@ BEST_FLAGS = (
     "actor_rollout_ref.rollout.max_log_prob_diff=0.5",  # random weights: a trained model has less
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8",
 )
-"""What is faster and no longer the same numbers (docs/gpu.md): the ratio of the loss is to the probabilities
-of the rollout engine, which corrects for what FP8 does to them; the run ends where the two are too far apart.
+"""What is faster and no longer the same numbers (docs/tuning.md): the ratio of the loss is to the
+probabilities of the rollout engine, which corrects for what FP8 does to them; the run ends where
+the two are too far apart.
 """
 VERL = {
     "A": {"step_s": 23.19, "rollout_s": 9.53, "old_log_prob_s": 2.99, "ref_log_prob_s": 2.58,

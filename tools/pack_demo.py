@@ -1,6 +1,6 @@
 """Packs a run for `siirl view --demo`, or for a test: python tools/pack_demo.py RUN [--out FILE]
 
-What the page shows is kept, without names of the machine and of folders. docs/view.md says which run it is.
+What the page shows is kept, without names of the machine and folders. docs/evidence/dashboard.md says which.
 """
 
 import argparse

@@ -124,7 +124,7 @@ def _as_float(value: Number) -> float:
 
 
 class PythonTool:
-    """Runs a program in the sandbox (docs/sandbox.md) and gives what it prints; each call starts anew.
+    """Runs a program in the sandbox (docs/security.md) and gives what it prints; each call starts anew.
 
     time_s, memory_mb: limits of one program. max_concurrent: programs at once on this rank; 0: as many as
     there are cores. There are no more sandboxes than that, each kept for the next program.

@@ -267,7 +267,7 @@ def sandbox(_output: Path) -> Iterator[Line]:
         )
     else:
         lacks = f"; {works[0]}: {'; '.join(gaps)}" if gaps else ""
-        remedy = "docs/sandbox.md says what each mode needs." if gaps else ""
+        remedy = "docs/security.md says what each mode needs." if gaps else ""
         yield Line("warn" if gaps else "ok", "sandbox", f"works: {', '.join(works)}{lacks}", remedy)
 
 

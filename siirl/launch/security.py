@@ -300,7 +300,7 @@ def sandbox(run: Subject) -> Iterator[Line]:
         yield Line(True, what, "no sandbox works here: they are refused", str(error))
         return
     gaps = "".join(f"; {gap}" for gap in isolation.gaps())
-    remedy = "docs/sandbox.md says what better modes need" if gaps else ""
+    remedy = "docs/security.md says what better modes need" if gaps else ""
     yield Line(bool(gaps), what, f"sandbox, mode {isolation.mode}{gaps}", remedy)
 
 

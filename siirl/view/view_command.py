@@ -13,7 +13,7 @@ from siirl.command_line import cleaning_up
 from siirl.errors import ConfigError
 
 DEMO = "demo.tar.gz"
-"""Made by tools/pack_demo.py; docs/view.md has the command of the run."""
+"""Made by tools/pack_demo.py; docs/evidence/dashboard.md has the command of the run."""
 
 
 def add_command(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""Writes the table of the chaos suite, with times, into docs/reliability.md.
+"""Writes the table of the chaos suite, with times, into docs/evidence/fault_tolerance.md.
 
 CHAOS_TIMES=1 .venv/bin/python -m pytest tests/chaos        # measures: tests/chaos/times.json
 .venv/bin/python tests/chaos/document.py                    # writes the table
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from chaos_cases import CASES, Case
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "fault_tolerance.md"
 TIMES = Path(__file__).parent / "times.json"
 BEGIN, END = "<!-- chaos table: tests/chaos/document.py -->\n", "<!-- end of the chaos table -->\n"
 

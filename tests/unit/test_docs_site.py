@@ -51,6 +51,14 @@ GUIDES = {  # page -> most words; what is looked up, and what was measured, is o
     "quickstart": 550,
     "your_task": 1100,
     "async": 2400,
+    "vision": 1000,
+    "lora": 800,
+    "backends": 2000,
+    "launch": 1600,
+    "view": 1500,
+    "checkpoints": 1600,
+    "tuning": 2200,
+    "security": 1900,
 }
 FIRST_SCREEN = 45
 """Lines of a page within which its reader finds a command, or code, to begin with."""

@@ -256,7 +256,7 @@ TEST_NAME = re.compile(r"\b((?:unit(?:/[a-z_]+)?|dist|contracts|e2e|gpu)/test_\w
 
 
 def test_the_checklist_names_tests_and_documents_that_exist_and_every_item():
-    text = (ROOT / "docs" / "checklist.md").read_text()
+    text = (ROOT / "docs" / "evidence" / "checklist.md").read_text()
     absent = []
     for file, function in TEST_NAME.findall(text):
         path = ROOT / "tests" / f"{file}.py"

@@ -1,6 +1,6 @@
 """The page of a recorded run of four agents on eight ranks, opened in a real browser, held against its files.
 
-The run was made by eight processes on a CPU; docs/view.md has its command.
+The run was made by eight processes on a CPU; docs/evidence/dashboard.md has its command.
 """
 
 import gzip

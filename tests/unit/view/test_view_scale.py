@@ -15,7 +15,7 @@ from siirl.view.run_parts import RunParts
 from siirl.view.view_page import export
 
 MOST_PAINT_MS, MOST_LOOK_S, MOST_MIB, TRIES = 2_000, 2.0, 300, 3
-"""Times: the best of some on the machine of docs/view.md; `slower()` times as much on another."""
+"""Times: best of some, on the machine of docs/evidence/dashboard.md; `slower()` times as much on another."""
 REFERENCE_S = 0.16
 """How long what `slower` does takes there."""
 LOOK = """
