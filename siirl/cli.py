@@ -1,4 +1,4 @@
-"""The console script: siirl check | plan | run | migrate | export | convert | trace
+"""The console script: siirl check | test | plan | run | migrate | export | convert | trace
 | new | resume | eval | chat | ls | compare | watch | view | doctor.
 
 A user error is one message and exit code 2. check and plan need neither torch nor devices; export and
@@ -32,6 +32,7 @@ from siirl.observe.trace import merge_trace
 from siirl.runs.run_commands import add_run_commands
 from siirl.session import PlannedRun, planned
 from siirl.spelling import suggest
+from siirl.testing import command as test_command
 from siirl.view import view_command
 
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     complete(_parser)
     with user_errors() as outcome:
         _check_command(argv)
-        if argv[:1] and argv[0] in ("check", "plan", "run", "migrate"):
+        if argv[:1] and argv[0] in ("check", "test", "plan", "run", "migrate"):
             import_from_here()
         if argv[:1] == ["run"]:
             return main_dag.main(argv[1:])
@@ -290,6 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="join the traces of a run's ranks, also after a crash")
     trace.add_argument("output_dir", help="trainer.output_dir of a run with trainer.trace=true")
     trace.set_defaults(command=_trace)
+    test_command.add_command(commands)
     add_commands(commands)
     add_run_commands(commands)
     view_command.add_command(commands)

@@ -134,7 +134,7 @@ VALUES = {
 COMMANDS = {
     **dict.fromkeys(("train", "start", "launch", "fit", "grpo", "ppo", "sft", "rl"), "run"),
     **dict.fromkeys(("validate", "lint", "verify", "dry-run"), "check"),
-    **dict.fromkeys(("evaluate", "val", "test"), "eval"),
+    **dict.fromkeys(("evaluate", "val"), "eval"),
     **dict.fromkeys(("init", "create", "quickstart"), "new"),
     **dict.fromkeys(("list", "runs", "status"), "ls"),
     **dict.fromkeys(("continue", "restart"), "resume"),

@@ -100,7 +100,7 @@ class DAGWorker:
         self._in_turn = True  # others take memory of the device in turn: engines that start, now
         for name, model in plan.models.items():
             if rank in model.ranks:
-                make = make_rollout_engine if model.generates else make_train_engine
+                make = self.make_rollout if model.generates else make_train_engine
                 engines = self.rollout_engines if model.generates else self.train_engines
                 node_cfg = self.node_cfg(model.node)
                 cfg_of_model = ROLES[model.role].engine_cfg(node_cfg)
@@ -141,6 +141,10 @@ class DAGWorker:
             for name, loader in plan.loaders.items()
             if rank in plan.layouts[loader.layout].ranks
         }
+
+    def make_rollout(self, *build: Any) -> RolloutEngine:
+        """A rollout engine of this rank, by the arguments of make_rollout_engine. A test has its own."""
+        return make_rollout_engine(*build)
 
     @property
     def num_agents(self) -> int:

@@ -1,0 +1,51 @@
+"""`siirl test`: the trial of a command line, and its verdicts as a table."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from siirl.command_line import add_config_arguments, print_text
+
+
+def add_command(commands: Any) -> None:
+    """Add it to the subparsers of `siirl`."""
+    told = "run the job on CPUs for a few steps, with tiny models and few rows, and check what it learns from"
+    parser = commands.add_parser("test", help=told, description=told)
+    add_config_arguments(parser)
+    parser.add_argument("--answers", metavar="FILE", help="what agents say: a file, or the folder of a run")
+    parser.add_argument(
+        "--tiny",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="make a tiny model of the family of each model [yes]; --no-tiny: the models as they are",
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the files of the test's runs there")
+    parser.set_defaults(command=_test)
+
+
+def _test(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Prints the table; 1 if an assertion fails."""
+    from siirl.testing.assertions import judged
+    from siirl.testing.trial import playing
+
+    settings = list(overrides)
+    if settings and "=" not in settings[0]:
+        settings[0] = f"dag.workflow_path={settings[0]}"
+    with playing(settings, args.config_name, args.answers, args.tiny, keep=args.keep) as trial:
+        verdicts = judged(trial)
+    print_text(table_of(verdicts))
+    failed = sum(one.status == "FAIL" for one in verdicts.values())
+    print_text(f"{failed} of {len(verdicts)} assertions failed, in {trial.seconds:.0f} s")
+    return 1 if failed else 0
+
+
+def table_of(verdicts: Mapping[str, Any]) -> str:
+    """A line for each assertion, and below one that failed what to change."""
+    width = max(map(len, verdicts))
+    lines = []
+    for name, one in verdicts.items():
+        lines.append(f"{one.status:4}  {name:{width}}  {one.evidence}")
+        if one.fix:
+            lines.append(f"      {'':{width}}  change: {one.fix}")
+    return "\n".join(lines)

@@ -1,0 +1,129 @@
+"""`siirl test`: a sound workflow passes, and each broken one is caught by the assertion that is about it."""
+
+import contextlib
+
+import pytest
+from fixtures_tiny import make_arithmetic_parquet, make_tiny_model_dir
+
+from siirl.cli import main
+from siirl.testing.assertions import judged
+from siirl.testing.trial import play
+
+ESTIMATOR = """
+import torch
+from siirl.algorithms.advantages import Advantages, register_advantage
+
+@register_advantage("mine", needs=("reward", "response_mask", "group_id"))
+def mine(reward_BT, response_mask_BT, group_id_B):
+    total = reward_BT.sum(-1)
+    mean = torch.stack([total[group_id_B == group].mean() for group in group_id_B])
+    return Advantages(torch.where(response_mask_BT, (FORMULA)[:, None], 0))
+"""
+SOUND = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return 1.0 if solution_str.startswith(str(ground_truth)) else len(set(solution_str)) / 100
+"""
+REWARDS = {
+    "a constant": ("return 0.0", "rewards are numbers that differ"),
+    "a text that is compared with a number": (
+        "return float(solution_str == 10 * ground_truth)",
+        "rewards are numbers that differ",
+    ),
+    "random numbers": ("import random; return random.random()", "rewards are numbers that differ"),
+    "the time": ("import time; return time.time() % 1", "rewards are numbers that differ"),
+    "a counter": (
+        "compute_score.calls = getattr(compute_score, 'calls', 0) + 1; return float(compute_score.calls)",
+        "rewards are numbers that differ",
+    ),
+    "no number": ("return float('nan')", "the steps run"),
+    "a key that rows do not have": ("return extra_info['difficulty']", "the steps run"),
+    "a text that is no number": ("return float(solution_str.split()[-1])", "the steps run"),
+    "a dict without score": ("return {'right': 1.0}", "the steps run"),
+}
+"""Body of the reward -> the assertion that it does not pass."""
+ESTIMATORS = {
+    "the wrong sign": ("-1.0 * (total - mean)", "better answers become likelier"),
+    "nothing": ("0.0 * total", "better answers become likelier"),
+}
+KEYS = {
+    "no learning rate": (("actor_rollout_ref.actor.optim.lr=0",), "better answers become likelier"),
+    "answers that are cut": (("data.max_response_length=1",), "answers are whole"),
+}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    model = make_tiny_model_dir(folder / "model")
+    train = make_arithmetic_parquet(folder / "train.parquet", 32)
+    (folder / "reward.py").write_text(SOUND)
+    (folder / "answers.yaml").write_text('"*": ["{ground_truth}", "7 or 8", null, "no"]')
+    return folder, [
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.rollout.n=4",
+        f"data.train_files={train}",
+        "data.max_prompt_length=32",
+        "data.max_response_length=16",
+        f"custom_reward_function.path={folder / 'reward.py'}",
+    ]
+
+
+def failed(settings, folder, out, only=("alone",)):
+    """The assertions that fail of those about the runs that are played."""
+    trial = play(settings, out, answers=str(folder / "answers.yaml"), only=only)
+    found = {}
+    with contextlib.suppress(KeyError):  # of a run that is not played
+        found = judged(trial)
+    if not found:
+        from siirl.testing.assertions import ASSERTIONS
+
+        for name, check in ASSERTIONS.items():
+            with contextlib.suppress(KeyError):
+                found[name] = check(trial)
+    return [name for name, one in found.items() if one.status == "FAIL"]
+
+
+def test_a_sound_workflow_passes_by_the_users_command(job, capsys):
+    folder, settings = job
+    code = main(["test", *settings, "--answers", str(folder / "answers.yaml")])
+    told = capsys.readouterr().out
+    assert code == 0 and "0 of 11 assertions failed" in told, told
+    assert "n/a" not in told and "equal bit for bit" in told
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_broken_reward_is_caught_by_the_right_assertion(name, job, tmp_path):
+    body, assertion = REWARDS[name]
+    folder, settings = job
+    reward = tmp_path / "broken.py"
+    reward.write_text(
+        f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n"
+    )
+    settings = [*settings, f"custom_reward_function.path={reward}"]
+    assert failed(settings, folder, tmp_path / "out") == [assertion]
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_broken_keys_are_caught_by_the_right_assertion(name, job, tmp_path):
+    keys, assertion = KEYS[name]
+    folder, settings = job
+    assert assertion in failed([*settings, *keys], folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_broken_estimator_is_caught_by_the_right_assertion(name, job, tmp_path):
+    formula, assertion = ESTIMATORS[name]
+    folder, settings = job
+    code = tmp_path / "mine.py"
+    code.write_text(ESTIMATOR.replace("FORMULA", formula))
+    settings = [*settings, f"algorithm.adv_estimator={code}:mine"]
+    assert failed(settings, folder, tmp_path / "out") == [assertion]
+
+
+def test_without_a_baseline_equal_rewards_teach(job, tmp_path):
+    folder, settings = job
+    code = tmp_path / "mine.py"
+    code.write_text(ESTIMATOR.replace("FORMULA", "total"))
+    settings = [*settings, f"algorithm.adv_estimator={code}:mine"]
+    assert failed(settings, folder, tmp_path / "out", ("alone", "equal")) == ["equal rewards teach nothing"]
