@@ -20,7 +20,7 @@ from siirl.disk import naming
 from siirl.errors import CheckpointError, ConfigError, DataError
 from siirl.model_files.directory import model_dir, weights_digest
 from siirl.model_files.stored_tensors import load_tensors, stored_tensors
-from siirl.model_files.weight_slices import SafetensorsFolder, write_adapter
+from siirl.model_files.weight_slices import SafetensorsFolder, declared_dtype, write_adapter
 from siirl.models.trained import OWN_TYPE
 
 SHARD_BYTES = 5 * 10**9
@@ -31,7 +31,7 @@ _COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 def copy_hf_files(model_path: str, out: Path, config_changes: Mapping[str, Any] = NO_CHANGES) -> None:
     """Copy config, tokenizer, chat template and custom code of a model, not its weights.
 
-    config_changes: keys of config.json that the copy has instead.
+    config_changes: keys of config.json that the copy has instead. Of quantised files: those of plain numbers.
     """
     source = model_dir(model_path)
     out.mkdir(parents=True, exist_ok=True)
@@ -69,13 +69,6 @@ def save_hf(
     finally:
         for _ in weights:  # after an error here the other ranks are still in the middle of theirs
             pass
-
-
-def declared_dtype(folder: Path) -> torch.dtype | None:
-    """The type that config.json of a model directory declares for its weights; None if it declares none."""
-    config = json.loads((folder / "config.json").read_text())
-    found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    return found if isinstance(found, torch.dtype) else None
 
 
 def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> torch.dtype:
@@ -128,9 +121,10 @@ def _declare_dtype(config_path: Path, dtype: torch.dtype) -> None:
 
 
 def _change_config(config_path: Path, changes: Mapping[str, Any]) -> None:
-    if changes:
-        config = json.loads(config_path.read_text())
-        config_path.write_text(json.dumps(config | changes, indent=2))
+    config = json.loads(config_path.read_text())
+    changed = {name: value for name, value in (config | changes).items() if name != "quantization_config"}
+    if changed != config:
+        config_path.write_text(json.dumps(changed, indent=2))
 
 
 READ_BYTES = 2 * 10**9

@@ -17,6 +17,7 @@ from siirl.errors import ConfigError, DataError
 from siirl.model_files.directory import check_weight_files, model_dir
 from siirl.model_files.weight_slices import SafetensorsFolder
 from siirl.models.families import TEXT_PARTS
+from siirl.models.trained import why_not_plain
 
 _INSIDE = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=[a-z])")
 """What stands before the names of the text's tensors, other than of its output head, in the files of the
@@ -42,8 +43,8 @@ def write_text_part(whole: Path, out: Path) -> str:
             f"{whole} is a {config.model_type}, which has no text part that was compared with the whole. "
             f"Give a model of {', '.join(TEXT_PARTS)}."
         )
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"{whole} is quantised: its weights are no plain numbers. Give one that is not.")
+    if problem := why_not_plain(text.model_type, config.to_dict()):
+        raise ConfigError(f"{whole} is quantised, and {problem}. Give one of plain numbers.")
     with SafetensorsFolder(whole) as files:
         names = _text_names(files, whole)
         text.architectures, text.dtype = [CLASSES[text.model_type]], config.dtype

@@ -21,18 +21,19 @@ from siirl.models.overridden import PARTS, TURNING, TYPE, names, overridden
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+QUANTISED = "quantization_config"
 FIXED = {
     "model_type": "it says which model the files are of. Set model.path to one of that type.",
     "auto_map": "it names the code of the files. Set model.path to others.",
     "attn_implementation": "siirl's engines have attention of their own. Set model.attention_kernels.",
     "_attn_implementation": "siirl's engines have attention of their own. Set model.attention_kernels.",
-    "quantization_config": "it says how the weights are stored. Set rollout.quantization, or model.path.",
+    QUANTISED: "it says how the weights are stored. Set rollout.quantization, or model.path.",
 }
 """What no change of a value can mean, and the fix."""
 
 
 def load_hf_config(model: ModelConfig) -> "PretrainedConfig":
-    """config.json of model.path with model.override_config applied.
+    """config.json of model.path with model.override_config applied, of plain numbers whatever the files have.
 
     DataError if there is none, or none that transformers can build; ConfigError for changes of values that it
     does not have, or that it does not take.
@@ -44,6 +45,7 @@ def load_hf_config(model: ModelConfig) -> "PretrainedConfig":
     raw = config_json(model)
     _check_names(config, raw, changes, f"{model.path}/config.json")
     merged = overridden(raw, changes)
+    merged.pop(QUANTISED, None)
     try:
         built = type(config).from_dict(copy.deepcopy(merged))  # it writes into what it is given
     except (TypeError, KeyError, *_not_built()) as error:
@@ -61,10 +63,12 @@ def engine_overrides(model: ModelConfig, config: "PretrainedConfig") -> dict[str
     """The values of `config` that those of the files have to be set to, for an engine that reads the files.
 
     More than override_config: a model's rotary settings are whole, and lists of layers as long as they are.
+    And it gets plain numbers, also where the files have others.
     """
+    plain = {QUANTISED: None} if config_json(model).get(QUANTISED) else {}
     if not model.override_config:
-        return {}
-    return _differing(_as_stored(model).to_dict(), config.to_dict())
+        return plain
+    return plain | _differing(_as_stored(model).to_dict(), config.to_dict())
 
 
 def written_changes(model: ModelConfig) -> dict[str, Any]:
@@ -93,11 +97,14 @@ def _as_stored(model: ModelConfig) -> "PretrainedConfig":
         importlib.import_module(model.external_lib)
     path = model_dir(model.path)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, *_not_built()) as error:
         raise DataError(
             f"{path / 'config.json'} describes no model that transformers can build: {error}. Correct it."
         ) from error
+    if hasattr(config, QUANTISED):
+        delattr(config, QUANTISED)
+    return config
 
 
 def _not_built() -> tuple[type[Exception], ...]:

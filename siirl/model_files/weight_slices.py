@@ -1,5 +1,5 @@
-"""Slices of the tensors of a Hugging Face model directory, read as they are asked for; and LoRA adapters as
-peft stores them, written. No communication.
+"""Slices of the tensors of a Hugging Face model directory, read as they are asked for, quantised ones as
+plain numbers; and LoRA adapters as peft stores them, written. No communication.
 """
 
 import json
@@ -16,6 +16,15 @@ from torch import Tensor
 
 from siirl.errors import DataError
 from siirl.model_files.directory import INDEX, WEIGHTS
+from siirl.model_files.quantised import plain_names, slice_of
+from siirl.models.trained import weight_block
+
+
+def declared_dtype(folder: Path) -> torch.dtype | None:
+    """The type that config.json of a model directory declares for its weights; None if it declares none."""
+    config = json.loads((folder / "config.json").read_text())
+    found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    return found if isinstance(found, torch.dtype) else None
 
 
 class SafetensorsFolder:
@@ -24,9 +33,11 @@ class SafetensorsFolder:
     def __init__(self, folder: Path):
         self._folder = folder
         self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, tuple[Any, frozenset[str]]] = {}
         index = folder / INDEX
         self._file_of = json.loads(index.read_text())["weight_map"] if index.is_file() else None
+        self._block = weight_block(json.loads((folder / "config.json").read_text()))
+        self._dtype = declared_dtype(folder) or torch.bfloat16
 
     def __enter__(self) -> "SafetensorsFolder":
         return self
@@ -42,35 +53,33 @@ class SafetensorsFolder:
     def names(self) -> list[str]:
         """All tensors, file by file."""
         files = [WEIGHTS] if self._file_of is None else sorted(set(self._file_of.values()))
-        return [name for file in files for name in self._opened(file).keys()]
+        return plain_names(name for file in files for name in self._opened(file)[0].keys())
 
     def like(self, name: str) -> Tensor:
         """A tensor without memory, of the type and shape of one that is there."""
-        part = self._file_with(name).get_slice(name)
+        part = self.tensor_slice(name)
         shape = part.get_shape()
         return torch.empty(shape, dtype=(part[0:0] if shape else part[...]).dtype, device="meta")
 
     def part(self, name: str, first: int, last: int) -> Tensor:
         """Rows first to last - 1 of a tensor that is there; all of one without dimensions."""
-        part = self._file_with(name).get_slice(name)
+        part = self.tensor_slice(name)
         return part[first:last] if part.get_shape() else part[...]
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
-        file = self._file_with(name)
-        return file is not None and name in file.keys()
+        return self.tensor_slice(name) is not None
 
     def read(
         self, name: str, shape: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int] | None
     ) -> Tensor:
         """A rectangle of a tensor, which must have this whole shape. DataError if there is none such."""
-        file = self._file_with(name)
-        if file is None or name not in file.keys():
+        part = self.tensor_slice(name)
+        if part is None:
             raise DataError(
                 f"{self._folder} has no tensor {name}: its config.json describes another model. "
                 "Check the directory, or override_config."
             )
-        part = file.get_slice(name)
         if tuple(part.get_shape()) != shape:
             raise DataError(
                 f"{self._folder}: {name} has the shape {part.get_shape()}, and config.json means "
@@ -78,14 +87,22 @@ class SafetensorsFolder:
             )
         return part[slice(*rows)] if columns is None else part[slice(*rows), slice(*columns)]
 
-    def _file_with(self, tensor: str) -> Any:
-        """The open file that should hold a tensor; None if the index lists none."""
-        name = WEIGHTS if self._file_of is None else self._file_of.get(tensor)
-        return None if name is None else self._opened(name)
+    def tensor_slice(self, name: str) -> Any:
+        """What reads of a tensor what it is indexed by; None if there is none of that name."""
+        return slice_of(name, self._stored, self._dtype, self._block)
 
-    def _opened(self, file: str) -> Any:
+    def _stored(self, name: str) -> Any:
+        """The same of one of the files, as it is there."""
+        file = WEIGHTS if self._file_of is None else self._file_of.get(name)
+        if file is None:
+            return None
+        opened, names = self._opened(file)
+        return opened.get_slice(name) if name in names else None
+
+    def _opened(self, file: str) -> tuple[Any, frozenset[str]]:
         if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
+            opened = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
+            self._open[file] = opened, frozenset(opened.keys())
         return self._open[file]
 
 

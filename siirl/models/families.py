@@ -92,6 +92,8 @@ class Family:
     float8: bool = False
     """Its linear layers were seen to multiply in FP8, under fsdp and in vLLM; with experts, images and
     compressed keys they were not."""
+    mxfp4: bool = False
+    """Its files may have experts in MXFP4."""
     compiled: bool = False
     """Its layers were compared when compiled (model.compile_layers)."""
     turned: bool = False
@@ -216,6 +218,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(
         any_head=True,
         vllm=_PAST_UPDATES,
+        mxfp4=True,
         counted=True,
         sinks=True,
         experts=Experts(width="intermediate_size", biases=True),

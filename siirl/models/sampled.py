@@ -20,8 +20,6 @@ def why_not_in_vllm(config: Mapping[str, Any], on_cpu: bool) -> str:
     size, share = head_size(config), share_of_hidden(config)
     if vllm.why_not:
         return vllm.why_not
-    if family_of(config.get("model_type")).divides_logits and config.get("logits_scaling", 1) != 1:
-        return f"that it divides logits by logits_scaling={config['logits_scaling']} has not been seen"
     if _windows_differ(config):
         return "with sliding windows in some of its layers it computes others, it has them in all or in none"
     if vllm.shares_hidden and size != share and share:

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 from siirl.models.config_json import PARTS, language_part
-from siirl.models.families import TEXT_PARTS, Experts, family_of, known_types
+from siirl.models.families import TEXT_PARTS, Experts, family_of, known_types, types_with
 
 OWN_TYPE = ("e_score_correction_bias", ".expert_bias")
 """Tensors of the files, by the end of their names, that keep their own type whatever the model's."""
@@ -85,8 +85,8 @@ def _traits(config: Mapping[str, Any], strategy: str) -> Iterator[str]:
             yield f"a {name} (it is made of several models{_text_part(config, strategy)})"
     if config.get("kv_lora_rank") and family_of(config.get("model_type")).latent is None:
         yield f"kv_lora_rank={config['kv_lora_rank']} (keys and values that are compressed)"
-    if config.get("quantization_config"):
-        yield f"a quantization_config (its weights are no plain numbers{_as_plain_numbers(config)})"
+    if problem := why_not_plain(config.get("model_type"), config):
+        yield f"a quantization_config (its weights are no plain numbers, and {problem})"
     if config.get("output_router_logits"):
         yield (
             "output_router_logits=True (a loss of the router, which transformers has of each micro-batch "
@@ -109,10 +109,26 @@ def _text_part(config: Mapping[str, Any], strategy: str) -> str:
     )
 
 
-def _as_plain_numbers(config: Mapping[str, Any]) -> str:
-    """How quantised weights of a kind that trains come to be plain numbers, where that was looked up."""
-    mxfp4 = config["quantization_config"].get("quant_method") == "mxfp4"
-    return "; docs/models.md has the lines that make plain ones of them" if mxfp4 else ""
+def why_not_plain(kind: str | None, config: Mapping[str, Any]) -> str:
+    """Why quantised weights of a model are not read as plain numbers; empty if they are, or are plain."""
+    family, quantised = family_of(kind), config.get("quantization_config") or {}
+    method, form = quantised.get("quant_method"), quantised.get("fmt", "e4m3")
+    if not quantised:
+        return ""
+    if method not in ("mxfp4", "fp8"):
+        return f"quant_method={method} is not read: fp8 and mxfp4 are"
+    if method == "mxfp4" and not family.mxfp4:
+        return f"quant_method=mxfp4 is read of {', '.join(types_with(lambda row: row.mxfp4))} only"
+    if method == "fp8" and form != "e4m3":
+        return f"fmt={form} is not read: e4m3 is"
+    return "such were not seen of models that see images" if family.sees_images else ""
+
+
+def weight_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a matrix in FP8 that a factor of its files is of; None: one is of all, or there is
+    none."""
+    height, width = (config.get("quantization_config") or {}).get("weight_block_size") or (0, 0)
+    return (height, width) if height > 0 and width > 0 else None
 
 
 def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """gpt-oss, with attention sinks and biases of experts, under FSDP2: against plain Hugging Face."""
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -12,12 +11,11 @@ from dist_harness import run_workers
 from expert_cases import assert_equal_training, largest_gap, router_losses_of_hf
 from proven_models import TRAINING
 from recorded_cases import case_of, record_outcome
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from train_engine_cases import Scenario
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.models.trained import why_not
 from siirl.parallel.dims import ParallelDims
 
 ACTOR = "actor_rollout_ref.actor"
@@ -119,44 +117,3 @@ def sampled(rank: int, world: int, folder: Path, sizes: tuple) -> str:
 )
 def test_its_weights_leave_bit_by_bit_and_are_sampled_with(model_dir, world, sizes):
     assert run_workers(sampled, world, model_dir, sizes, deadline_s=200) == [""] * world
-
-
-FOUR_BITS = [sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
-"""What the numbers of mxfp4 stand for; 32 of them share a power of two."""
-
-
-def quantised(folder: Path) -> dict[str, torch.Tensor]:
-    """Give a gpt-oss experts of random mxfp4 numbers, as the released files have them; what these are."""
-    draw, plain, stored = torch.Generator().manual_seed(0), {}, {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        plain[name] = stored[name] = tensor.bfloat16()
-        if name.endswith(("gate_up_proj", "down_proj")):
-            experts, inner, outer = tensor.shape
-            shape, blocks = (experts, outer, inner // 32), f"{name}_blocks"
-            del stored[name]
-            stored[blocks] = torch.randint(256, (*shape, 16), generator=draw).byte()
-            stored[f"{name}_scales"] = power = torch.randint(120, 128, shape, generator=draw).byte()
-            pair = torch.stack([stored[blocks] % 16, stored[blocks] // 16], -1).long().flatten(-2)
-            values = torch.tensor(FOUR_BITS)[pair] * 2.0 ** (power.float() - 127).unsqueeze(-1)
-            plain[name] = values.flatten(-2).transpose(1, 2).bfloat16()
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return plain
-
-
-def test_the_page_makes_plain_numbers_of_quantised_files(tmp_path):
-    from transformers import AutoModelForCausalLM, Mxfp4Config
-
-    small = causal_lms.tiny_config("gpt_oss", hidden_size=64)
-    wanted = quantised(causal_lms.write_model(tmp_path / "mxfp4", small))
-    load = AutoModelForCausalLM.from_pretrained
-    model = load(tmp_path / "mxfp4", dtype="bfloat16", quantization_config=Mxfp4Config(dequantize=True))
-    model.save_pretrained(tmp_path / "plain", save_original_format=False)
-    found = load_file(tmp_path / "plain" / "model.safetensors")
-    assert found.keys() == wanted.keys()
-    assert [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)] == []
-    raw = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("mxfp4", "plain")]
-    assert ["quantization_config" in why_not(config, "fsdp") for config in raw] == [True, False]
-    assert why_not(raw[1], "fsdp") == ""

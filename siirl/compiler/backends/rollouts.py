@@ -11,7 +11,7 @@ from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.errors import ConfigError, DagError, NotSupportedError, UserError
 from siirl.findings import Check
-from siirl.models.config_json import model_type_of
+from siirl.models.config_json import config_json, model_type_of
 from siirl.models.families import family_of, types_with
 from siirl.parallel.dims import ParallelDims
 
@@ -102,6 +102,11 @@ def check_sglang(cfg: Config, dims: ParallelDims, node: ResolvedNode) -> Iterato
             f"not supported yet: {node}: a {kind} with rollout.name=sglang: that SGLang takes its weights as "
             f"they are trained has been seen of {', '.join(types_with(lambda row: row.sglang))} only. Set "
             "actor_rollout_ref.rollout.name=vllm or hf."
+        )
+    if config_json(cfg.actor_rollout_ref.model).get("quantization_config"):
+        yield NotSupportedError(
+            f"not supported yet: {node}: a quantization_config with rollout.name=sglang: that it takes plain "
+            "numbers beside such files was not seen. Set actor_rollout_ref.rollout.name=vllm or hf."
         )
     for name, why in NOT_GIVEN.items():
         if name in rollout.engine_kwargs.sglang:

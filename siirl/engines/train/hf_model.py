@@ -1,5 +1,6 @@
 """Language models from a Hugging Face directory: their shape on every rank, their weights on one."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from siirl.engines.train.experts.hf_experts import GROUPED_EXPERTS
 from siirl.engines.train.layer_compiler import compile_layer
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.model_files.directory import check_weight_files, model_dir
+from siirl.model_files.hf_config import QUANTISED
+from siirl.model_files.weight_slices import SafetensorsFolder, declared_dtype
+from siirl.models.config_json import config_json
 from siirl.models.families import family_of, known_types
 from siirl.models.trained import why_not
 
@@ -117,6 +121,8 @@ def load_source(
 ) -> PreTrainedModel:
     """The whole model on the CPU in the type of its files: for the one rank that hands out the weights.
 
+    Of quantised files the plain numbers, in the type that config.json declares.
+
     A value head that is not among the weights is drawn from N(0, initializer_range^2) by `seed`, its bias 0;
     a score head must be among them, only its bias need not.
     DataError if weights are missing or do not fit. No communication.
@@ -126,15 +132,14 @@ def load_source(
     verbosity = transformers_logging.get_verbosity()
     if head != "lm":  # that a new head is missing is no news
         transformers_logging.set_verbosity_error()
+    given = {"trust_remote_code": model.trust_remote_code}
     try:
-        source, report = model_class(config, head).from_pretrained(
-            path,
-            config=config,
-            dtype="auto",
-            use_safetensors=True,
-            trust_remote_code=model.trust_remote_code,
-            output_loading_info=True,
-        )
+        if config_json(model).get(QUANTISED):
+            source, report = _read_plain(config, path, head, given)
+        else:
+            source, report = model_class(config, head).from_pretrained(
+                path, config=config, dtype="auto", use_safetensors=True, output_loading_info=True, **given
+            )
     except (OSError, RuntimeError, ValueError) as error:
         raise DataError(
             f"weights of {path} cannot be loaded: {error}. Check the files against its config.json."
@@ -152,6 +157,20 @@ def load_source(
             "Check the directory, or override_config."
         )
     return source
+
+
+def _read_plain(config: PretrainedConfig, path: Path, head: Head, given: dict[str, Any]) -> tuple[Any, Any]:
+    """A model of quantised files, and what transformers says of how they fit."""
+    with torch.device("meta"):
+        kind = type(model_class(config, head).from_config(config, **given))
+    with SafetensorsFolder(path) as files:
+        return kind.from_pretrained(
+            None,
+            config=config,
+            dtype=declared_dtype(path) or torch.bfloat16,
+            state_dict={name: files.tensor_slice(name) for name in files.names()},
+            output_loading_info=True,
+        )
 
 
 def empty_source(config: PretrainedConfig, model: ModelConfig, head: Head = "lm") -> PreTrainedModel:

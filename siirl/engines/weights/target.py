@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,8 +15,9 @@ from siirl.engines.train.adapters.lora import add_lora, plain_name
 from siirl.engines.train.base import TrainEngine
 from siirl.engines.train.hf_model import model_class
 from siirl.errors import DataError, WeightSyncError
-from siirl.model_files.directory import check_weight_files, weight_files
+from siirl.model_files.directory import check_weight_files
 from siirl.model_files.file_parts import stored_parts
+from siirl.model_files.weight_slices import SafetensorsFolder
 
 WeightSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> (shape, dtype)."""
@@ -65,11 +65,10 @@ def stored_weights(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Te
     """
     check_weight_files(folder)
     wanted = set(names)
-    for file_name in sorted(weight_files(folder)):
-        with safe_open(folder / file_name, framework="pt") as file:
-            for name in sorted(wanted & set(file.keys())):
-                yield name, file.get_tensor(name)
-                wanted.remove(name)
+    with SafetensorsFolder(folder) as files:
+        for name in filter(wanted.__contains__, files.names()):
+            yield name, files.tensor_slice(name)[...]
+            wanted.remove(name)
     if wanted:
         raise DataError(
             f"{folder} lacks {len(wanted)} tensors of its model, {', '.join(sorted(wanted)[:5])}: judges and "

@@ -5,6 +5,7 @@ import json
 import causal_lms
 import pytest
 import torch
+from quantised_files import in_fp8, rounded
 from safetensors.torch import load_file, save_file
 
 from siirl.cli import main
@@ -51,6 +52,26 @@ def test_a_text_part_computes_what_the_whole_does_and_goes_back_into_it(tmp_path
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32).eval()
     with torch.no_grad():
         torch.testing.assert_close(trained(ids).logits, again(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_the_text_part_of_quantised_files_is_one_of_plain_numbers(tmp_path, capsys):
+    causal_lms.write_seeing_model(tmp_path / "whole", "mistral3", "ministral3", False)
+    whole = rounded(in_fp8(tmp_path / "whole", (12, 20)))
+    assert main(["convert", "--text", str(tmp_path / "whole"), str(tmp_path / "text")]) == 0
+    own = load_file(tmp_path / "text" / "model.safetensors")
+    assert all(
+        any(torch.equal(x, y) for y in whole.values() if x.shape == y.shape) for x in own.values()
+    ) and any(name.endswith("up_proj.weight") for name in own)
+    assert "quantization_config" not in json.loads((tmp_path / "text" / "config.json").read_text())
+    into = ["convert", str(tmp_path / "text"), str(tmp_path / "out"), "--into", str(tmp_path / "whole")]
+    assert main(into) == 0
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert back.keys() == whole.keys() and all(torch.equal(back[name], x) for name, x in whole.items())
+    path = tmp_path / "whole" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    assert main(["convert", "--text", str(tmp_path / "whole"), str(tmp_path / "other")]) == 2
+    assert "quant_method=awq is not read: fp8 and mxfp4 are" in capsys.readouterr().err
 
 
 def test_check_says_how_a_text_part_is_trained_where_it_is():

@@ -24,8 +24,8 @@ ACTOR = "actor_rollout_ref.actor"
 REFUSED = {
     "deepseek_v32": ({"kv_lora_rank": 512, "n_routed_experts": 256}, "kv_lora_rank=512"),
     "gpt_oss": (
-        {"num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}},
-        "docs/models.md has the lines",
+        {"num_local_experts": 32, "quantization_config": {"quant_method": "quark"}},
+        "quant_method=quark is not read: fp8 and mxfp4 are",
     ),
     "phimoe": ({"num_local_experts": 16}, "no model type"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of kind conv"),
@@ -178,12 +178,8 @@ OSS_20B = {
         ("hf", {}, ("model.attention_kernels=flash_attn_4",), r"flash_attn_4 for attention sinks \(gpt_oss"),
         ("hf", {}, ("actor.fsdp_config.expert_parallel_size=5",), "does not divide the 32 experts"),
         ("hf", {}, ("model.lora_rank=4",), "LoRA adapters on experts"),
-        (
-            "hf",
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            (),
-            r"quantization_config .*docs/models\.md has the lines",
-        ),
+        ("hf", {"quantization_config": {"quant_method": "mxfp4"}}, (), ""),
+        ("hf", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, (), r"fmt=e5m2 is not read"),
     ],
 )
 def test_gpt_oss_is_trained_as_it_was_compared(tmp_path, rollout, changes, keys, words):

@@ -58,13 +58,14 @@ def test_these_go_with_sglang(tmp_path, keys):
             QWEN3,
             "tensor_model_parallel_size=2 with rollout.name=sglang: an SGLang engine of several GPUs",
         ),
+        ((), QWEN3 | {"quantization_config": {"quant_method": "fp8"}}, "plain numbers beside such files"),
         ((), EXPERTS, "a qwen3_moe with rollout.name=sglang: .*seen of qwen3 only.*name=vllm or hf"),
         ((), {**QWEN3, "model_type": "qwen2"}, "a qwen2 with rollout.name=sglang"),
         (("data.dataset_type=vlm",), VISION, "sglang"),
         ((REPLAY,), EXPERTS, "sglang"),
         ((LAG, f"{ROLLOUT}.keep_kv=true"), QWEN3, "keep_kv=true with rollout.name=sglang"),
     ],
-    ids=["tp", "experts", "qwen2", "images", "replay", "kv"],
+    ids=["tp", "quantised", "experts", "qwen2", "images", "replay", "kv"],
 )
 def test_what_was_not_seen_with_sglang_is_refused_with_the_fix(tmp_path, keys, model, words):
     with pytest.raises(NotSupportedError, match=f"(?s)not supported yet: .*{words}"):

@@ -73,13 +73,6 @@ def test_heads_that_vllm_would_cut_are_refused_on_every_device(kind):
         assert why_not_in_vllm(raw | same, on_cpu=False) == ""
 
 
-def test_logits_that_are_divided_were_not_seen_there():
-    assert why_not_in_vllm({"model_type": "granite", "logits_scaling": 1.0}, on_cpu=False) == ""
-    assert "logits_scaling=8.0" in why_not_in_vllm(
-        {"model_type": "granite", "logits_scaling": 8.0}, on_cpu=False
-    )
-
-
 def test_the_command_says_so_in_one_message(tmp_path, capsys):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4})
