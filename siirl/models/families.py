@@ -6,9 +6,9 @@ builds a small model of each type with random weights and holds log-probs, gradi
 against transformers'.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 FSDP, BOTH = ("fsdp",), ("fsdp", "megatron")
 
@@ -142,7 +142,24 @@ class Family:
     """Attention sees no further than sliding_window, where config.json has one."""
     window_unread: Literal["", "without windowed layers", "without layer_types"] = ""
     """When nothing reads sliding_window."""
+    tiny: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What config.json of a tiny model has besides sizes, so that all its parts are there (siirl test)."""
 
+
+_TINY_GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_TINY_LATENT = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    **{"v_head_dim": 12, "topk_method": "group_limited_greedy", **_TINY_GROUPS},
+}
+_TINY_DELTA_NETS = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+}
+_TINY_GATED_EXPERT = {"shared_expert_intermediate_size": 16}
+_TINY_SCALES = {
+    **{"logits_scaling": 3.0, "attention_multiplier": 0.2},
+    **{"embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+}
 
 _SEEN = InVLLM(in_place=True)
 _QWEN2 = InVLLM(windows="all above", shares_hidden=True, in_place=True)
@@ -166,6 +183,7 @@ FAMILIES: dict[str, Family] = {
         counted=True,
         latent=Latent(reads_kv_heads=True, turns_head_dim=False),
         experts=Experts(groups="softmax", shared="plain", replayed=False),
+        tiny={**_TINY_LATENT, "q_lora_rank": None},
     ),
     "deepseek_v3": Family(
         BOTH,
@@ -173,8 +191,9 @@ FAMILIES: dict[str, Family] = {
         counted=True,
         latent=Latent(reads_kv_heads=False, turns_head_dim=True),
         experts=Experts(groups="sigmoid", shared="plain", choice_bias=True),
+        tiny={**_TINY_LATENT, "q_lora_rank": 16},
     ),
-    "dots1": replace(_GROUPED_SHARED, vllm=_NO_MODEL),
+    "dots1": replace(_GROUPED_SHARED, vllm=_NO_MODEL, tiny={"n_shared_experts": 1, **_TINY_GROUPS}),
     "diffllama": Family(any_head=True, float8=True, vllm=_NO_MODEL),
     "ernie4_5": _DENSE,
     "exaone_moe": _GROUPED_SHARED,
@@ -212,9 +231,10 @@ FAMILIES: dict[str, Family] = {
         experts=Experts(groups="sigmoid", shared="plain", choice_bias=True),
         output_bias=False,
         qk_norm="heads",
+        tiny={"head_dim": 8, **_TINY_GROUPS},
     ),
     "gpt2": Family(turned=True, shares_hidden=True),
-    "gpt_bigcode": Family(float8=True, shares_hidden=True),
+    "gpt_bigcode": Family(float8=True, shares_hidden=True, tiny={"num_key_value_heads": 1}),
     "gpt_oss": Family(
         any_head=True,
         vllm=_PAST_UPDATES,
@@ -224,9 +244,9 @@ FAMILIES: dict[str, Family] = {
         experts=Experts(width="intermediate_size", biases=True),
     ),
     "gpt_neox": Family(vllm=_NOT_SEEN, shares_hidden=True),
-    "granite": Family(float8=True, divides_logits=True),
-    "granitemoe": Family(vllm=_CUT, divides_logits=True, experts=Experts()),
-    "granitemoeshared": Family(vllm=_CUT, divides_logits=True, experts=Experts()),
+    "granite": Family(float8=True, divides_logits=True, tiny=_TINY_SCALES),
+    "granitemoe": Family(vllm=_CUT, divides_logits=True, experts=Experts(), tiny=_TINY_SCALES),
+    "granitemoeshared": Family(vllm=_CUT, divides_logits=True, experts=Experts(), tiny=_TINY_SCALES),
     "helium": Family(any_head=True, float8=True, vllm=_NO_MODEL),
     "hunyuan_v1_dense": _DENSE,
     "hunyuan_v1_moe": Family(experts=Experts()),
@@ -317,11 +337,18 @@ FAMILIES: dict[str, Family] = {
         windows=True,
     ),
     "qwen3_5_moe_text": Family(
-        vllm=_DELTA_NETS, delta_nets=True, experts=Experts(shared="gated", normed_by="", replayed=False)
+        vllm=_DELTA_NETS,
+        delta_nets=True,
+        experts=Experts(shared="gated", normed_by="", replayed=False),
+        tiny=_TINY_DELTA_NETS | _TINY_GATED_EXPERT,
     ),
-    "qwen3_5_text": Family(vllm=_DELTA_NETS, delta_nets=True),
+    "qwen3_5_text": Family(vllm=_DELTA_NETS, delta_nets=True, tiny=_TINY_DELTA_NETS),
     "qwen3_next": Family(
-        any_head=True, vllm=_DELTA_NETS, delta_nets=True, experts=Experts(shared="gated", replayed=False)
+        any_head=True,
+        vllm=_DELTA_NETS,
+        delta_nets=True,
+        experts=Experts(shared="gated", replayed=False),
+        tiny=_TINY_DELTA_NETS | _TINY_GATED_EXPERT,
     ),
     "qwen3_vl": Family(
         vllm=InVLLM(vision_class="vllm.model_executor.models.qwen3_vl:Qwen3VLForConditionalGeneration"),

@@ -41,38 +41,6 @@ SMALL = {
     "bos_token_id": 2,
 }
 """Sizes under all names that configurations have for them."""
-LATENT = {
-    **{
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 12,
-    },
-    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"},
-}
-DELTA_NETS = {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
-    **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
-}
-GRANITE = {
-    **{"logits_scaling": 3.0, "attention_multiplier": 0.2},
-    **{"embedding_multiplier": 2.0, "residual_multiplier": 0.5},
-}
-OF_A_KIND = {
-    "deepseek_v2": {**LATENT, "q_lora_rank": None},
-    "deepseek_v3": {**LATENT, "q_lora_rank": 16},
-    "glm4_moe": {"head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
-    **{
-        kind: {**DELTA_NETS, "shared_expert_intermediate_size": 16}
-        for kind in ("qwen3_5_moe_text", "qwen3_next")
-    },
-    "qwen3_5_text": DELTA_NETS,
-    "dots1": {"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
-    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), GRANITE),
-    "gpt_bigcode": {"num_key_value_heads": 1},
-}
-"""What a kind of model has besides, so that all its parts are there."""
 KEPT = ("pad_token_id", "eos_token_id", "bos_token_id", "tie_word_embeddings")
 """Of the user's config.json."""
 NEVER_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
@@ -88,7 +56,7 @@ def tiny_config(kind: str, **changes: Any) -> Any:
     known = kind_of_config()
     derived = {name for name in dir(kind_of_config) if isinstance(getattr(kind_of_config, name), property)}
     sizes = {name: value for name, value in SMALL.items() if hasattr(known, name) and name not in derived}
-    return kind_of_config(**sizes | OF_A_KIND.get(kind, {}) | changes)
+    return kind_of_config(**sizes | family_of(kind).tiny | changes)
 
 
 def write_model(
