@@ -1,5 +1,6 @@
-"""Qwen3.5 as it is released, by the commands that a user types: its text part is trained and put back."""
+"""Released files by the commands that a user types: Qwen3.5's text part is trained and put back, FP8 is read."""
 
+import json
 from pathlib import Path
 
 import causal_lms
@@ -7,9 +8,12 @@ import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Finished, Inputs, overrides
-from safetensors.torch import load_file
+from quantised_files import in_fp8, rounded
+from safetensors.torch import load_file, save_file
 
 from siirl.cli import main
+from siirl.compiler.memory.estimate import read_shape
+from siirl.config import load_config
 
 STEPS = 2
 KEYS = (
@@ -50,3 +54,32 @@ def test_a_released_form_is_trained_on_texts_and_leaves_what_sees_images_as_it_w
     assert learnt == {name for name in before if "language_model" in name or name == "lm_head.weight"}
     AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     assert Path(tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_folder_in_fp8_is_a_run_of_its_plain_numbers(tmp_path):
+    made, learnt, shapes = Inputs.make(tmp_path / "inputs"), {}, []
+    for name in ("fp8", "plain"):
+        inputs = Inputs(tmp_path / name, made.train, made.val, made.reward)
+        make_tiny_model_dir(inputs.model, weights=False)
+        causal_lms.write_model(
+            inputs.model, causal_lms.tiny_config("qwen3", max_position_embeddings=512, num_hidden_layers=1)
+        )
+        numbers = rounded(in_fp8(inputs.model, (12, 20)))
+        if name == "plain":
+            save_file(numbers, inputs.model / "model.safetensors", {"format": "pt"})
+            said = json.loads((inputs.model / "config.json").read_text())
+            del said["quantization_config"]
+            (inputs.model / "config.json").write_text(json.dumps(said))
+        keys = overrides(inputs, tmp_path / f"run_{name}", *KEYS, "actor_rollout_ref.rollout.dtype=float32")
+        shapes.append(read_shape(load_config(keys), "actor"))
+        assert main(["run", *keys]) == 0
+        finished = Finished.read(tmp_path / f"run_{name}")
+        assert max(finished.values("actor/rollout_log_prob_diff_max")) < 1e-5
+        assert min(finished.values("actor/grad_norm")) > 1e-3
+        assert "quantization_config" not in (finished.output / "hf_model" / "config.json").read_text()
+        learnt[name] = load_file(finished.output / "hf_model" / "model.safetensors")
+    assert shapes[0] == shapes[1] and shapes[0].params > 0
+    assert learnt["fp8"].keys() == learnt["plain"].keys()
+    assert [name for name, x in learnt["plain"].items() if not torch.equal(x, learnt["fp8"][name])] == []
