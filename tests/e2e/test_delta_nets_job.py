@@ -1,4 +1,4 @@
-"""Released files by the commands that a user types: Qwen3.5's text part is trained and put back, FP8 is read."""
+"""Released files by what a user types: the text part of Qwen3.5 is trained and put back, FP8 is read."""
 
 import json
 from pathlib import Path

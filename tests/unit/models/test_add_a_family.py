@@ -112,7 +112,7 @@ def test_the_page_of_models_lists_a_new_row(monkeypatch):
 
 
 def test_no_other_file_compares_names_of_types():
-    """Of names in quotes; templates and formats of tool calls have theirs, and tiny models sizes of their own."""
+    """Of names in quotes; templates and formats of tool calls have theirs, tiny models their sizes."""
     root = Path(siirl.__file__).parent
     names = re.compile(rf"[\"']({'|'.join(FAMILIES)})[\"']")
     elsewhere = {"models/families.py", "config/rollout.py", "testing/tiny_models.py"}
