@@ -121,7 +121,7 @@ class RewardScorer:
 
     def _score(self, rows: TensorDict, by_domain: bool) -> TensorDict:
         start = time.perf_counter()
-        samples = self._samples(rows)
+        samples = self.samples(rows)
         outcomes = self._outcomes(samples)
         self._judge_failures(rows, samples, outcomes)
         if self.chooser.manager == "dapo":
@@ -137,7 +137,8 @@ class RewardScorer:
             }
         )
 
-    def _samples(self, rows: TensorDict) -> list[Sample]:
+    def samples(self, rows: TensorDict) -> list[Sample]:
+        """What the functions are given of each row."""
         said = said_in(rows, self._tokenizer, self._dialect)
         sources = objects(rows, "data_source")
         mixes = {source: self.chooser.mix(source) for source in set(sources)}

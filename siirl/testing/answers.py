@@ -37,13 +37,19 @@ class Answers:
     source: str = ""
     """The file or run; empty: none was named."""
 
-    def of(self, names: Sequence[str], prompt: int, sample: int, turn: int) -> str | None:
-        """What is said as the turn-th own turn of one of these names; None: what the model samples."""
+    def of(self, names: Sequence[str], prompt: int, sample: int, turn: int, place: int = 0) -> str | None:
+        """What is said as the turn-th own turn of one of these names; None: what the model samples.
+
+        place: of the speaker among those of its conversation. Where nothing is said by a file, all ways in
+        which each of them is right or samples come up among the samples of a prompt.
+        """
         found = next((self.said[name] for name in (*names, ANYONE) if name in self.said), None)
         if found is None:
             if self.source:
                 return None
-            found = ((FORMS[prompt % len(FORMS)],), (None,))
+            if sample >> place & 1:
+                return None
+            found = ((FORMS[prompt % len(FORMS)],),)
         turns = found[sample % len(found)]
         return turns[min(turn, len(turns) - 1)]
 

@@ -46,6 +46,7 @@ def table_of(verdicts: Mapping[str, Any]) -> str:
     lines = []
     for name, one in verdicts.items():
         lines.append(f"{one.status:4}  {name:{width}}  {one.evidence}")
+        lines += [f"      {'':{width}}  | {line}" for line in one.shown.splitlines()]
         if one.fix:
             lines.append(f"      {'':{width}}  change: {one.fix}")
     return "\n".join(lines)

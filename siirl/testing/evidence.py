@@ -12,6 +12,7 @@ from torch import Tensor
 
 from siirl.data.rows import objects
 from siirl.testing.scripted_engine import Spoken
+from siirl.testing.template_probe import TemplateSeen
 
 Column = Tensor | list[Any]
 Columns = dict[str, Column]
@@ -38,6 +39,8 @@ class NodeRecord:
     """Of an advantage node: what the parts of each row's reward add up to, [B]; None where a penalty or a KL
     changes it."""
     metrics: dict[str, float] = field(default_factory=dict)
+    swallowed: str = ""
+    """Of a node that scores: what the user's function catches and gives a number for."""
 
     def __len__(self) -> int:
         return len(next(iter(self.read.values()), next(iter(self.wrote.values()), ())))
@@ -63,6 +66,13 @@ class Evidence:
     """Step -> trained model -> digest of its weights after it."""
     stops: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Rollout node -> its model's stop tokens as texts."""
+    shown: dict[str, str] = field(default_factory=dict)
+    """Rollout node -> its first row as text, what is trained of it between >> and <<."""
+    templates: dict[str, TemplateSeen] = field(default_factory=dict)
+    tools: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Node -> the tools that it may call."""
+    failures: list[str] = field(default_factory=list)
+    """Why episodes failed."""
 
     def write(self, folder: Path) -> None:
         """Write it whole, or not at all."""

@@ -29,6 +29,8 @@ from siirl.testing.tiny_models import tiny_of
 
 STEPS, PROMPTS, ROWS = 2, 4, 64
 """Training steps of a run, prompts of a step, rows of each file."""
+MOST_FILES = 16
+"""Of a pattern or folder, whose rows are taken."""
 MOST_SAMPLES = 8
 """Of a prompt."""
 LEARNING_RATE = 1e-3
@@ -197,13 +199,13 @@ def few_rows(name: str, folder: Path, most: int = ROWS) -> list[str]:
     if name.startswith(tuple(MADE)):
         return [name]
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for file in list_files(name)[:1]:
+    written, files = [], list_files(name)
+    for file in files[:MOST_FILES]:
         if not isinstance(file, Path):
             return [name]
         out = folder / f"{len(list(folder.iterdir()))}_{file.name}"
         try:
-            written.append(str(_cut(file, out, most)))
+            written.append(str(_cut(file, out, max(1, most // len(files[:MOST_FILES])))))
         except (OSError, ValueError, pa.ArrowException) as error:
             raise DataError(f"{file} cannot be read: {error}. Write it again.") from error
     return written

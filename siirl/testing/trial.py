@@ -22,7 +22,7 @@ from typing import Any
 from siirl.compiler.plan import Plan
 from siirl.config import Config, to_dict
 from siirl.config.load import read_config
-from siirl.errors import UserError, WorkerError
+from siirl.errors import Place, UserError
 from siirl.findings import Findings
 from siirl.launch.devices import machine_of
 from siirl.launch.job import Job
@@ -34,7 +34,7 @@ from siirl.model_files.run_inputs import inputs_of
 from siirl.session import PlannedRun, planned
 from siirl.testing.answers import Answers, read_answers
 from siirl.testing.evidence import Evidence, NodeRecord, read_evidence
-from siirl.testing.tiny_job import PROMPTS, STEPS, TinyJob, tiny_job
+from siirl.testing.tiny_job import STEPS, TinyJob, tiny_job
 
 ENTRY = "siirl.testing.trial_worker:run_worker"
 DEADLINE_S = 85.0
@@ -87,11 +87,13 @@ class Outcome:
 class Trial:
     """The runs of a test, and the real job as it is planned. What assertions look at."""
 
-    real: PlannedRun
+    real: PlannedRun | None
+    """None: its machine does not hold it; `refused` says why."""
     answers: Answers
     runs: dict[str, Outcome]
     folder: Path
     seconds: float = 0.0
+    refused: str = ""
 
     @property
     def plan(self) -> Plan:
@@ -144,13 +146,19 @@ def play(
     start_s = time.perf_counter()
     found = Findings()
     said = read_answers(answers)
-    real = planned(read_config(list(settings), config_name, found), True, found)
+    cfg, real, refused = read_config(list(settings), config_name, found), None, ""
+    try:
+        real = planned(cfg, True, found)
+    except UserError as error:
+        if any(problem.place != Place.MACHINE for problem in error.problems()):
+            raise
+        refused = str(error)
     _import_all()
-    job = tiny_job(with_template_date(real.cfg), folder, tiny)
+    job = tiny_job(with_template_date(cfg), folder, tiny)
     runs = {name: _prepared(job, name, RUNS[name], said) for name in only}
     _play_all(runs, start_s + DEADLINE_S)
     outcomes = {name: run.outcome() for name, run in runs.items()}
-    return Trial(real, said, outcomes, folder, time.perf_counter() - start_s)
+    return Trial(real, said, outcomes, folder, time.perf_counter() - start_s, refused)
 
 
 def _import_all() -> None:
@@ -337,14 +345,3 @@ def _forked(job: Job, rank: int, server: Any) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-def require_played(trial: Trial, name: str) -> Outcome:
-    """The run of that name. WorkerError if it failed."""
-    outcome = trial.runs[name]
-    if outcome.error:
-        raise WorkerError(f"the run {name!r} of the test failed: {outcome.error}")
-    return outcome
-
-
-__all__ = ["PROMPTS", "RUNS", "Outcome", "Trial", "play", "playing", "require_played"]

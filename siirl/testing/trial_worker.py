@@ -6,6 +6,8 @@ test all rewards are made equal, in another the process is killed.
 
 import contextlib
 import hashlib
+import itertools
+import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -21,6 +23,7 @@ from torch import Tensor
 from siirl.agents.runner import turn_seed
 from siirl.compiler.plan import Plan, Run
 from siirl.config import Config
+from siirl.dag.ops import OpSpec
 from siirl.dag_worker.observing import make_observer
 from siirl.dag_worker.training import RunPlaces, Training
 from siirl.dag_worker.worker import DAGWorker, StepRecord
@@ -31,15 +34,20 @@ from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.rollout.hf.hf_rollout import HFRollout
 from siirl.errors import DataError
 from siirl.launch.job import Job
+from siirl.nodes import interaction
 from siirl.nodes.context import Samples
 from siirl.nodes.generate import prompt_tokens
 from siirl.nodes.interaction import episodes_of, samples_of_prompt
 from siirl.nodes.interaction_credit import in_interaction, outcome, turn_rewards
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, observing
+from siirl.rewards.reward_registry import ScoreFn
+from siirl.rewards.scorer import RewardScorer
 from siirl.testing.answers import Answers, filled_in
 from siirl.testing.evidence import Evidence, NodeRecord, plain_columns
 from siirl.testing.scripted_engine import ScriptedRollout
+from siirl.testing.swallowed import swallowed, user_functions
+from siirl.testing.template_probe import template_seen
 
 EQUAL = 0.5
 """The score of all responses in the run whose rewards are equal."""
@@ -78,6 +86,8 @@ class Asked:
     episode: int | None = None
     turn: int = 0
     """Of the episode, over all agents."""
+    place: int = 0
+    """Of the speaker in its conversation."""
 
 
 class AnswerBook:
@@ -106,7 +116,7 @@ class AnswerBook:
             if asked is None or request.params.temperature == 0:
                 return None
             asked = replace(asked, sample=request.sample)
-        text = self.answers.of(asked.names, asked.prompt, asked.sample, self._own_turn(asked))
+        text = self.answers.of(asked.names, asked.prompt, asked.sample, self._own_turn(asked), asked.place)
         if text is None or engine not in self.tokenizers:
             return None
         said = filled_in(text, asked.row)
@@ -130,6 +140,19 @@ class AnswerBook:
         return sorted(turns).index(asked.turn)
 
 
+class _Heard(logging.Handler):
+    """Keeps the warnings of episodes that failed."""
+
+    def __init__(self, kept: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._kept = kept
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        if "episodes" in record.getMessage():
+            self._kept.append(record.getMessage())
+
+
 class TrialWorker(DAGWorker):
     """See the module."""
 
@@ -138,9 +161,14 @@ class TrialWorker(DAGWorker):
     ):
         self.order, self.book = order, AnswerBook(order.script())
         self.evidence, self._spoken, self._noted = Evidence(rank), [], 0
+        self._caught_by: dict[str, dict[str, ScoreFn]] = {}
+        logging.getLogger(interaction.__name__).addHandler(_Heard(self.evidence.failures))
         super().__init__(cfg, plan, rank, device, observer)
         for node in self.nodes.values():
             model = node.plan.model
+            scorer = node.services.get("scorer")
+            if self.order.twice and isinstance(scorer, RewardScorer):
+                self._caught_by[node.plan.name] = user_functions(node.cfg)
             if node.plan.spec.is_rollout and model is not None:
                 self.book.tokenizers[model] = node.tokenizer
                 texts = tuple(node.tokenizer.convert_ids_to_tokens(list(node.dialect.stop_ids)))
@@ -148,6 +176,8 @@ class TrialWorker(DAGWorker):
         for shared in self.interactions.values():
             for stage in shared.plan.speaking:
                 self.book.tokenizers.setdefault(stage.model, shared.tokenizers[stage.node])
+            for name, use in shared.tools.items():
+                self.evidence.tools[name] = tuple(use.toolbox.tools)
 
     def make_rollout(self, *build: Any) -> RolloutEngine:
         """See DAGWorker."""
@@ -189,13 +219,17 @@ class TrialWorker(DAGWorker):
             after=self._measured(ins, rows),
             expected=self._expected(ins, rows, record, others),
         )
-        if spec.trains:
-            prefix = f"{self._prefix(node)}"
-            note.metrics = {
-                name.removeprefix(prefix): value
-                for name, value in record.metrics.values().items()
-                if name.startswith(prefix) and name.endswith(("grad_norm", "lr", "loss"))
-            }
+        prefix = f"{self._prefix(node)}"
+        note.metrics = {
+            name.removeprefix(prefix): value
+            for name, value in record.metrics.values().items()
+            if name.startswith(prefix) and _is_told(spec, name)
+        }
+        if ins.node in self._caught_by:
+            samples = node.services["scorer"].samples(rows)
+            note.swallowed = swallowed(self._caught_by[ins.node], samples)
+        if spec.is_rollout:
+            self._show(node, note)
         self.evidence.records.append(note)
         return result
 
@@ -226,7 +260,7 @@ class TrialWorker(DAGWorker):
         for step in range(record.step, last):
             episodes = episodes_of(ctx, shared, rows, n, [step] * len(rows))
             for number, episode in enumerate(episodes):
-                for stage in shared.plan.speaking:
+                for place, stage in enumerate(shared.plan.speaking):
                     who = (stage.node, f"agent_{stage.agent}")
                     asked = Asked(
                         who,
@@ -234,10 +268,31 @@ class TrialWorker(DAGWorker):
                         samples[number // n],
                         episode.sample,
                         step << 32 | episode.episode_id,
+                        place=place,
                     )
                     for turn in range(MOST_TURNS):
                         seed = turn_seed(episode.seed, stage.agent, turn)
                         self.book.expect_turn(seed, replace(asked, turn=turn))
+
+    def _show(self, node: Any, note: NodeRecord) -> None:
+        """Keep the first row of a rollout node as text, and what its template makes of that conversation."""
+        name = node.plan.name
+        if not len(note) or name in self.evidence.shown or not note.has("response_mask", "prompt_ids"):
+            return
+        ids_T, mask = note.column("response_ids")[0].tolist(), note.column("response_mask")[0].tolist()
+        length = int(note.column("response_length")[0])
+        prompt = note.column("prompt_ids")[0][-int(note.column("prompt_length")[0]) :].tolist()
+        text = node.tokenizer.decode(prompt)
+        for trained, part in itertools.groupby(
+            zip(ids_T[:length], mask[:length], strict=True), lambda x: x[1]
+        ):
+            said = node.tokenizer.decode([token for token, _ in part])
+            text += f">>{said}<<" if trained else said
+        self.evidence.shown[name] = text
+        messages = note.column("raw_prompt")[0] if note.has("raw_prompt") else ()
+        found = template_seen(node.dialect.template, messages, node.dialect.reasoning is not None)
+        if found is not None:
+            self.evidence.templates[name] = found
 
     def _measured(self, ins: Run, rows: TensorDict) -> Tensor | None:
         """What the model of a node that trains says of its rows now. Collective over the model's ranks."""
@@ -286,6 +341,13 @@ class TrialWorker(DAGWorker):
         earned = turn_rewards(context, rows)
         assert isinstance(earned, Tensor)
         return (outcome(context, rows).double() + earned.double().sum(-1)).cpu()
+
+
+def _is_told(spec: OpSpec, name: str) -> bool:
+    """Whether a metric is kept beside a call of such a node."""
+    if spec.is_rollout:
+        return "/failed/" in name
+    return spec.trains and name.endswith(("grad_norm", "lr", "loss"))
 
 
 def _equal(rows: TensorDict) -> TensorDict:
