@@ -50,6 +50,8 @@ GUIDES = {  # page -> most words; what is looked up, and what was measured, is o
     "install": 350,
     "quickstart": 550,
     "your_task": 1100,
+    "rewards": 1550,
+    "algorithms": 1250,
     "async": 2400,
     "vision": 1000,
     "lora": 800,
