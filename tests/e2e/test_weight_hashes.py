@@ -19,7 +19,7 @@ def test_a_job_exports_the_weights_that_it_is_held_to(name, tmp_path):
     found, held = hashed_jobs.run(name, tmp_path / name), HELD["jobs"][name]
     if SAME_MACHINE:
         assert found["sha256"] == held["sha256"], (
-            f"{name} trains other weights. If that is meant: tools/weight_hashes.py --hold"
+            f"{name} trains other weights. If that is meant: tools/weight_hashes.py OUT {name} --hold WHY"
         )
     assert found["sizes"] == pytest.approx(held["sizes"], rel=WITHIN)
 
