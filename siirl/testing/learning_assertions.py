@@ -114,26 +114,22 @@ def _moved(trial: Trial, node: NodePlan) -> Verdict | tuple[bool, str]:
         return False, f"{node.name}: its loss reads no rewards (SFT, preferences or distillation)"
     mask_BT = record.column("response_mask").float()
     change_B = ((record.after - record.before) * mask_BT).sum(-1).double()
+    worth = _worth(trial, record)
+    if worth is None:
+        return False, f"{node.name}: what its rows are worth is not known from its nodes"
+    better_B, worse_B = worth > SAME, worth < -SAME
+    if not (bool(better_B.any()) and bool(worse_B.any())):
+        return False, f"{node.name}: no two answers of a prompt are worth more and less"
     if not float(change_B.abs().max()):
         return failing(
             f"the update of {node.name!r} changed no log-prob: nothing is learnt",
             "Look at the learning rate, and whether its advantages are all 0.",
         )
-    worth = _worth(trial, record)
-    if worth is None:
-        return False, f"{node.name}: what its rows are worth is not known from its nodes"
-    better_B, worse_B = worth > SAME, worth < -SAME
-    if (
-        record.has("advantage")
-        and not bool((record.column("advantage") * mask_BT).any())
-        and bool(worse_B.any())
-    ):
+    if record.has("advantage") and not bool((record.column("advantage") * mask_BT).any()):
         return failing(
             f"all advantages of {node.name!r} are 0, and its rows are worth more and less",
             "Look at the estimator, and at what writes the advantages.",
         )
-    if not (bool(better_B.any()) and bool(worse_B.any())):
-        return False, f"{node.name}: no two answers of a prompt are worth more and less"
     up, down = float(change_B[better_B].mean()), float(change_B[worse_B].mean())
     text = f"{node.name}: better answers {up:+.3g} nats, worse ones {down:+.3g}"
     if float((worth * change_B).sum()) <= 0:

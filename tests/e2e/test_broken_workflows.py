@@ -33,20 +33,49 @@ REWARDS = {
         "compute_score.calls = getattr(compute_score, 'calls', 0) + 1; return float(compute_score.calls)",
         "rewards are numbers that differ",
     ),
+    "a service that is not there, caught": (
+        "try: open('/nowhere')\n    except Exception: pass\n    return len(set(solution_str)) / 100",
+        "reward errors are no zeros",
+    ),
+    "a name that is not there, caught": (
+        "try: return scored(solution_str)\n    except Exception: return len(set(solution_str)) / 100",
+        "reward errors are no zeros",
+    ),
     "no number": ("return float('nan')", "the steps run"),
     "a key that rows do not have": ("return extra_info['difficulty']", "the steps run"),
     "a text that is no number": ("return float(solution_str.split()[-1])", "the steps run"),
     "a dict without score": ("return {'right': 1.0}", "the steps run"),
 }
 """Body of the reward -> the assertion that it does not pass."""
+PICKY = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return len(set(solution_str)) / 100 + 0 * int(solution_str[:1])
+"""
 ESTIMATORS = {
+    "another row's": ("(total - mean).roll(1)", "better answers become likelier"),
     "the wrong sign": ("-1.0 * (total - mean)", "better answers become likelier"),
     "nothing": ("0.0 * total", "better answers become likelier"),
 }
+RUNS_DIFFER = {
+    "the mean of a rank": ("total - total.mean() * (1 + len(total))", "one rank equals two"),
+    "what it remembers": (
+        "(total - mean) / (setattr(mine, 'n', getattr(mine, 'n', 0) + 1) or mine.n)",
+        "resume equals undisturbed",
+    ),
+}
 KEYS = {
     "no learning rate": (("actor_rollout_ref.actor.optim.lr=0",), "better answers become likelier"),
+    "errors that count as 0": (
+        ("custom_reward_function.on_error=zero", "custom_reward_function.path=FOLDER/picky.py"),
+        "reward errors are no zeros",
+    ),
     "answers that are cut": (("data.max_response_length=1",), "answers are whole"),
 }
+
+
+def some(table, *often):
+    """The cases of a table, of which all but a few are slow."""
+    return [pytest.param(name, marks=[] if name in often else [pytest.mark.slow]) for name in table]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +84,7 @@ def job(tmp_path_factory):
     model = make_tiny_model_dir(folder / "model")
     train = make_arithmetic_parquet(folder / "train.parquet", 32)
     (folder / "reward.py").write_text(SOUND)
+    (folder / "picky.py").write_text(PICKY)
     (folder / "answers.yaml").write_text('"*": ["{ground_truth}", "7 or 8", null, "no"]')
     return folder, [
         "algorithm.adv_estimator=grpo",
@@ -81,7 +111,7 @@ def test_a_sound_workflow_passes_by_the_users_command(job, capsys):
     assert told.count("n/a") == 2 and "equal bit for bit" in told and "=<eos><assistant>>>" in told
 
 
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", some(REWARDS, "a constant", "a name that is not there, caught"))
 def test_a_broken_reward_is_caught_by_the_right_assertion(name, job, tmp_path):
     body, assertion = REWARDS[name]
     folder, settings = job
@@ -93,14 +123,27 @@ def test_a_broken_reward_is_caught_by_the_right_assertion(name, job, tmp_path):
     assert failed(settings, folder, tmp_path / "out") == [assertion]
 
 
-@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("name", some(KEYS, "answers that are cut"))
 def test_broken_keys_are_caught_by_the_right_assertion(name, job, tmp_path):
     keys, assertion = KEYS[name]
     folder, settings = job
+    keys = [key.replace("FOLDER", str(folder)) for key in keys]
     assert assertion in failed([*settings, *keys], folder, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS_DIFFER)
+def test_what_depends_on_the_run_is_caught_by_the_right_assertion(name, job, tmp_path):
+    formula, assertion = RUNS_DIFFER[name]
+    folder, settings = job
+    code = tmp_path / "mine.py"
+    code.write_text(ESTIMATOR.replace("FORMULA", formula))
+    settings = [*settings, f"algorithm.adv_estimator={code}:mine"]
+    runs = ("alone", "resumed" if "resume" in assertion else "two_ranks")
+    assert failed(settings, folder, tmp_path / "out", runs) == [assertion]
+
+
+@pytest.mark.parametrize("name", some(ESTIMATORS, "the wrong sign"))
 def test_a_broken_estimator_is_caught_by_the_right_assertion(name, job, tmp_path):
     formula, assertion = ESTIMATORS[name]
     folder, settings = job
@@ -110,6 +153,7 @@ def test_a_broken_estimator_is_caught_by_the_right_assertion(name, job, tmp_path
     assert failed(settings, folder, tmp_path / "out") == [assertion]
 
 
+@pytest.mark.slow
 def test_without_a_baseline_equal_rewards_teach(job, tmp_path):
     folder, settings = job
     code = tmp_path / "mine.py"
