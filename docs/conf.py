@@ -2,6 +2,7 @@
 
 import posixpath
 from importlib.metadata import version as version_of
+from pathlib import Path
 
 from docutils import nodes
 
@@ -17,6 +18,7 @@ html_theme = "furo"
 html_title = f"siirl {version}"
 html_copy_source = False
 html_show_sphinx = False
+html_extra_path = sorted(str(picture) for picture in Path(__file__).parent.glob("view_*.png"))
 copybutton_prompt_text = "$ "
 
 

@@ -40,7 +40,7 @@ def _view(args: argparse.Namespace, overrides: list[str]) -> None:
         )
     with cleaning_up(), tempfile.TemporaryDirectory(prefix="siirl_demo_") as scratch:
         if args.demo:
-            folders.append(_demo(Path(scratch)))
+            folders.append(unpacked_demo(Path(scratch)))
         if args.export is None:
             _serve(folders, args.port)
             return
@@ -50,7 +50,7 @@ def _view(args: argparse.Namespace, overrides: list[str]) -> None:
             raise ConfigError(f"{args.export} cannot be written: {error}. Choose another file.") from error
 
 
-def _demo(folder: Path) -> Path:
+def unpacked_demo(folder: Path) -> Path:
     """The recorded run, unpacked."""
     with tarfile.open(fileobj=io.BytesIO(files("siirl.view").joinpath(DEMO).read_bytes())) as archive:
         archive.extractall(folder / "demo", filter="data")

@@ -61,6 +61,7 @@ GUIDES = {  # page -> most words; what is looked up, and what was measured, is o
     "checkpoints": 1600,
     "tuning": 2200,
     "security": 1900,
+    "troubleshooting": 1500,
 }
 FIRST_SCREEN = 45
 """Lines of a page within which its reader finds a command, or code, to begin with."""

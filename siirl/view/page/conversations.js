@@ -133,10 +133,12 @@ section("conversations", "Conversations", ["episodes"], () => {
       return groups ? groups.written : null;
     }
     if (filters.order) found.sort((a, b) => (filters.order === "best" ? -1 : 1) * (reward(a) - reward(b)));
+    const coloured = keep("tokens by", "") !== "";
+    if (coloured) found = [...found].sort((a, b) => Boolean(b.tokens) - Boolean(a.tokens));
     const boxes = found.slice(0, MOST_SHOWN).map((episode, index) => episodeBox(episode, filters.agent, index < MOST_OPEN));
     list.replaceChildren(...boxes.map(one => one.box));
     count.textContent = found.length + " of " + plural(episodes.length, "conversation")
-      + (found.length > MOST_SHOWN ? "; the first " + MOST_SHOWN + " are listed" : "");
+      + (found.length > MOST_SHOWN ? "; the first " + MOST_SHOWN + " are listed" : "") + (coloured ? "; those whose tokens were written come first" : "");
     await Promise.all(boxes.map(one => one.written));
   };
   const set = key => value => { filters[key] = value; page.written = render(); };

@@ -78,6 +78,7 @@ function short(value) {
 function seconds(value) {
   if (value < 120) return String(Number(value < 10 ? value.toPrecision(2) : value.toFixed(1))) + " s";
   const minutes = Math.round(value / 60);
+  if (minutes >= 2880) return Math.floor(minutes / 1440) + " d " + Math.floor(minutes % 1440 / 60) + " h";
   return minutes < 120 ? minutes + " min" : Math.floor(minutes / 60) + " h " + (minutes % 60) + " min";
 }
 function lasting(ms) { return ms < 10000 ? short(ms) + " ms" : seconds(ms / 1000); }

@@ -44,6 +44,8 @@ def test_the_demo_is_a_whole_run_of_several_agents(tmp_path):
     assert any(edge["bytes"] for edge in run["timeline"]["edges"]["30"]), "rows moved between its ranks"
     listed = {(one["kind"], one["step"]) for one in run["episodes"]}
     assert {step for kind, step in listed if kind == "validation"} == {0, 10, 20, 30}
+    groups = [one["prompt"] for one in run["episodes"] if (one["kind"], one["step"]) == ("train", 21)]
+    assert groups.count(groups[0]) == 10, "a whole group lies side by side"
     said = [one for kind, step in listed for one in run[f"texts-{kind}-{step}"].values()]
     assert len(said) == len(run["episodes"])
     turns = [message for episode in said for message in episode["messages"]]
