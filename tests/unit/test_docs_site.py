@@ -52,6 +52,8 @@ GUIDES = {  # page -> most words; what is looked up, and what was measured, is o
     "your_task": 1100,
     "rewards": 1550,
     "algorithms": 1250,
+    "environments": 1800,
+    "agents_elsewhere": 1700,
     "async": 2400,
     "vision": 1000,
     "lora": 800,
