@@ -119,7 +119,7 @@ def _wrong_version(trial: Trial, record: NodeRecord, lag: int) -> Verdict | None
         return failing(
             f"node {record.node!r} in step {record.step}: tokens of version {int(version_B.min())} to "
             f"{int(version_B.max())}, where its policy has {now} and rollout.max_lag={lag}",
-            "Let weights reach the engines after each update; rows that wait belong to a lag.",
+            "Send weights to the engines after each update; rows that wait belong to asynchronous rollouts.",
         )
     return None
 
