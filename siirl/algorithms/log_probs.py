@@ -40,6 +40,7 @@ def linear_log_prob_entropy(
     kept_bytes: int = 0,
     with_square: bool = False,
     join: Join | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(log_prob_N, entropy_N, None) in nats, fp32, of the logits hidden @ weight^T over temperature.
 
@@ -56,8 +57,10 @@ def linear_log_prob_entropy(
     join: for a vocabulary that is split over ranks, each with the rows of its own words (at least one); a
     target outside of them is a word of another rank. Four or five numbers a token are joined, once, in
     forward. The gradient to hidden is then this rank's share: the caller adds them up.
+
+    cap: the logits are cap x tanh(logits / cap). Source: Gemma Team, "Gemma 2" (2024), 2.
     """
-    settings = (with_entropy, chunk, kept_bytes, with_square, join)
+    settings = (with_entropy, chunk, kept_bytes, with_square, join, cap)
     log_prob_N, entropy_N, square_N = _FromHidden.apply(
         hidden_ND, weight_VD, target_N, temperature, *settings
     )
@@ -77,6 +80,7 @@ class _FromHidden(torch.autograd.Function):
         kept_bytes: int,
         with_square: bool,
         join: Join | None,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         log_prob_N, entropy_N, norm_N2 = _outputs(hidden_ND)
         square_N = torch.zeros_like(log_prob_N)
@@ -84,7 +88,7 @@ class _FromHidden(torch.autograd.Function):
         if join is not None:
             target_N = torch.where((target_N >= 0) & (target_N < len(weight_VD)), target_N, ELSEWHERE)
         for part in _chunks(len(target_N), chunk):
-            logits_CV = hidden_ND[part] @ weight_VD.t()
+            logits_CV = capped_(hidden_ND[part] @ weight_VD.t(), cap)
             log_prob_N[part], entropy_N[part], norm_N2[part] = _forward_chunk(
                 logits_CV, target_N[part].clamp(min=0), temperature, with_entropy
             )
@@ -98,6 +102,7 @@ class _FromHidden(torch.autograd.Function):
             log_prob_N, entropy_N, norm_N2, square_N = _joined(*own, target_N != ELSEWHERE, join)
         unmoved = () if with_entropy else (entropy_N,)
         _prepare_backward(ctx, temperature, (*unmoved, square_N), chunk)
+        ctx.cap = cap
         ctx.save_for_backward(hidden_ND, weight_VD, target_N, entropy_N, norm_N2, *kept)
         return log_prob_N, entropy_N, square_N
 
@@ -110,7 +115,8 @@ class _FromHidden(torch.autograd.Function):
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD)) if wants_weight else None
         for i, part in enumerate(_chunks(len(target_N), ctx.chunk)):
-            grad_CV = kept[i] if i < len(kept) else hidden_ND[part] @ weight_VD.t()
+            grad_CV = kept[i] if i < len(kept) else capped_(hidden_ND[part] @ weight_VD.t(), ctx.cap)
+            slope_CV = slope_of_cap(grad_CV, ctx.cap)
             _backward_chunk(
                 grad_CV,
                 target_N[part],
@@ -121,13 +127,24 @@ class _FromHidden(torch.autograd.Function):
                 None if grad_entropy_N is None else grad_entropy_N[part],
                 grad_CV,
             )
+            grad_CV = grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
             if grad_hidden_ND is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[part])
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grad_CV.t(), hidden_ND[part])
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD, *(None for _ in range(7))
+        return grad_hidden_ND, grad_weight_VD, *(None for _ in range(8))
+
+
+def capped_(logits_CV: Tensor, cap: float | None) -> Tensor:
+    """cap x tanh(logits / cap), in their memory; as they are where cap is None."""
+    return logits_CV if cap is None else logits_CV.div_(cap).tanh_().mul_(cap)
+
+
+def slope_of_cap(capped_CV: Tensor, cap: float | None) -> Tensor | None:
+    """The derivative of capped logits by those before; None where cap is None: it is 1."""
+    return None if cap is None else (capped_CV / cap).square_().neg_().add_(1)
 
 
 def _joined(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from siirl.algorithms.log_probs import DEFAULT_CHUNK, Join
+from siirl.algorithms.log_probs import DEFAULT_CHUNK, Join, capped_, slope_of_cap
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,16 @@ def linear_log_probs_of(
     chunk: int = DEFAULT_CHUNK,
     shard: WordShard | None = None,
     join: Join = lambda value, how: value,
+    cap: float | None = None,
 ) -> Tensor:
     """Log-probs in nats, fp32 [N, K], of words at each token, by the logits hidden @ weight^T; with gradient.
 
     ids_NK: which words; None: all, in order. Memory beyond inputs, outputs and their gradients is a few times
     chunk x V; backward computes the logits again. join: for a shard of the words, whose gradient to hidden is
-    then a share; called by forward alone.
+    then a share; called by forward alone. cap: of the logits, as in linear_log_prob_entropy.
     """
     shard = shard or WordShard(0, len(weight_VD))
-    return _LogProbsOf.apply(hidden_ND, weight_VD, ids_NK, temperature, chunk, shard, join)
+    return _LogProbsOf.apply(hidden_ND, weight_VD, ids_NK, temperature, chunk, shard, join, cap)
 
 
 @torch.no_grad()
@@ -57,6 +58,7 @@ def linear_top_log_probs(
     chunk: int = DEFAULT_CHUNK,
     shard: WordShard | None = None,
     join: Join = lambda value, how: value,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs in nats, fp32 [N, K]; which words they are of, int64 [N, K]) of the K likeliest words.
 
@@ -67,7 +69,7 @@ def linear_top_log_probs(
     value_NK = torch.zeros(len(hidden_ND), width, dtype=_wide(weight_VD), device=hidden_ND.device)
     ids_NK = torch.zeros(len(hidden_ND), width, dtype=torch.int64, device=hidden_ND.device)
     for part in _parts(len(hidden_ND), chunk):
-        z_CV = _scaled(hidden_ND[part], weight_VD, temperature)
+        z_CV = _scaled(hidden_ND[part], weight_VD, temperature, cap)
         norm_C = _norm(z_CV, join)
         own_Ck, place_Ck = z_CV.topk(min(width, z_CV.shape[1]))
         found = z_CV.new_full((2, len(z_CV), shard.count, width), 0.0, dtype=torch.float64)
@@ -90,12 +92,13 @@ class _LogProbsOf(torch.autograd.Function):
         chunk: int,
         shard: WordShard,
         join: Join,
+        cap: float | None,
     ) -> Tensor:
         width = shard.total if ids_NK is None else ids_NK.shape[1]
         norm_N = torch.zeros(len(hidden_ND), dtype=_wide(weight_VD), device=hidden_ND.device)
         value_NK = norm_N.new_zeros(len(hidden_ND), width)
         for part in _parts(len(hidden_ND), chunk):
-            z_CV = _scaled(hidden_ND[part], weight_VD, temperature)
+            z_CV = _scaled(hidden_ND[part], weight_VD, temperature, cap)
             norm_N[part] = _norm(z_CV, join)
             own_CK = value_NK[part]
             if ids_NK is None:
@@ -105,7 +108,7 @@ class _LogProbsOf(torch.autograd.Function):
                 own_CK.copy_(torch.where(mine_CK, z_CV.gather(1, place_CK), 0.0))
             value_NK[part] = join(own_CK, "sum") - norm_N[part, None]
         ctx.save_for_backward(hidden_ND, weight_VD, ids_NK, norm_N)
-        ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
+        ctx.temperature, ctx.chunk, ctx.shard, ctx.cap = temperature, chunk, shard, cap
         return value_NK
 
     @staticmethod
@@ -115,7 +118,9 @@ class _LogProbsOf(torch.autograd.Function):
         grad_hidden_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_N.dtype) if ctx.needs_input_grad[1] else None
         for part in _parts(len(norm_N), ctx.chunk):
-            p_CV = _scaled(hidden_ND[part], weight_VD, ctx.temperature).sub_(norm_N[part, None]).exp_()
+            z_CV = _scaled(hidden_ND[part], weight_VD, ctx.temperature, ctx.cap)
+            slope_CV = slope_of_cap(z_CV * ctx.temperature, ctx.cap) if ctx.cap else None
+            p_CV = z_CV.sub_(norm_N[part, None]).exp_()
             given_CK = grad_NK[part]
             grad_CV = p_CV.mul_(-given_CK.sum(-1, keepdim=True))
             if ids_NK is None:
@@ -123,6 +128,7 @@ class _LogProbsOf(torch.autograd.Function):
             else:
                 place_CK, mine_CK = _own(ids_NK[part], shard, grad_CV.shape[1])
                 grad_CV.scatter_add_(1, place_CK, torch.where(mine_CK, given_CK, 0.0))
+            grad_CV = grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
             grad_CV = grad_CV.div_(ctx.temperature).to(weight_VD.dtype)
             if grad_hidden_ND is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[part])
@@ -130,7 +136,7 @@ class _LogProbsOf(torch.autograd.Function):
                 grad_weight_VD += grad_CV.t() @ hidden_ND[part]
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None, None
 
 
 def _own(ids_CK: Tensor, shard: WordShard, num_words: int) -> tuple[Tensor, Tensor]:
@@ -145,8 +151,8 @@ def _norm(z_CV: Tensor, join: Join) -> Tensor:
     return top_C + join((z_CV - top_C[:, None]).exp_().sum(-1), "sum").log()
 
 
-def _scaled(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
-    return (hidden_CD @ weight_VD.t()).to(_wide(weight_VD)).div_(temperature)
+def _scaled(hidden_CD: Tensor, weight_VD: Tensor, temperature: float, cap: float | None) -> Tensor:
+    return capped_((hidden_CD @ weight_VD.t()).to(_wide(weight_VD)), cap).div_(temperature)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -101,8 +101,8 @@ class Family:
     counted: bool = False
     """The parameters of its layers are known to the memory estimate: what follows describes them."""
 
-    divides_logits: bool = False
-    """Its logits are divided by logits_scaling, where config.json has one."""
+    scales: tuple[str, ...] = ()
+    """Keys by which config.json scales or caps its logits, or those of attention, that fsdp computes."""
     delta_nets: bool = False
     """Some of its layers are gated delta nets (layer_types, "linear_attention")."""
     sees_images: bool = False
@@ -160,6 +160,7 @@ _TINY_SCALES = {
     **{"logits_scaling": 3.0, "attention_multiplier": 0.2},
     **{"embedding_multiplier": 2.0, "residual_multiplier": 0.5},
 }
+_TINY_CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
 
 _SEEN = InVLLM(in_place=True)
 _QWEN2 = InVLLM(windows="all above", shares_hidden=True, in_place=True)
@@ -168,6 +169,7 @@ _GROUPED = Family(vllm=_NOT_SEEN, experts=Experts(groups="sigmoid", choice_bias=
 _GROUPED_SHARED = Family(
     vllm=_NOT_SEEN, experts=Experts(groups="sigmoid", shared="plain", choice_bias=True, replayed=False)
 )
+_DIVIDED = ("logits_scaling",)
 _DELTA_NETS = InVLLM("what it computes of states of layers on a GPU has not been seen")
 _DENSE = Family(float8=True)
 _OF_ANY_HEAD = Family(any_head=True, float8=True)
@@ -200,6 +202,12 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family(any_head=True, float8=True, window_unread="without windowed layers"),
     "flex_olmo": Family(experts=Experts(adapted=True)),
     "gemma": _OF_ANY_HEAD,
+    "gemma2": Family(
+        any_head=True,
+        vllm=_NOT_SEEN,
+        scales=tuple(_TINY_CAPS),
+        tiny=_TINY_CAPS | {"query_pre_attn_scalar": 8},
+    ),
     "gemma3_text": Family(
         BOTH,
         vllm=InVLLM(in_place=True),
@@ -244,9 +252,9 @@ FAMILIES: dict[str, Family] = {
         experts=Experts(width="intermediate_size", biases=True),
     ),
     "gpt_neox": Family(vllm=_NOT_SEEN, shares_hidden=True),
-    "granite": Family(float8=True, divides_logits=True, tiny=_TINY_SCALES),
-    "granitemoe": Family(vllm=_CUT, divides_logits=True, experts=Experts(), tiny=_TINY_SCALES),
-    "granitemoeshared": Family(vllm=_CUT, divides_logits=True, experts=Experts(), tiny=_TINY_SCALES),
+    "granite": Family(float8=True, scales=_DIVIDED, tiny=_TINY_SCALES),
+    "granitemoe": Family(vllm=_CUT, scales=_DIVIDED, experts=Experts(), tiny=_TINY_SCALES),
+    "granitemoeshared": Family(vllm=_CUT, scales=_DIVIDED, experts=Experts(), tiny=_TINY_SCALES),
     "helium": Family(any_head=True, float8=True, vllm=_NO_MODEL),
     "hunyuan_v1_dense": _DENSE,
     "hunyuan_v1_moe": Family(experts=Experts()),

@@ -13,7 +13,8 @@ OWN_TYPE = ("e_score_correction_bias", ".expert_bias")
 DELTA_NETS = "linear_attention"
 """The kind of layer that gated delta nets are of; config.json may tell of their heads only."""
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
-SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
+FACTORS, CAPS = ("logits_scaling", "logit_scale"), ("final_logit_softcapping", "attn_logit_softcapping")
+"""Keys of what logits, or those of attention, are multiplied with, and of what they stay below."""
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rope types whose frequencies change if the longest row of a batch is beyond the model's first training."""
 
@@ -76,9 +77,13 @@ def _traits(config: Mapping[str, Any], strategy: str) -> Iterator[str]:
         kinds -= {DELTA_NETS}
     if kinds:
         yield f"layers of kind {', '.join(sorted(kinds))} (their state would leak between packed rows)"
-    divided = family_of(config.get("model_type")).divides_logits
-    for name in SCALES:
-        if config.get(name) not in (None, 1, 1.0) and not (divided and name == "logits_scaling"):
+    computed = family_of(config.get("model_type")).scales if strategy == "fsdp" else ()
+    for name in (*FACTORS, *CAPS):
+        if config.get(name) is None or (name in FACTORS and config[name] == 1):
+            continue
+        if name in CAPS and name in computed and not config[name] > 0:
+            yield f"{name}={config[name]} (logits stay below a positive number)"
+        elif name not in computed:
             yield f"{name}={config[name]} (an output head that is not a plain matrix, or attention likewise)"
     for name in PARTS:
         if config.get(name):

@@ -211,12 +211,12 @@ def _has_kernels_of_its_heads(one: ModelOfRole) -> Iterator[UserError]:
         yield from _has_its_kernels(one)
 
 
-def _has_kernels_of_its_sinks(one: ModelOfRole) -> Iterator[UserError]:
-    kernels = one.model.attention_kernels
-    if one.rules == "fsdp" and one.family.sinks and kernels != "torch":
+def _has_kernels_of_its_logits(one: ModelOfRole) -> Iterator[UserError]:
+    kernels, capped = one.model.attention_kernels, one.config.get("attn_logit_softcapping")
+    what = "attention sinks" if one.family.sinks else f"attn_logit_softcapping={capped}" if capped else ""
+    if one.rules == "fsdp" and what and kernels != "torch":
         yield one.refused(
-            f"attention_kernels={kernels} for attention sinks ({one.type}). "
-            f"Set {one.keys}.attention_kernels=torch."
+            f"attention_kernels={kernels} for {what} ({one.type}). Set {one.keys}.attention_kernels=torch."
         )
 
 
@@ -362,7 +362,7 @@ def _turns_rows_alike(one: ModelOfRole) -> Iterator[UserError]:
 
 MODEL_CHECKS = (
     *(_has_its_images, _adds_no_loss_of_micro_batches, _is_sampled_by_vllm, _compresses_as_asked),
-    *(_has_kernels_of_its_heads, _has_kernels_of_its_sinks, _has_experts_as_asked, _divides_its_experts),
+    *(_has_kernels_of_its_heads, _has_kernels_of_its_logits, _has_experts_as_asked, _divides_its_experts),
     *(_divides_its_heads, _has_its_delta_nets, _multiplies_in_float8, _is_compiled_as_asked),
     *(_is_adapted_as_asked, _is_built, _turns_rows_alike),
 )

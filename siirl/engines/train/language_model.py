@@ -62,7 +62,7 @@ class PackedModel(nn.Module, ABC):
             **read, position_ids=position_ids, use_cache=False, sequence_bounds=bounds
         ).last_hidden_state.squeeze(0)
         hidden_MD = hidden_ND.index_select(0, predict_index)
-        if family_of(self.hf.config.model_type).divides_logits:
+        if "logits_scaling" in family_of(self.hf.config.model_type).scales:
             temperature *= self.hf.config.logits_scaling
         return self.head(hidden_MD, target, temperature, outputs, ref_hidden, top_ids)
 
@@ -104,6 +104,7 @@ class PackedLanguageModel(PackedModel):
     ) -> dict[str, Tensor]:
         weight_VD = self.hf.get_output_embeddings().weight
         chunk = max(1, LOGITS_CHUNK // weight_VD.shape[0])
+        cap = getattr(self.hf.config, "final_logit_softcapping", None)
         log_prob_M, entropy_M, square_M = linear_log_prob_entropy(
             hidden_MD,
             weight_VD,
@@ -113,15 +114,22 @@ class PackedLanguageModel(PackedModel):
             with_square="prob_square" in outputs,
             chunk=chunk,
             kept_bytes=kept_logits_bytes(len(target_M), weight_VD),
+            cap=cap,
         )
         found = {"log_prob": log_prob_M, "entropy": entropy_M, "prob_square": square_M, "hidden": hidden_MD}
         if "full_kl" in outputs:
             reference_VD = self.reference_head
             ref_hidden_MD = ref_hidden_MD.to(reference_VD.dtype)
             found["full_kl"] = linear_full_kl(
-                hidden_MD, weight_VD, ref_hidden_MD, reference_VD, temperature, chunk=max(1, chunk // 4)
+                hidden_MD,
+                weight_VD,
+                ref_hidden_MD,
+                reference_VD,
+                temperature,
+                chunk=max(1, chunk // 4),
+                cap=cap,
             )
-        at = {"temperature": temperature, "chunk": max(1, chunk // 4)}
+        at = {"temperature": temperature, "chunk": max(1, chunk // 4), "cap": cap}
         if "top_ids" in outputs:
             top = linear_top_log_probs(hidden_MD, weight_VD, self.top_k, **at)
             found["top_log_prob"], found["top_ids"] = top
@@ -188,10 +196,12 @@ def seen_back(hf: PreTrainedModel) -> float:
     """Tokens of a row, itself included, that each layer sees from any token: inf where that is all of them.
 
     0 for models whose layers may do otherwise: experts, which weigh tokens against each other, and code that
-    is not transformers' own.
+    is not transformers' own; and for those whose logits of attention are capped, which share no prompts.
     """
     config = hf.config.get_text_config()
     experts = any(getattr(config, name, None) for name in EXPERTS)
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return 0
     if experts or not type(config).__module__.startswith("transformers."):
         return 0
     windows = [getattr(module, "sliding_window", None) for module in hf.modules()]

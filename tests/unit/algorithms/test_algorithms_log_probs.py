@@ -27,15 +27,17 @@ def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tens
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 1000, 1 << 30])
-@pytest.mark.parametrize("chunk", [1, 7, NUM_TOKENS, 100])
-def test_hidden_states_give_the_values_and_gradients_of_full_logits(chunk, kept_bytes):
+@pytest.mark.parametrize(("chunk", "cap"), [(1, None), (7, 1.5), (NUM_TOKENS, None), (100, 1.5)])
+def test_hidden_states_give_the_values_and_gradients_of_full_logits(chunk, cap, kept_bytes):
     hidden, weight, target = inputs(torch.float64)
     log_prob, entropy, _ = linear_log_prob_entropy(
-        hidden, weight, target, TEMPERATURE, chunk=chunk, kept_bytes=kept_bytes
+        hidden, weight, target, TEMPERATURE, chunk=chunk, kept_bytes=kept_bytes, cap=cap
     )
     mix = torch.linspace(-1, 1, NUM_TOKENS, dtype=torch.float64)
     got = torch.autograd.grad((mix * log_prob + mix.flip(0) * entropy).sum(), (hidden, weight))
-    want_log_prob, want_entropy = reference(hidden @ weight.t(), target, TEMPERATURE)
+    logits = hidden @ weight.t()
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    want_log_prob, want_entropy = reference(logits, target, TEMPERATURE)
     want = torch.autograd.grad((mix * want_log_prob + mix.flip(0) * want_entropy).sum(), (hidden, weight))
     torch.testing.assert_close(log_prob, want_log_prob, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(entropy, want_entropy, rtol=1e-10, atol=1e-10)

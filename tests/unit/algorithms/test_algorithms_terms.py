@@ -133,12 +133,13 @@ def both_logits(seed: int = 0) -> tuple[Tensor, ...]:
     return *policy, randn(23, 5, seed=seed + 2), randn(19, 5, seed=seed + 3)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 23, 100])
-def test_the_full_kl_has_the_value_and_gradient_of_all_logits(chunk):
+@pytest.mark.parametrize(("chunk", "cap"), [(1, None), (7, 1.5), (23, None), (100, 1.5)])
+def test_the_full_kl_has_the_value_and_gradient_of_all_logits(chunk, cap):
     hidden, weight, ref_hidden, ref_weight = both_logits()
     mix = torch.linspace(-1, 2, 23, dtype=torch.float64)
-    got = linear_full_kl(hidden, weight, ref_hidden, ref_weight, 0.7, chunk=chunk)
-    want = exact_kl(hidden @ weight.t() / 0.7, ref_hidden @ ref_weight.t() / 0.7)
+    got = linear_full_kl(hidden, weight, ref_hidden, ref_weight, 0.7, chunk=chunk, cap=cap)
+    full = [hidden @ weight.t(), ref_hidden @ ref_weight.t()]
+    want = exact_kl(*((x if cap is None else cap * torch.tanh(x / cap)) / 0.7 for x in full))
     torch.testing.assert_close(got, want, **CLOSE)
     got_grads = torch.autograd.grad((mix * got).sum(), (hidden, weight))
     want_grads = torch.autograd.grad((mix * want).sum(), (hidden, weight))

@@ -93,25 +93,30 @@ def test_teachers_are_mixed_by_weight_and_those_of_weight_0_do_not_count():
     torch.testing.assert_close(mixture(log_q[..., 0], weight), found[..., 0])
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("which", ["some", "all"])
-def test_log_probs_of_words_and_their_gradients_are_those_of_a_softmax(which):
+def test_log_probs_of_words_and_their_gradients_are_those_of_a_softmax(which, cap):
     hidden, weight = logits(7, 4).requires_grad_(), logits(10, 4, seed=1).requires_grad_()
     ids = torch.randint(0, 10, (7, 3), generator=torch.Generator().manual_seed(5))
     ids[0, 1] = ids[0, 0]
-    want = (hidden @ weight.t() / 0.7).log_softmax(-1)
+    full = hidden @ weight.t()
+    want = ((full if cap is None else cap * torch.tanh(full / cap)) / 0.7).log_softmax(-1)
     want = want.gather(1, ids) if which == "some" else want
-    found = linear_log_probs_of(hidden, weight, ids if which == "some" else None, 0.7, chunk=3)
+    found = linear_log_probs_of(hidden, weight, ids if which == "some" else None, 0.7, chunk=3, cap=cap)
     torch.testing.assert_close(found, want)
     slope = logits(*want.shape, seed=6)
     grads = [torch.autograd.grad((value * slope).sum(), (hidden, weight)) for value in (found, want)]
     torch.testing.assert_close(grads[0], grads[1])
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 10, 64])
-def test_the_likeliest_words_come_with_their_log_probs(top_k):
+@pytest.mark.parametrize(("top_k", "cap"), [(1, None), (3, 1.5), (10, None), (64, 1.5)])
+def test_the_likeliest_words_come_with_their_log_probs(top_k, cap):
     hidden, weight = logits(7, 4), logits(10, 4, seed=1)
-    value, ids = linear_top_log_probs(hidden, weight, top_k, 0.7, chunk=2)
-    want = (hidden @ weight.t() / 0.7).log_softmax(-1).topk(min(top_k, 10))
+    value, ids = linear_top_log_probs(hidden, weight, top_k, 0.7, chunk=2, cap=cap)
+    full = hidden @ weight.t()
+    want = (
+        ((full if cap is None else cap * torch.tanh(full / cap)) / 0.7).log_softmax(-1).topk(min(top_k, 10))
+    )
     torch.testing.assert_close(value, want.values)
     assert torch.equal(ids, want.indices)
 

@@ -36,7 +36,7 @@ REFUSED = {
     "glm4v_moe": ({"vision_config": {"depth": 24}}, "a vision_config"),
     "kimi_k2": ({"kv_lora_rank": 512}, "kv_lora_rank=512"),
     "qwen2_vl": ({"vision_config": {"depth": 32}}, "a vision_config"),
-    "gemma2": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    "gemma3_text": ({"final_logit_softcapping": 1.0}, "final_logit_softcapping=1.0"),
     "nemotron": ({}, "nemotron is no model type whose results"),
     "falcon": ({}, "falcon is no model type whose results"),
     "doge": ({}, "doge is no model type whose results"),
@@ -312,6 +312,7 @@ def test_adapters_lie_on_those_experts_on_which_they_were_compared(tmp_path, raw
         ({"model_type": "gemma3_text", "sliding_window": None}, "sliding_window=null"),
         ({"model_type": "gemma3_text", "attention_bias": True}, "attention_bias=True"),
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping=30"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "softcapping=50.*strategy=fsdp"),
         ({"model_type": "olmo3"}, r"no model type whose results under megatron .* Set strategy=fsdp"),
     ],
 )

@@ -82,7 +82,7 @@ def test_pickled_weights_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "values", "reason"),
     [
-        ("gemma2", {}, "softcapping"),
+        ("gemma2", {"final_logit_softcapping": 0.0}, "softcapping=0.0"),
         ("lfm2", {"layer_types": ["conv"] * 4}, "layers of kind conv"),
         ("cohere", {"logit_scale": 0.25}, "logit_scale"),
         ("nemotron", {}, "no model type whose results"),

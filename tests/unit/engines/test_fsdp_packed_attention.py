@@ -6,7 +6,6 @@ from packed_attention_cases import alone, bounds_of, drawn_forest, forest_bounds
 from torch import nn
 
 from siirl.engines.train.attention.packed_attention import packed_attention
-from siirl.errors import NotSupportedError
 
 
 @pytest.mark.parametrize("lengths", [[5, 1, 7, 3], [4, 4, 4], [6]], ids=["ragged", "equal", "single"])
@@ -47,10 +46,30 @@ def test_changing_one_sequence_leaves_the_others_bit_for_bit():
     assert same.tolist() == [True] * 6 + [False] * 7 + [True] * 3
 
 
-@pytest.mark.parametrize("extra", [{"softcap": 30.0}])
-def test_attention_with_extras_is_refused(extra):
-    with pytest.raises(NotSupportedError, match="not supported yet"):
-        packed_attention(nn.Module(), *sample(4), None, sequence_bounds=bounds_of([4]), **extra)
+@pytest.mark.parametrize("window", [None, 3])
+def test_capped_logits_are_those_of_each_row_alone_by_the_definition(window):
+    lengths, cap, scale = [5, 1, 7, 3], 0.8, 0.3
+    q, k, v = inputs = [x.requires_grad_() for x in sample(16)]
+    out, _ = packed_attention(
+        nn.Module(),
+        *inputs,
+        None,
+        sequence_bounds=bounds_of(lengths),
+        scaling=scale,
+        sliding_window=window,
+        softcap=cap,
+    )
+    rows = torch.arange(4).repeat_interleave(torch.tensor(lengths))
+    back = torch.arange(16)[:, None] - torch.arange(16)
+    seen = (rows[:, None] == rows) & (back >= 0) & (back < (window or 16))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    logits = cap * torch.tanh(q @ k.transpose(2, 3) * scale / cap)
+    assert (logits - q @ k.transpose(2, 3) * scale).detach().abs().max() > 0.1
+    expected = (logits.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+    weights = torch.randn_like(out)
+    ours, theirs = (torch.autograd.grad((x * weights).sum(), inputs) for x in (out, expected))
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("seed", range(6))

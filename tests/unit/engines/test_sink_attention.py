@@ -61,7 +61,7 @@ def test_sinks_are_computed_in_bf16_and_their_gradients_come_in_their_type():
 
 def test_kernels_that_were_not_compared_with_sinks_are_refused():
     given = inputs((3,))
-    with pytest.raises(NotSupportedError, match=r"attention sinks.*attention_kernels=torch"):
+    with pytest.raises(NotSupportedError, match=r"attention sinks or caps.*attention_kernels=torch"):
         packed_attention(
             nn.Module(),
             *given[:3],

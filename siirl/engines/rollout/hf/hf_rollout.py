@@ -263,10 +263,8 @@ def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> Pre
             f"not supported yet: rollout 'hf' for layers of type {', '.join(sorted(others))} "
             f"({model_cfg.path}). Use a model of {' and '.join(sorted(CACHED_LAYERS))} layers."
         )
-    softcap = getattr(text, "attn_logit_softcapping", None)
-    if softcap is not None:
-        raise _unplain(model_cfg, f"attn_logit_softcapping={softcap}")
-    kernels = "eager" if family_of(config.model_type).sinks else "sdpa"
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    kernels = "eager" if capped or family_of(config.model_type).sinks else "sdpa"
     torch_dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device(device), no_init_weights():
         try:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from siirl.engines.train.attention.shared_attention import (
@@ -44,6 +45,7 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | EllipsisType | None = ...,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     flash: FlashKernels | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
@@ -55,19 +57,15 @@ def packed_attention(
     packed rows have none of, and by the module.
 
     In bf16 or fp16 on CUDA by variable-length kernels (flash; None: torch's); otherwise by SDPA on a
-    right-padded batch, which is exact: a causal query never sees the padding behind it. Dropout is never
+    right-padded batch, which is exact: a causal query never sees the padding behind it. With softcap, which
+    no such kernel knows, by the definition, a row at a time, in rows that share no prompts. Dropout is never
     applied. Communicates only where ranks share the sequences (sequence_bounds.shard): what comes in and goes
     out is then of this rank's tokens.
     """
-    if extra.get("softcap") is not None:
+    if (s_aux is not None or softcap is not None) and flash is not None:
         raise NotSupportedError(
-            f"not supported yet: {type(module).__name__} with softcap: packed rows run without it. "
-            "Use a model with plain softmax attention."
-        )
-    if s_aux is not None and flash is not None:
-        raise NotSupportedError(
-            f"not supported yet: {type(module).__name__}, which has attention sinks, by other kernels than "
-            "torch's. Set model.attention_kernels=torch."
+            f"not supported yet: {type(module).__name__}, which has attention sinks or caps, by "
+            "other kernels than torch's. Set model.attention_kernels=torch."
         )
     width, narrow = value.shape[-1], query.shape[-1] - value.shape[-1]
     if narrow < 0:
@@ -85,7 +83,10 @@ def packed_attention(
     window = getattr(module, "sliding_window", None) if sliding_window is ... else sliding_window
     by_flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     flash = flash or FlashKernels()
-    if s_aux is not None and (by_flash or not query.is_cuda):
+    if softcap is not None:
+        assert sequence_bounds.shared is None and s_aux is None, "capped logits with shared prompts, or sinks"
+        out_NHD = _capped(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, window, softcap)
+    elif s_aux is not None and (by_flash or not query.is_cuda):
         assert sequence_bounds.shared is None, "prompts that rows of a model with sinks share"
         kernels = flash if by_flash else PaddedKernels()
         q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
@@ -143,6 +144,36 @@ def _padded(
     )
     out_NHD = out.transpose(1, 2).reshape(rows * length, *q_NHD.shape[1:])
     return out_NHD if full else out_NHD.index_select(0, bounds.padded_index)
+
+
+def _capped(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    bounds: SequenceBounds,
+    scale: float | None,
+    window: int | None,
+    cap: float,
+) -> Tensor:
+    """With logits of cap x tanh(logits / cap). Those of one row are in memory at a time, [H, L, L] in fp32:
+    backward computes them again. Source: Gemma Team, "Gemma 2" (2024), 2."""
+    lengths = bounds.cu_seqlens.diff().tolist()
+    rows = zip(*(x.split(lengths) for x in (q_NHD, k_NKD, v_NKD)), strict=True)
+    scale = q_NHD.shape[-1] ** -0.5 if scale is None else scale
+    return torch.cat([checkpoint(_capped_row, *row, scale, window, cap, use_reentrant=False) for row in rows])
+
+
+def _capped_row(
+    q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, scale: float, window: int | None, cap: float
+) -> Tensor:
+    length, times = len(q_LHD), q_LHD.shape[1] // k_LKD.shape[1]
+    k_LHD, v_LHD = (x.repeat_interleave(times, 1) for x in (k_LKD, v_LKD))
+    logits_HLL = torch.einsum("qhd,khd->hqk", q_LHD, k_LHD) * scale
+    logits_HLL = torch.tanh(logits_HLL / cap) * cap
+    seen_LL = band(length, window or length, q_LHD.device)
+    wide = torch.promote_types(q_LHD.dtype, torch.float32)
+    share_HLL = logits_HLL.masked_fill(~seen_LL, -torch.inf).softmax(-1, dtype=wide).to(q_LHD.dtype)
+    return torch.einsum("hqk,khd->qhd", share_HLL, v_LHD)
 
 
 class SinkAttention(torch.autograd.Function):
