@@ -57,7 +57,7 @@ GUIDES = {  # page -> most words; what is looked up, and what was measured, is o
     "multi_agent": 2000,
     "environments": 1500,
     "agents_elsewhere": 1700,
-    "async": 2400,
+    "async": 1400,
     "vision": 1000,
     "lora": 800,
     "backends": 2000,
