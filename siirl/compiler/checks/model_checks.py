@@ -4,7 +4,7 @@ What is known of a model type is its row (siirl/models/families.py); here the co
 MODEL_CHECKS are asked in their order of models of a type that is trained.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -117,7 +117,8 @@ def check_trained_model(cfg: Config, role: str, who: str) -> Iterator[UserError]
         yield one.refused(problem)
         return
     for check in MODEL_CHECKS:
-        yield from check(one)
+        if one.strategy in OF_STRATEGIES.get(check, (one.strategy,)):
+            yield from check(one)
 
 
 def check_attention_kernels(
@@ -222,8 +223,6 @@ def _has_kernels_of_its_logits(one: ModelOfRole) -> Iterator[UserError]:
 
 def _has_experts_as_asked(one: ModelOfRole) -> Iterator[UserError]:
     group, row = role_group(one.cfg, one.role), one.family.experts
-    if one.strategy != "fsdp":
-        return
     coefficient = group.fsdp_config.moe_aux_loss_coeff if isinstance(group, TrainedConfig) else 0.0
     if not num_experts(one.config):
         problem = f"fsdp_config.moe_aux_loss_coeff={coefficient}: this model has no experts. Set it to 0."
@@ -243,8 +242,6 @@ def _has_experts_as_asked(one: ModelOfRole) -> Iterator[UserError]:
 
 def _divides_its_experts(one: ModelOfRole) -> Iterator[UserError]:
     """Ranks can have some of the experts each."""
-    if one.strategy != "fsdp":
-        return
     ranks, experts = role_group(one.cfg, one.role).fsdp_config.expert_parallel_size, num_experts(one.config)
     key = f"{one.group}.fsdp_config.expert_parallel_size={ranks}"
     if ranks > 1 and not experts:
@@ -257,8 +254,6 @@ def _divides_its_experts(one: ModelOfRole) -> Iterator[UserError]:
 
 def _divides_its_heads(one: ModelOfRole) -> Iterator[UserError]:
     """Ranks can share the sequences as asked."""
-    if one.strategy != "fsdp":
-        return
     ranks, key = sequence_ranks(one.cfg, one.role), f"{one.group}.ulysses_sequence_parallel_size"
     heads = num_heads(one.config)
     if ranks > 1 and one.family.sees_images:
@@ -288,7 +283,7 @@ def _has_its_delta_nets(one: ModelOfRole) -> Iterator[UserError]:
 
 def _multiplies_in_float8(one: ModelOfRole) -> Iterator[UserError]:
     fsdp, key = role_group(one.cfg, one.role).fsdp_config, f"{one.group}.fsdp_config.float8"
-    if one.strategy != "fsdp" or not fsdp.float8:
+    if not fsdp.float8:
         return
     dtype, config = fsdp.mixed_precision.param_dtype, one.config
     if dtype != "bfloat16" and (one.cfg.trainer.device != "cpu" or dtype == "float16"):
@@ -366,3 +361,8 @@ MODEL_CHECKS = (
     *(_divides_its_heads, _has_its_delta_nets, _multiplies_in_float8, _is_compiled_as_asked),
     *(_is_adapted_as_asked, _is_built, _turns_rows_alike),
 )
+OF_STRATEGIES: dict[Callable[[ModelOfRole], Iterator[UserError]], tuple[str, ...]] = {
+    check: ("fsdp",)
+    for check in (_has_experts_as_asked, _divides_its_experts, _divides_its_heads, _multiplies_in_float8)
+}
+"""The checks of keys that only some strategies read -> those strategies."""
