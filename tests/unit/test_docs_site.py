@@ -1,5 +1,6 @@
 """The documentation as a site: every link leads somewhere, the list of keys is true, guides are short."""
 
+import json
 import re
 import subprocess
 import sys
@@ -28,6 +29,34 @@ def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path):
     index = (tmp_path / "site" / "index.html").read_text()
     fetched = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', index)
     assert not fetched, "the site needs no network"
+    for query, page in SEARCHED.items():
+        assert page in pages_found(tmp_path / "site" / "searchindex.js", query), query
+
+
+SEARCHED = {
+    "staleness": "async",
+    "colocated": "tuning",
+    "off-policy": "troubleshooting",
+    "sequence packing": "tuning",
+    "early stopping": "troubleshooting",
+    "OOM": "troubleshooting",
+}
+"""What readers search for -> a page that they must find."""
+
+
+def pages_found(index: Path, query: str) -> set[str]:
+    """The pages that have every word of a query, as the script of the site's search looks for them."""
+    from sphinx.search.en import SearchEnglish
+
+    text, language = index.read_text(), SearchEnglish({})
+    told = json.loads(text[text.index("(") + 1 : text.rindex(")")])
+    found = set(range(len(told["docnames"])))
+    for word in language.split(query.lower()):
+        if not language.word_filter(stem := language.stem(word)):
+            continue
+        places = [told[kind].get(stem, []) for kind in ("terms", "titleterms")]
+        found &= {page for some in places for page in (some if isinstance(some, list) else [some])}
+    return {told["docnames"][page] for page in found}
 
 
 def test_the_keys_that_matter_have_the_defaults_of_the_schema():
@@ -108,3 +137,28 @@ def test_the_first_page_is_one_screen():
 )
 def test_a_word_that_readers_search_for_is_on_a_guide(word):
     assert any(word in (ROOT / "docs" / f"{name}.md").read_text() for name in GUIDES)
+
+
+def measured_tables(page: Path) -> list[tuple[str, str]]:
+    """(section, first row) of each table of a page that has numbers in a third of its cells or more."""
+    found = []
+    for section in re.split(r"^(?=##+ )", page.read_text(), flags=re.M):
+        for table in re.findall(r"(?:^\|.*\n)+", section, re.M):
+            rows = table.splitlines()[2:]
+            cells = [cell.strip() for row in rows for cell in row.split("|")[2:-1]]
+            numbers = [cell for cell in cells if re.match(r"[~<]?\d[\d,.]*($|[ ,%x(])", cell)]
+            if len(numbers) >= max(2, len(cells) // 3):
+                found.append((section, rows[0]))
+    return found
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/evidence").glob("*.md")), ids=lambda page: page.stem)
+def test_a_measured_table_names_the_file_of_its_numbers_or_says_that_there_is_none(page):
+    for section, row in measured_tables(page):
+        assert re.search(r"\w\.json\b", section) or re.search(r"\bno\s+file\b", section), row
+    for name in re.findall(r"`(?:benchmarks/results/)?(\w[\w.-]*\.json)`", page.read_text()):
+        kept = (ROOT / "benchmarks/results" / name).is_file()
+        assert kept or name in FILES_OF_A_RUN, f"benchmarks/results has no {name}"
+
+
+FILES_OF_A_RUN = ("job.json",)
