@@ -84,6 +84,12 @@ class MegatronConfig:
     override_ddp_config: dict[str, Any] = key({}, "options of megatron.core DistributedDataParallelConfig")
     use_mbridge: bool = key(False, "read HF weights by the tables of mbridge, not by ours")
 
+    @property
+    def row_multiple(self) -> int:
+        """Rows are padded to a multiple of so many tokens: CP cuts each in 2 cp pieces, SP over tp ranks."""
+        cut = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        return cut * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
 
 @dataclass(frozen=True)
 class ForwardMegatronConfig(MegatronConfig):

@@ -257,11 +257,6 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "same. Set {}.top_k=-1.",
         ),
         Contradiction(
-            lambda rollout: rollout.name == "hf" and rollout.tensor_model_parallel_size > 1,
-            "{tensor_model_parallel_size=} with {name=}: the hf rollout holds the whole model on each rank. "
-            "Set {}.tensor_model_parallel_size=1, or {}.name=vllm.",
-        ),
-        Contradiction(
             lambda rollout: (
                 rollout.name == "vllm" and rollout.quantization and rollout.max_log_prob_diff is None
             ),

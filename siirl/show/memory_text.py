@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from siirl.compiler.backends import backend_of
+from siirl.compiler.checks.other_engines import LARGEST_GIB
 from siirl.compiler.memory.engine_starts import engine_starts
 from siirl.compiler.memory.phases import PhasePeak, estimated, host_peaks, memory_lines, phase_peaks
 from siirl.compiler.plan import ModelPlan, Plan
@@ -22,8 +23,6 @@ _SMALL = 0.01  # of a phase: parts below are left out
 _MOST_CHANGES = 6
 SURE = 1.25
 """Above so many times a device the estimate, which is within 15%, leaves no doubt."""
-LARGEST_GIB = 288.0
-"""Of the devices that there are (B300)."""
 
 Configs = Mapping[str, Config]
 

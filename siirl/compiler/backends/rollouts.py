@@ -4,6 +4,7 @@ import importlib.metadata
 from collections.abc import Iterator
 
 from siirl.compiler.backends.base import Backend, replicas
+from siirl.compiler.checks.other_engines import TENSOR, another_engine
 from siirl.compiler.memory.engine_memory import hf_rollout_lines, vllm_lines
 from siirl.compiler.memory.estimate import MemoryLine, ModelShape
 from siirl.compiler.plan import ModelPlan
@@ -43,9 +44,20 @@ NOT_GIVEN = {
 """Arguments of SGLang's engine that cannot be given, and why."""
 
 
+def check_hf(cfg: Config, node: ResolvedNode) -> Iterator[UserError]:
+    """A rank has the whole model."""
+    tensor = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if tensor > 1:
+        yield ConfigError(
+            f"{node}: {TENSOR}={tensor} with rollout.name=hf, which has the whole model on each rank. "
+            f"{another_engine(cfg, '')}"
+        )
+
+
 class HF(Backend):
     """A transformers model in the worker."""
 
+    checks = (Check("model", ("cfg", "node"), check_hf),)
     takes_images = True
     base_keys = ("name", "dtype")
 
@@ -94,19 +106,19 @@ def check_sglang(cfg: Config, dims: ParallelDims, node: ResolvedNode) -> Iterato
     if dims.tp > 1:
         yield NotSupportedError(
             f"not supported yet: {node}: actor_rollout_ref.rollout.tensor_model_parallel_size={dims.tp} with "
-            "rollout.name=sglang: an SGLang engine of several GPUs was not seen with siirl. Set it to 1, or "
-            "rollout.name=vllm."
+            "rollout.name=sglang: an SGLang engine of several GPUs was not seen with siirl. "
+            f"{another_engine(cfg, 'sglang')}"
         )
     if kind and not family_of(kind).sglang:
         yield NotSupportedError(
             f"not supported yet: {node}: a {kind} with rollout.name=sglang: that SGLang takes its weights as "
-            f"they are trained has been seen of {', '.join(types_with(lambda row: row.sglang))} only. Set "
-            "actor_rollout_ref.rollout.name=vllm or hf."
+            f"they are trained has been seen of {', '.join(types_with(lambda row: row.sglang))} only. "
+            f"{another_engine(cfg, 'sglang')}"
         )
     if config_json(cfg.actor_rollout_ref.model).get("quantization_config"):
         yield NotSupportedError(
             f"not supported yet: {node}: a quantization_config with rollout.name=sglang: that it takes plain "
-            "numbers beside such files was not seen. Set actor_rollout_ref.rollout.name=vllm or hf."
+            f"numbers beside such files was not seen. {another_engine(cfg, 'sglang')}"
         )
     for name, why in NOT_GIVEN.items():
         if name in rollout.engine_kwargs.sglang:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from siirl.compiler.backends.base import ASKED, Backend, replicas
 from siirl.compiler.checks.model_checks import check_model_of_node
+from siirl.compiler.checks.other_engines import engine_sizes_that_hold
 from siirl.compiler.memory.engine_memory import engine_bytes, vllm_lines
 from siirl.compiler.memory.estimate import BYTES, MemoryLine, ModelShape, read_shape, teacher_lines
 from siirl.compiler.plan import ModelPlan
@@ -74,7 +75,7 @@ def check_ranks(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) 
     for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
         whole = count % dims.tp == 0 or (count == shape.kv_heads and dims.tp % count == 0)
         if not whole:
-            fits = [size for size in range(1, dims.tp) if count % size == 0]
+            fits = engine_sizes_that_hold(shape, cfg, dims.world)
             yield PlacementError(
                 f"{node}: {key} does not divide the model's {count} {what}: each GPU holds whole heads. "
                 f"Set it to {' or '.join(map(str, fits))}."

@@ -58,7 +58,8 @@ def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
     elif rollout.name == "vllm" and rollout.tensor_model_parallel_size > 1:
         yield NotSupportedError(
             f"{images} with rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the "
-            "processes that vLLM starts for an engine of several ranks do not take patches. Set it to 1."
+            "processes that vLLM starts for an engine of several ranks do not take patches. Set "
+            f"{KEY}.tensor_model_parallel_size=1."
         )
 
 
@@ -154,7 +155,7 @@ def check_kept_kv(plan: Plan, configs: Mapping[str, Config]) -> Iterator[UserErr
         if not backend_of(model).keeps_kv:
             yield NotSupportedError(
                 f"not supported yet: {kept} with rollout.name={rollout.name}: it reads what is unfinished "
-                f"again, and keeps no keys and values of it for that. {off} Or set rollout.name=vllm."
+                f"again, and keeps no keys and values of it for that. {off}"
             )
             continue
         if rollout.engine_kwargs.vllm.get("enable_prefix_caching") is False:

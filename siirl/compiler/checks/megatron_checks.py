@@ -59,9 +59,8 @@ class MegatronModel:
 
     @property
     def row_multiple(self) -> int:
-        """Rows are padded to a multiple of so many tokens: CP cuts each in 2 cp pieces, SP over tp ranks."""
-        cut = 2 * self.dims.cp if self.dims.cp > 1 else 1
-        return cut * (self.dims.tp if self.section.sequence_parallel else 1)
+        """Rows are padded to a multiple of so many tokens."""
+        return self.section.row_multiple
 
 
 def _options(model: MegatronModel) -> Iterator[UserError]:
@@ -151,14 +150,12 @@ def _layers(model: MegatronModel) -> Iterator[UserError]:
 def _attention(model: MegatronModel) -> Iterator[UserError]:
     tp, shape = model.dims.tp, model.shape
     assert isinstance(shape, ModelShape)
-    key = f"{model.sizes}.tensor_model_parallel_size"
+    key, fits = f"{model.sizes}.tensor_model_parallel_size", _fitting(model, "tp")
     if shape.heads % tp:
-        fits = _common_divisors(shape.heads, tp)
         yield model.wrong(
             f"{shape.heads} attention heads do not divide over tp({tp}) ranks. Set {key}={fits}."
         )
     elif shape.kv_heads % tp and tp % shape.kv_heads:
-        fits = _common_divisors(shape.kv_heads, tp)
         yield model.wrong(
             f"tp({tp}) is neither a divisor nor a multiple of the {shape.kv_heads} KV heads: they can be "
             f"split over ranks or repeated, not both. Set {key}={fits}."
@@ -175,9 +172,9 @@ def _mlp(model: MegatronModel) -> Iterator[UserError]:
         widths.append(("expert_tensor_parallel_size", "etp", dims.etp, "expert width", shape.expert_width))
     for key, axis, size, what, width in widths:
         if width % size:
-            fits = _common_divisors(width, size)
             yield model.wrong(
-                f"{what} {width} does not divide over {axis}({size}) ranks. Set {model.sizes}.{key}={fits}."
+                f"{what} {width} does not divide over {axis}({size}) ranks. "
+                f"Set {model.sizes}.{key}={_fitting(model, axis)}."
             )
 
 
@@ -223,21 +220,21 @@ def _experts(model: MegatronModel) -> Iterator[UserError]:
                 yield model.wrong(f"{where}: {shape.family} has no experts. Remove it.")
         return
     if shape.experts % dims.ep:
-        fits = _common_divisors(shape.experts, dims.ep)
         yield model.wrong(
             f"{shape.experts} experts do not divide over ep({dims.ep}) ranks. Set "
-            f"{model.sizes}.expert_model_parallel_size={fits}."
+            f"{model.sizes}.expert_model_parallel_size={_fitting(model, 'ep')}."
         )
     if dims.tp > 1 and not model.section.sequence_parallel:
         yield model.wrong(
             f"a mixture of experts with tp({dims.tp}) and without sequence parallelism: the dispatcher takes "
             f"each rank's own tokens, and without it all tp ranks have the same. Set "
-            f"{model.sizes}.sequence_parallel=true, or tensor_model_parallel_size=1."
+            f"{model.sizes}.sequence_parallel=true, or {model.sizes}.tensor_model_parallel_size=1."
         )
     if options.get("moe_token_dispatcher_type") == "allgather" and dims.pp > 1:
         yield model.wrong(
             f"moe_token_dispatcher_type=allgather with pp({dims.pp}): pipeline ranks exchange packed rows of "
-            "varying length, which it does not take. Set moe_token_dispatcher_type=alltoall."
+            f"varying length, which it does not take. Set {model.keys}.override_transformer_config."
+            "moe_token_dispatcher_type=alltoall."
         )
     experts = family_of(shape.family).experts
     if experts is not None and experts.groups:
@@ -330,9 +327,23 @@ def check_megatron(model: MegatronModel) -> Iterator[UserError]:
         yield from check(model)
 
 
-def _common_divisors(width: int, size: int) -> str:
-    """The divisors of width up to size, greatest first: sizes that fit."""
-    return "|".join(str(d) for d in range(size, 0, -1) if width % d == 0)
+def _fitting(model: MegatronModel, axis: str) -> str:
+    """The smaller sizes of tp, ep or etp that divide all that they cut, and the ranks; greatest first."""
+    dims, shape = model.dims, model.shape
+    assert isinstance(shape, ModelShape)
+    beside = {"tp": dims.pp * dims.cp, "ep": dims.etp * dims.pp, "etp": dims.ep * dims.pp}[axis]
+    cut = {"ep": (shape.experts,), "etp": (shape.expert_width,)}.get(axis)
+    if cut is None:
+        cut = (shape.heads, shape.shared_width, shape.intermediate * (shape.moe_layers < shape.layers))
+    size = getattr(dims, axis)
+    fits = [
+        fewer
+        for fewer in range(size - 1, 0, -1)
+        if not any(width % fewer for width in cut) and dims.world % (fewer * beside) == 0
+    ]
+    if axis == "tp":
+        fits = [fewer for fewer in fits if shape.kv_heads % fewer == 0 or fewer % shape.kv_heads == 0]
+    return "|".join(map(str, fits or [1]))
 
 
 def advice(model: MegatronModel, ranks: Ranks, ranks_per_node: int, num_micro_batches: int) -> list[str]:

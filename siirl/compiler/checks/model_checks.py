@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from siirl.compiler.checks.other_engines import another_engine, whole_weights_fit
+from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.config.common import FLASH_4, ModelConfig, TrainedConfig
@@ -115,6 +117,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> Iterator[UserError]
         return
     if problem := why_not(one.whole, one.rules, one.spec.head):
         yield one.refused(problem)
+        yield from _is_sampled_by_vllm(one) if one.family.strategies else ()
         return
     for check in MODEL_CHECKS:
         if one.strategy in OF_STRATEGIES.get(check, (one.strategy,)):
@@ -195,9 +198,17 @@ def _is_sampled_by_vllm(one: ModelOfRole) -> Iterator[UserError]:
     sampled = one.role == "actor" and one.cfg.actor_rollout_ref.rollout.name == "vllm"
     if not (sampled or one.spec.generates):
         return
-    fix = "actor_rollout_ref.rollout.name=hf" if sampled else "teacher.strategy=fsdp"
-    if problem := why_not_in_vllm(one.config, on_cpu=one.cfg.trainer.device == "cpu"):
-        yield one.refused(f"a {one.type} in vLLM: {problem}. Set {fix}.")
+    problem = why_not_in_vllm(one.config, on_cpu=one.cfg.trainer.device == "cpu")
+    if not problem:
+        return
+    ranks = one.cfg.trainer.nnodes * one.cfg.trainer.n_gpus_per_node
+    if sampled:
+        fix = another_engine(one.cfg, "vllm")
+    elif whole_weights_fit(one.cfg, read_shape(one.cfg, one.role), ranks):
+        fix = "Set teacher.strategy=fsdp."
+    else:
+        fix = f"Its weights do not fit {ranks} devices under fsdp, either: take a smaller teacher."
+    yield one.refused(f"a {one.type} in vLLM: {problem}. {fix}")
 
 
 def _compresses_as_asked(one: ModelOfRole) -> Iterator[UserError]:

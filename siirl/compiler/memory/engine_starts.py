@@ -79,7 +79,8 @@ class EngineStart:
             share = (weights + row + self.workspace) / self.device
             if tensor > self.model.dims.tp and share <= MOST_SHARE:
                 more = "" if share <= self.share else f" {_SHARE}={math.ceil(100 * share) / 100:g}"
-                return f"Set {_TENSOR}={tensor}{more}."
+                engine = "" if self.model.backend == "vllm" else "actor_rollout_ref.rollout.name=vllm "
+                return f"Set {engine}{_TENSOR}={tensor}{more}."
         return "No engine on the GPUs of one machine holds it: larger ones do, or weights in fewer bits."
 
 

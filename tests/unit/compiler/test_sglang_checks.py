@@ -59,7 +59,7 @@ def test_these_go_with_sglang(tmp_path, keys):
             "tensor_model_parallel_size=2 with rollout.name=sglang: an SGLang engine of several GPUs",
         ),
         ((), QWEN3 | {"quantization_config": {"quant_method": "fp8"}}, "plain numbers beside such files"),
-        ((), EXPERTS, "a qwen3_moe with rollout.name=sglang: .*seen of qwen3 only.*name=vllm or hf"),
+        ((), EXPERTS, "a qwen3_moe with rollout.name=sglang: .*seen of qwen3 only.*name=vllm, or .*name=hf"),
         ((), {**QWEN3, "model_type": "qwen2"}, "a qwen2 with rollout.name=sglang"),
         (("data.dataset_type=vlm",), VISION, "sglang"),
         ((REPLAY,), EXPERTS, "sglang"),
