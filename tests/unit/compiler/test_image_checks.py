@@ -56,7 +56,7 @@ REFUSED = {
     "ranks": (
         "qwen3_vl",
         (VLM, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"),
-        "tensor_model_parallel_size=2: .*do not take patches. Set it to 1",
+        "tensor_model_parallel_size=2: .*do not take patches. Set .*size=1",
     ),
     "lora": ("qwen3_vl", (VLM, f"{MODEL}.lora_rank=4"), "LoRA adapters on a qwen3_vl. Set .*lora_rank=0"),
     "liger": ("qwen2_5_vl", (VLM, f"{MODEL}.use_liger=true"), "Liger kernels.*use_liger=false"),

@@ -135,7 +135,7 @@ REFUSED = {
         24,
         sizes(tp=24, sp=True),
         "32 attention heads do not divide over tp(24) ranks. Set "
-        f"{ACTOR}.tensor_model_parallel_size=16|8|4|2|1.",
+        f"{ACTOR}.tensor_model_parallel_size=8|4|2|1.",
     ),
     "expert width": (
         "Qwen3-30B-A3B",
@@ -147,7 +147,7 @@ REFUSED = {
         "Qwen3-30B-A3B",
         48,
         sizes(ep=48),
-        f"128 experts do not divide over ep(48) ranks. Set {ACTOR}.expert_model_parallel_size=32|16|8|4|2|1.",
+        f"128 experts do not divide over ep(48) ranks. Set {ACTOR}.expert_model_parallel_size=16|8|4|2|1.",
     ),
     "experts of a dense model": (
         "Qwen3-8B",
@@ -160,7 +160,7 @@ REFUSED = {
         8,
         sizes(tp=2, ep=4),
         f"without sequence parallelism: the dispatcher takes each rank's own tokens, and without it all tp "
-        f"ranks have the same. Set {ACTOR}.sequence_parallel=true, or tensor_model_parallel_size=1.",
+        f"ranks have the same. Set {ACTOR}.sequence_parallel=true, or {ACTOR}.tensor_model_parallel_size=1.",
     ),
     "a share of more than all": (
         "Qwen3-8B",
@@ -198,7 +198,7 @@ REFUSED = {
         "Qwen3-30B-A3B",
         8,
         (*sizes(pp=2, ep=4), option("moe_token_dispatcher_type", "allgather")),
-        "Set moe_token_dispatcher_type=alltoall.",
+        "moe_token_dispatcher_type=alltoall.",
     ),
     "sequence parallelism without tensor parallelism": (
         "Qwen3-8B",

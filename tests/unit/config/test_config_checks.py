@@ -155,7 +155,6 @@ def test_mini_batches_follow_the_batch_that_was_set_alone():
             [f"{ACTOR}.rollout_correction.{k}" for k in ("reject=sum_k2", "reject_divergence=0")],
             ("reject_divergence=0",),
         ),
-        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], ("tensor_model_parallel_size=2", "name=hf")),
         ([f"{ACTOR}.clip_ratio_c=1"], ("above 1", "dual clip", "clip_ratio_c=3")),
         ([f"{ACTOR}.clip_ratio_low=2"], ("clip_ratio_low=2",)),
         ([f"{ACTOR}.use_cpgd_loss=true", f"{ACTOR}.policy_loss.loss_mode=gspo"], ("loss_mode=gspo", "short")),
