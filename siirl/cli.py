@@ -26,8 +26,8 @@ from siirl.errors import CheckpointError, ConfigError, DataError, UserError
 from siirl.findings import Findings
 from siirl.launch.devices import device_name
 from siirl.launch.job import choose_launcher
+from siirl.migrate.defaults import ORIGINS
 from siirl.migrate.foreign_files import page, read_source, translate_source
-from siirl.migrate.translate import ORIGINS
 from siirl.observe.trace import merge_trace
 from siirl.runs.run_commands import add_run_commands
 from siirl.session import PlannedRun, planned
@@ -155,7 +155,7 @@ def _migrate(args: argparse.Namespace, overrides: list[str]) -> int:
             ["`siirl check --elsewhere` refuses the command:", *str(error).splitlines()],
         )
     said_lines = [line for line in said.getvalue().splitlines() if not line.startswith("chosen: ")]
-    title = f"siirl's command for {path.name} ({ORIGINS[source.origin]})"
+    title = f"siirl's command for {path.name} ({ORIGINS[source.origin][0]})"
     print_text(page(title, translation, source.open, [*outcome, *said_lines]))
     return 0 if accepted and not translation.of("impossible") else 1
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from siirl.config.algorithm_table import WITH_CRITIC, losses_with
+from siirl.config.algorithm_table import GROUPED, WITH_CRITIC, losses_with
 
 POLICY = "actor_rollout_ref"
 ROLLOUT = f"{POLICY}.rollout"
@@ -61,37 +61,76 @@ class OtherDefault:
     """What the difference changes."""
     verl: Any = None
     siirl: Any = None
+    preset: Any = None
+    """Of siiRL before its main_dag: the preset that siirl.client.main_dag reads."""
     when: str = ""
-    """ "key=a|b": only then does the key act."""
+    """ "key=a|b" or "key>1", joined by " and ": only then does the key act."""
+    same: bool = False
+    """Whether the default here does the same: a migrated script shows it, as the reader may look for it."""
 
 
 GAE = f"algorithm.adv_estimator={'|'.join(WITH_CRITIC)}"
+GROUPS = f"algorithm.adv_estimator={'|'.join(GROUPED)}"
 MEGATRON = f"{POLICY}.actor.strategy=megatron"
+CRITIC_MEGATRON = f"{GAE} and critic.strategy=megatron"
 VLLM = f"{ROLLOUT}.name=vllm"
 DPPO = f"{POLICY}.actor.policy_loss.{losses_with('ratio_cap')}"
 CLIP, WAIT = "clip_ratio alone changes nothing there", "where parameters wait: speed, memory"
+SPLIT = "activations are split over the tensor parallel ranks: memory"
+TABLES = "siirl's own tables read the same weights"
 
 
-def _both(changes: str, there: Any, when: str = "") -> OtherDefault:
-    return OtherDefault(changes, verl=there, siirl=there, when=when)
+def _all(changes: str, there: Any, when: str = "") -> OtherDefault:
+    return OtherDefault(changes, there, there, there, when)
+
+
+def _not_siirl(changes: str, there: Any, when: str = "") -> OtherDefault:
+    """Of verl, and of siiRL until it lost its preset."""
+    return OtherDefault(changes, verl=there, preset=there, when=when)
+
+
+def _verl(changes: str, there: Any, when: str = "", same: bool = False) -> OtherDefault:
+    return OtherDefault(changes, verl=there, when=when, same=same)
 
 
 OTHER_DEFAULTS: dict[str, OtherDefault] = {
-    "critic.optim.lr": _both("how fast the critic learns", 1e-5, GAE),
-    f"{ROLLOUT}.tensor_model_parallel_size": _both("ranks of one engine: speed, memory", 2, VLLM),
-    "data.train_batch_size": _both("prompts of a step", 1024),
-    f"{POLICY}.actor.ppo_mini_batch_size": _both("prompts of an optimizer step", 256),
-    "trainer.balance_batch": _both("which rank computes which rows: speed", True),
-    f"{POLICY}.actor.clip_ratio_low": _both(CLIP, 0.2),
-    f"{POLICY}.actor.clip_ratio_high": _both(CLIP, 0.2),
-    f"{POLICY}.actor.policy_loss.clip_divergence_low": OtherDefault("trust region", verl=0.2, when=DPPO),
-    f"{POLICY}.actor.policy_loss.clip_divergence_high": OtherDefault("trust region", verl=0.2, when=DPPO),
-    f"{POLICY}.actor.policy_loss.ratio_cap": OtherDefault("greatest weight of a token", verl=3.0, when=DPPO),
-    "algorithm.filter_groups.max_num_gen_batches": OtherDefault(
-        "rounds of dynamic sampling; 0: no limit", verl=0, when="algorithm.filter_groups.enable=true"
+    "trainer.n_gpus_per_node": _all("devices", 8),
+    f"{ROLLOUT}.n": _all("responses of a prompt", 1, GROUPS),
+    "critic.optim.lr": _not_siirl("how fast the critic learns", 1e-5, GAE),
+    f"{ROLLOUT}.tensor_model_parallel_size": _not_siirl("ranks of one engine: speed, memory", 2, VLLM),
+    "data.train_batch_size": _all("prompts of a step", 1024),
+    f"{POLICY}.actor.ppo_mini_batch_size": _all("prompts of an optimizer step", 256),
+    "critic.ppo_mini_batch_size": OtherDefault("prompts of an optimizer step", siirl=256, when=GAE),
+    "critic.ppo_epochs": _not_siirl("passes over a batch", f"${{{POLICY}.actor.ppo_epochs}}", GAE),
+    "critic.shuffle": _not_siirl("order of mini-batches", f"${{{POLICY}.actor.shuffle}}", GAE),
+    "critic.loss_agg_mode": _not_siirl("how tokens are averaged", f"${{{POLICY}.actor.loss_agg_mode}}", GAE),
+    "critic.forward_max_token_len_per_gpu": _not_siirl(
+        "tokens of a pass without gradient: memory",
+        "${critic.ppo_max_token_len_per_gpu}",
+        f"{GAE} and critic.use_dynamic_bsz=true",
     ),
-    f"{POLICY}.actor.megatron.param_offload": _both(WAIT, False, MEGATRON),
-    "critic.megatron.param_offload": _both(WAIT, False, "critic.strategy=megatron"),
+    "trainer.balance_batch": _not_siirl("which rank computes which rows: speed", True),
+    f"{POLICY}.actor.clip_ratio_low": _all(CLIP, 0.2),
+    f"{POLICY}.actor.clip_ratio_high": _all(CLIP, 0.2),
+    f"{POLICY}.actor.policy_loss.clip_divergence_low": _verl("trust region", 0.2, DPPO),
+    f"{POLICY}.actor.policy_loss.clip_divergence_high": _verl("trust region", 0.2, DPPO),
+    f"{POLICY}.actor.policy_loss.ratio_cap": _verl("greatest weight of a token", 3.0, DPPO),
+    "algorithm.filter_groups.max_num_gen_batches": _verl(
+        "rounds of dynamic sampling; 0: no limit", 0, "algorithm.filter_groups.enable=true"
+    ),
+    f"{POLICY}.actor.megatron.param_offload": _not_siirl(WAIT, False, MEGATRON),
+    f"{POLICY}.ref.megatron.param_offload": _not_siirl(
+        WAIT, f"${{{POLICY}.actor.megatron.param_offload}}", MEGATRON
+    ),
+    "critic.megatron.param_offload": _not_siirl(WAIT, False, CRITIC_MEGATRON),
+    f"{POLICY}.actor.megatron.sequence_parallel": _not_siirl(
+        SPLIT, True, f"{MEGATRON} and {POLICY}.actor.megatron.tensor_model_parallel_size>1"
+    ),
+    "critic.megatron.sequence_parallel": _not_siirl(
+        SPLIT, True, f"{CRITIC_MEGATRON} and critic.megatron.tensor_model_parallel_size>1"
+    ),
+    f"{POLICY}.actor.megatron.use_mbridge": _verl(TABLES, True, MEGATRON, same=True),
+    "critic.megatron.use_mbridge": _verl(TABLES, True, CRITIC_MEGATRON, same=True),
 }
 
 

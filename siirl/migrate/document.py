@@ -14,6 +14,7 @@ from siirl.config.resolve import get
 from siirl.config.root import all_keys
 from siirl.config.tree import default_config
 from siirl.config.values import show
+from siirl.migrate.defaults import OWN
 
 BEGIN, END = "<!-- lists of siirl.config.foreign: begin -->", "<!-- end -->"
 
@@ -45,12 +46,12 @@ def _becomes(entry: Foreign) -> str:
 
 def _defaults() -> Iterator[str]:
     for name, other in OTHER_DEFAULTS.items():
-        ours = show(all_keys()[name], get(default_config(), name))
-        where = {"verl": other.verl, "siiRL's preset": other.siirl}
+        ours = OWN.get(name) or show(all_keys()[name], get(default_config(), name))
+        where = {"verl": other.verl, "siiRL": other.siirl, "siiRL's preset": other.preset}
         values = {place: _shown(name, value) for place, value in where.items() if value is not None}
         there = ", ".join(f"{value} in {place}" for place, value in values.items())
-        if len(values) == 2 and len(set(values.values())) == 1:
-            there = f"{values['verl']} in both"
+        if len(values) > 1 and len(set(values.values())) == 1:
+            there = f"{values.popitem()[1]} in {'all' if len(values) == 2 else 'verl and in the preset'}"
         yield bullet(f"`{name}`: {ours} here, {there} ({other.changes}).")
 
 

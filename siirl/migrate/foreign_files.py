@@ -2,6 +2,7 @@
 command whose settings carry comments.
 """
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +12,17 @@ from typing import Any
 
 import yaml
 
+from siirl.config.foreign import foreign
+from siirl.config.root import all_keys
 from siirl.errors import ConfigError
 from siirl.migrate.script import read_script
+from siirl.migrate.settings import Kind, Translation
 from siirl.migrate.shell_words import UNKNOWN
-from siirl.migrate.translate import MEGATRON_NAMES, Kind, Translation, translate
+from siirl.migrate.translate import MEGATRON_NAMES, translate
 
 FILL_IN = "FILL_IN"
 PLACEHOLDER = re.compile(r"(?<!\$)\{[A-Za-z][\w ]*\}")
+SETTING = re.compile(r"[~+]*[\w.]+=")
 INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^}]*))?\}")
 SCALARS = {True: "true", False: "false", None: "null"}
 
@@ -44,10 +49,16 @@ def read_source(path: Path, given: Mapping[str, str], settings: Sequence[str]) -
         raise ConfigError(f"{path} cannot be read: {error}. Name a launch script or a YAML file.") from None
     if path.suffix in (".yaml", ".yml"):
         return _from_yaml(path, text, settings)
+    if path.suffix == ".py":
+        raise ConfigError(_of_python(path, text))
     launch = read_script(text, given, settings)
-    left: dict[str, list[str]] = {}
+    left: dict[str, list[str]] = {
+        f"${name}, which nobody set": ["the script: it is empty below"]
+        for name in sorted(launch.variables.empty)
+    }
     arguments = []
-    for argument in launch.arguments:
+    unread = [word for word in settings if SETTING.match(word) and word not in launch.arguments]
+    for argument in (*launch.arguments, *unread):
         name = argument.partition("=")[0].lstrip("+")
         for found in UNKNOWN.finditer(argument):
             left.setdefault(launch.variables.unknown[int(found[1])], []).append(name)
@@ -56,6 +67,18 @@ def read_source(path: Path, given: Mapping[str, str], settings: Sequence[str]) -
             left.setdefault(found[0], []).append(name)
         arguments.append(argument)
     return Source(launch.origin, tuple(arguments), {text: tuple(names) for text, names in left.items()})
+
+
+def _of_python(path: Path, text: str) -> str:
+    """Why a file of Python is not read, and how a pipeline of siiRL in it is named."""
+    try:
+        functions = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    except (SyntaxError, ValueError):
+        functions = []
+    named = " or ".join(f"dag.custom_pipeline_fn={path}:{name}" for name in functions[-3:])
+    return f"{path} is Python, which only running it would read. Name the launch script that calls it" + (
+        f"; a function that builds a workflow is {named} behind it." if named else "."
+    )
 
 
 def translate_source(source: Source) -> Translation:
@@ -77,6 +100,8 @@ def _from_yaml(path: Path, text: str, settings: Sequence[str]) -> Source:
     defaults = [str(item) for item in tree.pop("defaults", []) or []]
     tree.pop("hydra", None)
     leaves = dict(_leaves(tree, ""))
+    if not any(map(_is_known, leaves)):
+        raise ConfigError(_of_others(path, tree))
     resolved = {name: _resolved(value, leaves, 0) for name, value in leaves.items()}
     origin = "siirl" if "dag" in tree or "ppo_dag_trainer" in defaults or "ray_init" in tree else "verl"
     named = next((name for name in defaults if name in MEGATRON_NAMES), None)
@@ -85,6 +110,26 @@ def _from_yaml(path: Path, text: str, settings: Sequence[str]) -> Source:
         f"{name}={_text(value)}" for name, value in resolved.items() if not name.endswith("_target_")
     ]
     return Source(origin, (*options, *arguments, *settings), {})
+
+
+def _is_known(name: str) -> bool:
+    return name in all_keys() or foreign(name) is not None
+
+
+OTHERS = {"actor_train": ("ROLL", "#roll"), "training": ("Oumi", "#oumi")}
+"""A group that a file of another framework has -> the framework, and its table on the page."""
+
+
+def _of_others(path: Path, tree: Mapping[str, Any]) -> str:
+    """Why a YAML file without any key of siiRL and verl is not read."""
+    for group, (name, place) in OTHERS.items():
+        if group in tree:
+            return (
+                f"{path} is a configuration of {name}: siirl migrate reads those of siiRL and verl. "
+                f"docs/migration.md{place} has what its keys are called here: write a command."
+            )
+    groups = ", ".join(list(tree)[:5])
+    return f"{path} has no key of siiRL or verl, but {groups}. Name a launch script or a YAML file of theirs."
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -22,11 +22,18 @@ from siirl.migrate.shell_words import UNKNOWN, Variables, expand, expand_text
 
 MODULES = {
     "siirl.main_dag": "siirl",
-    "siirl.client.main_dag": "siirl",
+    "siirl.client.main_dag": "siirl_preset",
     "verl.trainer.main_ppo": "verl",
     "verl.trainer.main_ppo_sync": "verl",
+    "verl.trainer.main_ppo_v0": "verl",
+    "verl.experimental.one_step_off_policy.main_ppo": "one_step_off",
+    "recipe.one_step_off_policy.main_ppo": "one_step_off",
+    "recipe.one_step_off_policy.async_main_ppo": "one_step_off",
+    "verl.experimental.fully_async_policy.fully_async_main": "fully_async",
+    "recipe.fully_async_policy.fully_async_main": "fully_async",
 }
-"""What is run -> whose settings those are."""
+"""What is run -> whose settings those are: a row of defaults.ORIGINS."""
+TESTS = ("[", "[[", "test")
 DECLARING = ("export", "local", "declare", "readonly", "typeset")
 LENGTH_LIMIT = 2_000_000
 DEPTH_LIMIT = 30
@@ -37,7 +44,7 @@ class Launch:
     """The command of a script that starts training."""
 
     origin: str
-    """siirl or verl."""
+    """A row of defaults.ORIGINS."""
     arguments: tuple[str, ...]
     """All that follows the module."""
     variables: Variables
@@ -62,10 +69,24 @@ def read_script(text: str, given: Mapping[str, str], settings: Sequence[str] = (
             reader.stopped = False
             reader.run(body)
     if reader.launch is None:
-        known = ", ".join(MODULES)
-        why = f" It ends before: {reader.ended}." if reader.ended else ""
-        raise ConfigError(f"no training command was found (a module of {known}).{why} Is it a launch script?")
+        raise ConfigError(_none_found(reader))
     return reader.launch
+
+
+def _none_found(reader: "_Reader") -> str:
+    if not reader.ended:
+        return (
+            "no training command was found: python -m with one of the modules "
+            f"{', '.join(MODULES)}. Name the launch script that calls it."
+        )
+    said = f", after it says {reader.said!r}" if reader.said else ""
+    unset = ", ".join(sorted(reader.variables.empty | reader.variables.tested))
+    fix = (
+        f"Nobody set {unset}: give it, as in siirl migrate SCRIPT {unset.split(', ')[0]}=..."
+        if unset
+        else "Is it a launch script?"
+    )
+    return f"no training command was found: the script ends before, by {reader.ended!r}{said}. {fix}"
 
 
 class _Reader:
@@ -77,6 +98,7 @@ class _Reader:
         self.launch: Launch | None = None
         self.stopped = False
         self.ended = ""
+        self.said = ""
         self.depth = 0
 
     def run(self, statements: Sequence[Statement]) -> None:
@@ -140,6 +162,9 @@ class _Reader:
 
     def _command(self, command: Command) -> bool | None:
         words: list[str] = []
+        read = self.variables.empty
+        if command.parts and command.parts[0] in TESTS:
+            self.variables.empty = self.variables.tested
         for part in command.parts:
             if isinstance(part, Array):
                 self._array(part)
@@ -149,6 +174,7 @@ class _Reader:
                 self._assign(found[1], bool(found[2]), found[3])
             else:
                 words.extend(expand(part, self.variables))
+        self.variables.empty = read
         return self._execute(words)
 
     def _array(self, array: Array) -> None:
@@ -173,13 +199,13 @@ class _Reader:
         origin = next((MODULES[word] for word in words if word in MODULES), None)
         if name == "eval":
             return self._nested(parse(" ".join(words[1:])))
-        if name in ("[", "[[", "test"):
+        if name in TESTS:
             return _test([word for word in words[1:] if word not in ("]", "]]")])
         if name == "!":
             outcome = self._execute(words[1:])
             return None if outcome is None else not outcome
         if name in ("exit", "return", "exec") and origin is None:
-            self.stopped, self.ended = True, " ".join(words)
+            self.stopped, self.ended = True, self.variables.shown(" ".join(words))
             return True
         if name == "shift":
             del self.variables.arguments[: int(words[1]) if words[1:] and words[1].isdigit() else 1]
@@ -191,10 +217,12 @@ class _Reader:
             self._nested(self.functions[name])
             self.variables.arguments = outer
             self.stopped = self.stopped and not self.ended.startswith("return")
+        elif name in ("echo", "printf"):
+            self.said = self.variables.shown(" ".join(words[1:])).strip()
         elif origin is not None:
             place = next(place for place, word in enumerate(words) if word in MODULES)
             self.launch = Launch(origin, tuple(words[place + 1 :]), self.variables)
-        return True if name in (":", "true", "echo", "set", "shift", "unset") else None
+        return True if name in (":", "true", "echo", "printf", "set", "shift", "unset") else None
 
     def _nested(self, statements: Sequence[Statement]) -> None:
         if self.depth < DEPTH_LIMIT:

@@ -37,6 +37,8 @@ class Variables:
     """The sources of text that is not known."""
     empty: set[str] = field(default_factory=set)
     """Names that were read though nobody set them."""
+    tested: set[str] = field(default_factory=set)
+    """Those among them that conditions read."""
 
     def not_known(self, source: str) -> str:
         """A mark that stands for the text of `source`."""
@@ -195,7 +197,9 @@ def _operate(sign: str, word: str, name: str, variables: Variables) -> str:
         case "+":
             return expand_text(word, variables) if usable else ""
         case "?":
-            return text if usable else variables.not_known(f"${name}")
+            if not usable:  # bash ends here; what is put there later is for the user to say
+                variables.values[name] = text = variables.not_known(f"${name}")
+            return text
         case "#" | "%":
             return _without(text, sign, expand_text(word, variables))
         case ",":

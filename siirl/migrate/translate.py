@@ -1,28 +1,20 @@
 """From the settings of siiRL or verl to those of siirl: each one kept, changed, dropped, or impossible."""
 
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import replace
 
-from siirl.compiler.checks.megatron_options import Kind as MegatronMap
-from siirl.compiler.checks.megatron_options import refusal
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
-from siirl.config.aliases import ALIASES
-from siirl.config.foreign import OTHER_DEFAULTS, POLICY, ROLLOUT, foreign
+from siirl.config.foreign import POLICY, ROLLOUT, foreign
 from siirl.config.keys import Key
 from siirl.config.load import OVERRIDE
-from siirl.config.resolve import FOLLOWS
 from siirl.config.root import all_groups, all_keys
 from siirl.config.tree import split_name
-from siirl.config.values import check_available, closest, convert, plain, show
+from siirl.config.values import check_available, closest, convert, show
 from siirl.errors import ConfigError, NotSupportedError, UserError
 from siirl.migrate.correction import GROUP, translate_correction
-from siirl.models.families import family_of, types_with
+from siirl.migrate.defaults import add_defaults, names_vision_model, refused_by_megatron
+from siirl.migrate.settings import Setting, Translation, scalar, typed, unquoted, value_of
 
-Kind = Literal["kept", "changed", "added", "dropped", "impossible"]
 MEGATRON_NAMES = ("ppo_megatron_trainer", "megatron_ppo_dag_trainer")
 PRESET_NAMES = ("ppo_trainer", "ppo_dag_trainer", *MEGATRON_NAMES)
 EMBODIED_NAMES = ("embodied_grpo_trainer", "embodied_srpo_trainer")
@@ -42,42 +34,6 @@ PROFILED = {
     "reward_model": "reward",
 }
 """The groups of verl whose profiler.enable picks whom its profiler records -> profiler.roles."""
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting of the result. A dropped or impossible one has no name."""
-
-    kind: Kind
-    name: str
-    value: str
-    """As text."""
-    there: str = ""
-    """How the script had it, "" for one that is added."""
-    why: str = ""
-    """Why it is so."""
-
-
-@dataclass
-class Translation:
-    """What a script becomes."""
-
-    settings: list[Setting] = field(default_factory=list)
-    """In the order of the script."""
-    options: list[str] = field(default_factory=list)
-    """--config-path and --config-name that are kept."""
-
-    def add(self, kind: Kind, there: str = "", why: str = "", name: str = "", value: str = "") -> None:
-        self.settings.append(Setting(kind, name, value, there, why))
-
-    def of(self, *kinds: Kind) -> list[Setting]:
-        return [setting for setting in self.settings if setting.kind in kinds]
-
-    def written(self) -> list[Setting]:
-        """What the command has, each name once: the last of equal names, as on a command line."""
-        last = {setting.name: setting for setting in self.of("kept", "changed", "added")}
-        return [setting for setting in self.of("kept", "changed", "added") if last[setting.name] is setting]
 
 
 def translate(origin: str, arguments: Sequence[str]) -> Translation:
@@ -96,7 +52,7 @@ def translate(origin: str, arguments: Sequence[str]) -> Translation:
     _asked_by_a_function(values, result)
     _bounds_of_dppo(result)
     _profiled(values, result)
-    _add_defaults(origin, result)
+    add_defaults(origin, values, result)
     _images(result)
     return result
 
@@ -198,7 +154,7 @@ def _keep(name: str, value: str, there: str, why: str, result: Translation) -> N
     switch = {"true": "on", "false": "off"}.get(value.lower(), "")
     if switch in key.rule.synonyms:  # YAML reads an unquoted on or off as true or false
         value = switch
-    reason = _refused_by_megatron(key_name, path, value) if path else _unavailable(key, value)
+    reason = refused_by_megatron(name, value) if path else _unavailable(key, value)
     if value == "null" and (path or reason):
         default = "nothing is set" if path else f"the default here is {show(key, key.default)}"
         result.add("dropped", there, f"null there: {default}")
@@ -215,16 +171,6 @@ def _keep(name: str, value: str, there: str, why: str, result: Translation) -> N
         result.add("changed" if moved else "kept", there, why, name, value)
 
 
-def _refused_by_megatron(map_name: str, option: str, value: str) -> str:
-    """Why an option of Megatron-Core cannot have a value, or an empty string."""
-    role, _, name = map_name.rpartition(".megatron.override_")
-    maps: dict[str, MegatronMap] = {"transformer_config": "transformer", "ddp_config": "ddp"}
-    kind = maps.get(name)
-    if not role or kind is None:
-        return ""
-    return (refusal(kind, option, scalar(value), role) or "").removeprefix("=")
-
-
 def _unavailable(key: Key, value: str) -> str:
     """Why a value cannot be had, or an empty string."""
     if "${" in value:
@@ -238,57 +184,13 @@ def _unavailable(key: Key, value: str) -> str:
     return ""
 
 
-def typed(key: Key, text: str) -> Any:
-    """The value that a text on a command line means for a key."""
-    text = text.strip()
-    quoted = len(text) > 1 and text[0] in "'\"" and text[0] == text[-1]
-    if quoted:
-        return text[1:-1]
-    if text.startswith("[") and text.endswith("]"):
-        items = [_unquoted(item.strip()) for item in text[1:-1].split(",") if item.strip()]
-        return [scalar(item) if not key.takes_text else item for item in items]
-    if text.startswith("{") and key.is_map:
-        return {}
-    if key.takes_text and text.lower() not in ("null", "true", "false"):
-        return text
-    if key.takes_text and text.lower() in ("true", "false") and bool not in _options_of(key):
-        return text
-    return scalar(text)
-
-
-def _options_of(key: Key) -> tuple[Any, ...]:
-    return getattr(key.type, "__args__", (key.type,))
-
-
-def scalar(text: str) -> Any:
-    """true, false, null and numbers as such; other text as it is."""
-    word = {"true": True, "false": False, "null": None}.get(text.lower(), text)
-    if word is not text or not NUMBER.fullmatch(text):
-        return word
-    return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
-
-
-def _unquoted(text: str) -> str:
-    return text[1:-1] if len(text) > 1 and text[0] in "'\"" and text[0] == text[-1] else text
-
-
 def _plain_text(value: str) -> str:
-    return _unquoted(value.strip()).lower()
-
-
-def _value(result: Translation, name: str) -> Any:
-    """What a key will be: as written, else its default."""
-    for setting in result.written():
-        if setting.name == name:
-            return typed(all_keys()[name], setting.value)
-    if name in FOLLOWS and FOLLOWS[name].startswith("${") and FOLLOWS[name].endswith("}"):
-        return _value(result, FOLLOWS[name][2:-1])
-    return plain(all_keys()[name].default)
+    return unquoted(value.strip()).lower()
 
 
 def _sizes_over_ranks(result: Translation) -> None:
     """Micro-batch sizes over all ranks become those of each rank."""
-    gpus, nodes = (_value(result, f"trainer.{name}") for name in ("n_gpus_per_node", "nnodes"))
+    gpus, nodes = (value_of(result, f"trainer.{name}") for name in ("n_gpus_per_node", "nnodes"))
     for place, setting in enumerate(result.settings):
         here = GLOBAL_SIZES.get(setting.name)
         if here is None:
@@ -309,7 +211,7 @@ def _sizes_over_ranks(result: Translation) -> None:
 def _one_machine(result: Translation) -> None:
     """A rollout engine lies on the GPUs of one machine."""
     name = f"{ROLLOUT}.tensor_model_parallel_size"
-    size, gpus = _value(result, name), _value(result, "trainer.n_gpus_per_node")
+    size, gpus = value_of(result, name), value_of(result, "trainer.n_gpus_per_node")
     if type(size) is not int or type(gpus) is not int or size <= gpus:
         return
     why = (
@@ -323,7 +225,7 @@ def _one_machine(result: Translation) -> None:
 
 def _images(result: Translation) -> None:
     """A model that sees images makes a dataset one of images there; its engine has one rank here."""
-    if not names_vision_model(str(_value(result, f"{POLICY}.model.path") or "")):
+    if not names_vision_model(str(value_of(result, f"{POLICY}.model.path") or "")):
         return
     kind, engine = "data.dataset_type", f"{ROLLOUT}.tensor_model_parallel_size"
     wanted = {
@@ -331,7 +233,7 @@ def _images(result: Translation) -> None:
         engine: ("1", "an engine of several ranks takes no images here: each GPU holds the whole model"),
     }
     for name, (value, why) in wanted.items():
-        if show(all_keys()[name], _value(result, name)) == value:
+        if show(all_keys()[name], value_of(result, name)) == value:
             continue
         places = [place for place, setting in enumerate(result.settings) if setting.name == name]
         for place in places:
@@ -341,22 +243,12 @@ def _images(result: Translation) -> None:
             result.add("added", "", why, name, value)
 
 
-def names_vision_model(path: str) -> bool:
-    """Whether a model sees images, by its config.json if it is here, else by its name."""
-    try:
-        text = (Path(path).expanduser() / "config.json").read_text(encoding="utf-8")
-        return family_of(json.loads(text).get("model_type")).sees_images
-    except (OSError, ValueError):
-        name = re.sub(r"[^a-z0-9]", "", Path(path).name.lower())
-        return any(kind.replace("_", "") in name for kind in types_with(lambda row: row.sees_images))
-
-
 def _without_effect_there(result: Translation) -> None:
     """Values that change nothing in siiRL and verl, and are refused here."""
     for place, setting in enumerate(result.settings):
         megatron = setting.name.removesuffix(".sequence_parallel")
         split = megatron != setting.name and _plain_text(setting.value) == "true"
-        if split and _value(result, f"{megatron}.tensor_model_parallel_size") == 1:
+        if split and value_of(result, f"{megatron}.tensor_model_parallel_size") == 1:
             why = "there is nothing to split over one tensor parallel rank"
             result.settings[place] = replace(setting, kind="changed", value="false", why=why)
         if setting.name == f"{POLICY}.actor.clip_ratio_low":
@@ -380,7 +272,7 @@ def _asked_by_a_function(values: Mapping[str, str | None], result: Translation) 
 
 def _bounds_of_dppo(result: Translation) -> None:
     """verl's DPPO takes its bounds from the keys of the ratio clip."""
-    instead = LOSSES.get(_value(result, f"{POLICY}.actor.policy_loss.loss_mode") or "", OWN_LOSS).instead
+    instead = LOSSES.get(value_of(result, f"{POLICY}.actor.policy_loss.loss_mode") or "", OWN_LOSS).instead
     names = {
         f"{POLICY}.actor.{there}": f"{POLICY}.actor.policy_loss.{here}" for there, here in instead.items()
     }
@@ -400,33 +292,3 @@ def _profiled(values: Mapping[str, str | None], result: Translation) -> None:
     if on:
         why = "whose profiler is on there"
         result.add("changed", "", why, "profiler.roles", f"[{','.join(on)}]")
-
-
-def _add_defaults(origin: str, result: Translation) -> None:
-    """Keys that the script leaves to a default which is another here."""
-    written = {
-        name for setting in result.written() for name in (setting.name, *ALIASES.get(setting.name, ()))
-    }
-    for name, other in OTHER_DEFAULTS.items():
-        there = getattr(other, origin)
-        if there is None or name in written or not _acts(other.when, result):
-            continue
-        ours = _value(result, name)
-        followed = isinstance(there, str) and there.startswith("${")
-        value = _value(result, there[2:-1]) if followed else there
-        if value == ours:
-            continue
-        key = all_keys()[name]
-        follows = f", which follows {there[2:-1]}" if followed else ""
-        why = f"{ORIGINS[origin]}'s default{follows}; siirl's is {show(key, ours)}: {other.changes}"
-        result.add("added", "", why, name, show(key, value))
-
-
-ORIGINS: Mapping[str, str] = {"siirl": "siiRL", "verl": "verl"}
-
-
-def _acts(when: str, result: Translation) -> bool:
-    if not when:
-        return True
-    name, _, values = when.partition("=")
-    return show(all_keys()[name], _value(result, name)) in values.split("|")

@@ -16,9 +16,11 @@ from siirl.config.resolve import FOLLOWS, get
 from siirl.config.root import all_keys
 from siirl.config.tree import default_config, split_name
 from siirl.errors import ConfigError, UserError
+from siirl.migrate.defaults import names_vision_model
 from siirl.migrate.document import with_lists
 from siirl.migrate.foreign_files import page
-from siirl.migrate.translate import Translation, names_vision_model, scalar, translate, typed
+from siirl.migrate.settings import Translation, scalar, typed
+from siirl.migrate.translate import translate
 
 pytestmark = pytest.mark.heavy
 
