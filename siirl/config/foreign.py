@@ -65,6 +65,8 @@ class OtherDefault:
     """Of siiRL before its main_dag: the preset that siirl.client.main_dag reads."""
     when: str = ""
     """ "key=a|b" or "key>1", joined by " and ": only then does the key act."""
+    at_most: str = ""
+    """The key whose value bounds the default: a larger one does the same there, and is refused here."""
     same: bool = False
     """Whether the default here does the same: a migrated script shows it, as the reader may look for it."""
 
@@ -100,7 +102,9 @@ OTHER_DEFAULTS: dict[str, OtherDefault] = {
     f"{ROLLOUT}.tensor_model_parallel_size": _not_siirl("ranks of one engine: speed, memory", 2, VLLM),
     "data.train_batch_size": _all("prompts of a step", 1024),
     f"{POLICY}.actor.ppo_mini_batch_size": _all("prompts of an optimizer step", 256),
-    "critic.ppo_mini_batch_size": OtherDefault("prompts of an optimizer step", siirl=256, when=GAE),
+    "critic.ppo_mini_batch_size": OtherDefault(
+        "prompts of an optimizer step", siirl=256, when=GAE, at_most="data.train_batch_size"
+    ),
     "critic.ppo_epochs": _not_siirl("passes over a batch", f"${{{POLICY}.actor.ppo_epochs}}", GAE),
     "critic.shuffle": _not_siirl("order of mini-batches", f"${{{POLICY}.actor.shuffle}}", GAE),
     "critic.loss_agg_mode": _not_siirl("how tokens are averaged", f"${{{POLICY}.actor.loss_agg_mode}}", GAE),

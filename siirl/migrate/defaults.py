@@ -24,8 +24,6 @@ ORIGINS: Mapping[str, tuple[str, str]] = {
     "siirl": ("siiRL", "siirl"),
     "siirl_preset": ("siiRL", "preset"),
     "verl": ("verl", "verl"),
-    "one_step_off": ("verl, one step off policy", "verl"),
-    "fully_async": ("verl, fully asynchronous", "verl"),
 }
 """Origin of a script -> its name for the reader, and whose defaults hold there (of OTHER_DEFAULTS)."""
 ACTOR, REF = f"{POLICY}.actor.megatron", f"{POLICY}.ref.megatron"
@@ -51,9 +49,13 @@ def add_defaults(origin: str, values: Mapping[str, str | None], result: Translat
             continue
         followed = isinstance(there, str) and there.startswith("${")
         value = value_of(result, there[2:-1]) if followed else there
+        bound = value_of(result, other.at_most) if other.at_most else value
+        cut = type(bound) is int and bound < value
+        value = bound if cut else value
         if value == ours and key_name not in OWN:
             continue
         follows = f", which follows {there[2:-1]}" if followed else ""
+        follows = f" of {show(key, there)}, at most {other.at_most}" if cut else follows
         why = f"{name}'s default{follows}; siirl's is {OWN.get(key_name, show(key, ours))}: {other.changes}"
         result.add("added", "", why, key_name, show(key, value))
     if column == "verl":

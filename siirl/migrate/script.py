@@ -26,13 +26,10 @@ MODULES = {
     "verl.trainer.main_ppo": "verl",
     "verl.trainer.main_ppo_sync": "verl",
     "verl.trainer.main_ppo_v0": "verl",
-    "verl.experimental.one_step_off_policy.main_ppo": "one_step_off",
-    "recipe.one_step_off_policy.main_ppo": "one_step_off",
-    "recipe.one_step_off_policy.async_main_ppo": "one_step_off",
-    "verl.experimental.fully_async_policy.fully_async_main": "fully_async",
-    "recipe.fully_async_policy.fully_async_main": "fully_async",
 }
 """What is run -> whose settings those are: a row of defaults.ORIGINS."""
+ASYNCHRONOUS = re.compile(r"(verl\.experimental|recipe)\.(one_step_off|fully_async)_policy\.\w+")
+"""verl's asynchronous trainers: their staleness is in the program and in keys that are not translated."""
 TESTS = ("[", "[[", "test")
 DECLARING = ("export", "local", "declare", "readonly", "typeset")
 LENGTH_LIMIT = 2_000_000
@@ -68,6 +65,13 @@ def read_script(text: str, given: Mapping[str, str], settings: Sequence[str] = (
         for body in list(reader.functions.values()):
             reader.stopped = False
             reader.run(body)
+    if reader.launch is None and reader.asynchronous:
+        raise ConfigError(
+            f"{reader.asynchronous} is a trainer of verl whose rollouts are stale by its own design; its "
+            "staleness and its split of the GPUs are not translated, and without them the run would be "
+            "synchronous. Migrate the script of verl.trainer.main_ppo with the same settings, and put "
+            "actor_rollout_ref.rollout.max_lag=1 (steps of staleness) behind it."
+        )
     if reader.launch is None:
         raise ConfigError(_none_found(reader))
     return reader.launch
@@ -98,6 +102,7 @@ class _Reader:
         self.launch: Launch | None = None
         self.stopped = False
         self.ended = ""
+        self.asynchronous = ""
         self.said = ""
         self.depth = 0
 
@@ -197,6 +202,8 @@ class _Reader:
             return True
         name = words[0]
         origin = next((MODULES[word] for word in words if word in MODULES), None)
+        if origin is None and name not in ("echo", "printf"):
+            self.asynchronous = next(filter(ASYNCHRONOUS.fullmatch, words), self.asynchronous)
         if name == "eval":
             return self._nested(parse(" ".join(words[1:])))
         if name in TESTS:

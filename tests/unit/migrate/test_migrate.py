@@ -16,7 +16,7 @@ from siirl.config.resolve import FOLLOWS, get
 from siirl.config.root import all_keys
 from siirl.config.tree import default_config, split_name
 from siirl.errors import ConfigError, UserError
-from siirl.migrate.defaults import names_vision_model
+from siirl.migrate.defaults import OWN, names_vision_model
 from siirl.migrate.document import with_lists
 from siirl.migrate.foreign_files import page
 from siirl.migrate.settings import Translation, scalar, typed
@@ -184,14 +184,11 @@ def test_an_unknown_key_of_verl_names_the_right_one():
 def test_the_other_defaults_differ_from_ours():
     for name, other in OTHER_DEFAULTS.items():
         ours = get(default_config(), name)
-        assert {other.verl, other.siirl} - {None}, name
-        if name in FOLLOWS:
-            continue  # ours is that of another key
-        assert all(
-            isinstance(there, str) or there != ours
-            for there in (other.verl, other.siirl)
-            if there is not None
-        )
+        columns = {other.verl, other.siirl, other.preset} - {None}
+        assert columns, name
+        if name in FOLLOWS or name in OWN:
+            continue  # ours is that of another key, or of the machine
+        assert all(isinstance(there, str) or there != ours for there in columns), name
 
 
 @pytest.mark.parametrize(
@@ -199,6 +196,18 @@ def test_the_other_defaults_differ_from_ours():
     [
         ("verl", ["algorithm.adv_estimator=gae"], ["critic.optim.lr=1e-05"], []),
         ("verl", ["algorithm.adv_estimator=grpo"], [], ["critic.optim.lr"]),
+        (
+            "siirl",
+            ["algorithm.adv_estimator=gae", "data.train_batch_size=64"],
+            ["critic.ppo_mini_batch_size=64"],
+            [],
+        ),
+        (
+            "siirl",
+            ["algorithm.adv_estimator=gae", "actor_rollout_ref.actor.ppo_mini_batch_size=128"],
+            ["critic.ppo_mini_batch_size=256"],
+            [],
+        ),
         (
             "verl",
             [
@@ -354,7 +363,7 @@ def test_a_yaml_file_is_migrated_as_a_script_is(tmp_path, capsys):
     page = capsys.readouterr().out
     for text in (
         "algorithm.lam=0.9  ",
-        "critic.optim.lr=1e-05",
+        "critic.ppo_mini_batch_size=64",
         "actor.fsdp_config.reshard_after_forward=false",
         "rollout.response_length=512",
         "resume_mode=off",

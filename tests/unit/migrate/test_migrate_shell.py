@@ -188,7 +188,15 @@ def test_a_random_script_is_read_as_bash_runs_it(seed):
     ("script", "message"),
     [
         ("echo hello", "no training command"),
-        (f"exit 1\n{TRAINING} a=1", "It ends before: exit 1"),
+        (f"exit 1\n{TRAINING} a=1", "the script ends before, by 'exit 1'"),
+        *(
+            (TRAINING.replace("verl.trainer.main_ppo", module) + " a=1", f"{module} .*max_lag=1")
+            for module in (
+                "verl.experimental.one_step_off_policy.main_ppo",
+                "recipe.one_step_off_policy.async_main_ppo",
+                "verl.experimental.fully_async_policy.fully_async_main",
+            )
+        ),
         (f"A='open\n{TRAINING} a=1", "line 1 of the script: ' is never closed"),
         (f"f() {{ f; }}\nf\n{TRAINING.replace('verl', 'other')}", "no training command"),
         ("x" * 2_000_001, "2000001 characters"),
@@ -249,6 +257,7 @@ def test_the_command_for_a_random_script_of_siirl_has_its_configuration(seed, tm
         "trainer.balance_batch",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
         "critic.optim.lr",
+        "trainer.n_gpus_per_node",
     }
     result = load_config([word for word in words if "$" not in word])
     assert set(result.explicit) - set(given.explicit) <= added | {
