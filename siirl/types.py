@@ -138,6 +138,9 @@ FIELDS: dict[str, FieldSpec] = _fields(
     FieldSpec("value", ("T",), "float32", "the critic's estimate of the return at each token"),
     FieldSpec("advantage", ("T",), "float32", "advantage of each response token"),
     FieldSpec("return_", ("T",), "float32", "target of the value function"),
+    FieldSpec(
+        "ledger_id", (), "int64", "number of the row in the whole run, which it keeps (trainer.ledger)"
+    ),
     FieldSpec("episode_id", (), "int64", "group_id * n + sample: the same for all agents of an episode"),
     FieldSpec("speaker", (), "int64", "agent that spoke in the row; several share one policy's rows"),
     FieldSpec(

@@ -11,6 +11,7 @@ from siirl.compiler.interactions.credit_reads import turns_of_training, validati
 from siirl.compiler.interactions.env_shorthand import with_environments
 from siirl.compiler.interactions.find import with_interactions
 from siirl.compiler.layouts import AgentRows, LayoutTable, NodePlacement, agent_rows, place_nodes
+from siirl.compiler.ledger_fields import with_ledger
 from siirl.compiler.memory.awake_engines import with_shares
 from siirl.compiler.models import plan_links, plan_models
 from siirl.compiler.plan import (
@@ -234,7 +235,7 @@ def _emit(
     nodes = workflow.nodes
     links = plan_links(models, nodes)
     serving = {entry: serving_ranks(talk, models) for entry, talk in workflow.interactions.items()}
-    sections = Sections(workflow, table, links, serving)
+    sections = Sections(with_ledger(workflow), table, links, serving)
     instructions = sections.emit(placed.running, placed.places)
     told = validating(workflow)
     validated = placed.running.without(nodes.keys() - _validated(told.nodes))

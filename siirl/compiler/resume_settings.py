@@ -23,7 +23,7 @@ FREE: Mapping[str, tuple[str, ...]] = {
         *("trainer.*_dir", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.overwrite"),
         *("trainer.export_hf", "trainer.trace*", "*.checkpoint.*", "*.disable_log_stats"),
         *("reward_model.overlong_buffer.log", "trainer.progress", "trainer.prometheus_*"),
-        *("trainer.samples_gib", "trainer.tensorboard_gib", "profiler.*"),
+        *("trainer.samples_gib", "trainer.tensorboard_gib", "trainer.ledger*", "profiler.*"),
     ),
     "where the workflow is written: what its nodes are and set counts": ("dag.workflow_path",),
     "validation": (

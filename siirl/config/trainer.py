@@ -91,6 +91,18 @@ class TrainerConfig:
     tensorboard_gib: float | None = key(
         1.0, "GiB that TensorBoard files take at most: the oldest are removed; null: no bound", low=0.001
     )
+    ledger: str = key(
+        "off",
+        "what <output_dir>/ledger keeps of every row, for `siirl audit`: rows: where it comes from, its reward, "
+        "advantage and optimizer step; tokens: the numbers of its trained tokens, too",
+        choices=("off", "rows", "tokens"),
+    )
+    ledger_gib: float | None = key(
+        4.0,
+        "GiB that the ledger takes at most: its oldest steps are removed; null: no bound",
+        low=0.001,
+        when="ledger=rows|tokens",
+    )
     dump_rollouts_dir: str | None = key(
         None, "directory for the whole rows of every training rollout, which rollout.name=replay reads"
     )

@@ -25,9 +25,11 @@ from siirl.config import Config, to_dict
 from siirl.config.batch import batch_of
 from siirl.config.roles import EXPORTS, role_model, trained_group
 from siirl.dag_worker.observing import finish_trace, make_observer
+from siirl.dag_worker.row_ledger import RowLedger, header_of
 from siirl.dag_worker.step import run_step
 from siirl.dag_worker.step_report import Report, closing_report
 from siirl.dag_worker.worker import DAGWorker
+from siirl.data.ledger import FOLDER, attempts_in
 from siirl.errors import CheckpointError, NumericsError
 from siirl.model_files.run_inputs import ChangeWatch, RunInputs, began_with
 from siirl.nodes.trained_tokens import TrainedTokens
@@ -125,6 +127,8 @@ class Training:
         if not trainer.rollout_only:
             self.resume()
         first_step = self.step
+        if trainer.ledger != "off" and not trainer.val_only:
+            self.worker.ledger = self._open_ledger()
         versions = {name: engine.version for name, engine in self.worker.train_engines.items()}
         report = Report(self.worker, self._make_sinks() if self.worker.rank == 0 else None)
         changes = ChangeWatch(began_with() if self.worker.rank == 0 else RunInputs())
@@ -151,6 +155,8 @@ class Training:
             self._require_progress(first_step, versions)
         exported = self.export() if trains and trainer.export_hf else []
         report.close()
+        if self.worker.ledger is not None:
+            self.worker.ledger.close(self.step)
         trace = finish_trace(self.cfg, self.worker.rank, self.output_dir)
         if self.worker.rank == 0:
             total_s = time.perf_counter() - start_s
@@ -168,6 +174,9 @@ class Training:
         record = run_step(steps, self.worker, self.step)
         metrics, self.samples = record.metrics, record.samples
         self.worker.drain_scorers(metrics)
+        if self.worker.ledger is not None:
+            with self.worker.observer.span("ledger", self.step):
+                self.worker.ledger.end_step(self.step, self.worker.nodes)
         metrics.merge(self.worker.observer.metrics())
         self.worker.observer.end_step()
         return metrics
@@ -214,6 +223,8 @@ class Training:
     def save(self, background: bool = False) -> None:
         """A checkpoint of this step: models, loader positions, node states, RNG."""
         with self.worker.all_on_device(), self.worker.observer.span("checkpoint", self.step):
+            if self.worker.ledger is not None:
+                self.worker.ledger.sync()
             models, rng = self._saved_models(self.background_groups), rng_state(self.worker.device)
             self.checkpoints.save(self.step, models, self._extra(), rng, background)
 
@@ -373,6 +384,20 @@ class Training:
         """Whether a checkpoint holds a model: in training, or a teacher of a policy's older weights."""
         older = (link.target for link in self.worker.plan.links.values() if link.lags)
         return model.trains or model.name in older
+
+    def _open_ledger(self) -> RowLedger:
+        """The ledger of this attempt, whose number is the next one that no rank has written. Collective."""
+        attempt = self._max_over_ranks(attempts_in(self.output_dir / FOLDER)) + 1
+        resumed = "" if self.last_checkpoint is None or not self.step else str(self.last_checkpoint)
+        worker, loaders = self.worker, {name: x.train for name, x in self.worker.loaders.items()}
+        header = {
+            "attempt": attempt,
+            "rank": worker.rank,
+            "first_step": self.step + 1,
+            "resumed_from": resumed,
+        }
+        header |= header_of(self.cfg, worker.plan, loaders)
+        return RowLedger(self.cfg.trainer, worker.plan, worker.rank, header, self.output_dir)
 
     def _saves_in_background(self) -> bool:
         """Whether a trained model asks for it."""

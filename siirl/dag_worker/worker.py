@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.row_cost import row_cost
+from siirl.compiler.ledger_fields import LEDGER_ID
 from siirl.compiler.plan import (
     Collect,
     Instruction,
@@ -30,6 +31,7 @@ from siirl.compiler.plan import (
 from siirl.config import Config, with_overrides
 from siirl.config.roles import ROLES, role_model
 from siirl.dag_worker.cached_memory import cached_after, give_back
+from siirl.dag_worker.row_ledger import RowLedger
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
 from siirl.data.rows import take_rows
@@ -46,6 +48,7 @@ from siirl.nodes.context import DataGroup, LocalNode, Op, OpContext, Samples, St
 from siirl.nodes.interaction import Interaction, build_interaction
 from siirl.nodes.services import SERVICES, OnRank, built_in, find_op
 from siirl.nodes.streams import Streams
+from siirl.nodes.taken_rows import TakenRows
 from siirl.nodes.trained_tokens import TrainedTokens
 from siirl.observe.columns import ENGINE_RESTARTS, moved_metric, rows_metric
 from siirl.observe.metrics import Metrics
@@ -93,6 +96,7 @@ class DAGWorker:
         self._numbers = {id(ins): index for section in sections for index, ins in enumerate(section)}
         self.sample_limit = 0  # rows of each reward node to keep as text this step; -1: all
         self.trained: TrainedTokens | None = None  # what ops say of this step's tokens, if it is written
+        self.ledger: RowLedger | None = None  # what becomes of rows is written there
         self.trained_from = 0  # the first step in which that may be; the same on all ranks
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self.train_engines: dict[str, TrainEngine] = {}
@@ -178,6 +182,8 @@ class DAGWorker:
                 in_flight = reader.services["in_flight"]
                 missing = in_flight.num_missing(loader.train, record.step, self.last_step, record.wanted)
                 loaded = in_flight.load(loader.train, self._most(missing, plan.layout))
+            if self.ledger is not None:
+                self.ledger.loaded(ins, loaded, record.step, loader.train)
             counts = loader.train.dataset.drain_counts()
             if self.plan.layouts[plan.layout].is_shard_leader(self.rank):
                 for name, count in counts.items():
@@ -231,9 +237,14 @@ class DAGWorker:
         node = self.nodes[ins.node]
         context = self._context(ins, record)
         context.others = others
+        if self.ledger is not None and node.plan.spec.trains and LEDGER_ID in rows.keys():
+            engine = self.train_engines[str(node.plan.model)]
+            context.taken = TakenRows(rows, engine, self.ledger.keeps_tokens)
         caches = id(ins) in self._cached_after
         with self._on_device(node.plan.model, optimizer=node.plan.spec.trains, caches=caches):
             result = self.ops[ins.node](context, rows, **node.services)
+        if self.ledger is not None and not record.validate:
+            self.ledger.ran(ins, context, rows, result)
         note(rows=len(rows), **_token_count(rows if isinstance(result, Future) else result, rows))
         self.observer.sample_memory()  # before the engine sleeps: its memory is not in our own peak
         self._sleep(node.plan.name)
@@ -283,6 +294,8 @@ class DAGWorker:
         node = self.nodes[ins.node]
         context = self._context(ins, record)
         built_in(node.plan.spec.collects)(context, rows, **node.services)
+        if self.ledger is not None:
+            self.ledger.collected(ins, context, rows)
         self._count(ins, context, record)
 
     def _count(self, ins: Run | Collect, context: OpContext, record: StepRecord) -> None:

@@ -251,6 +251,10 @@ class PromptDataset:
         everything = [value for column in columns for value in column]
         return [everything[sample_index] for sample_index in self._kept]
 
+    def file_starts(self) -> list[tuple[str, int]]:
+        """Each file, and the sample_index of its first row."""
+        return list(zip(map(str, self.files), self._starts, strict=False))
+
     def where(self, sample_index: int) -> str:
         """The file and row of a sample, for messages."""
         file = bisect.bisect_right(self._starts, sample_index) - 1

@@ -61,6 +61,8 @@ class PromptLoader:
         if mixture:
             self._mixture = Mixture(mixture, dataset.sources(), self.batch_size, seed, shuffle)
         self._epoch = 0
+        self.epochs_given: list[int] = []
+        """Of each batch of the last call the epoch, from 0."""
         self._position = 0  # prompts of this epoch that were given out, over all shards
         self._order = self._make_order()
 
@@ -70,8 +72,10 @@ class PromptLoader:
         count: so many batches instead, maybe none; the row_id of the second go on after those of the first.
         """
         rows, ids = [], []
+        self.epochs_given = []
         for number in range(count):
             batch = self._next()
+            self.epochs_given.append(self._epoch)
             first, last = (len(batch) * s // self.num_shards for s in (self.shard, self.shard + 1))
             mine = np.sort(dealing_order(len(batch), self.mini_batch_size)[first:last])
             rows += self.dataset.rows(batch[mine])

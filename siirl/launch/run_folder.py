@@ -40,6 +40,7 @@ OWN = (
     "rollouts/*/step_*",
     "conversations/step_*.html",
     "trace/rank_*.jsonl",
+    "ledger/*.arrow",
     "trace.json.gz",
     "profile/step_*",
     CODE_DIR,

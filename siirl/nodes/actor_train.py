@@ -35,7 +35,8 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
     shown = ctx.trained is not None and actor.reads_advantage  # nobody scores, so nobody shows the others
     kept = None if not shown else ctx.trained.keep(ctx.agent, rows, ctx.tokenizer)
     recomputes = actor.recompute_old_log_prob and not actor.imitates
-    loss_fn, first_loss_fn = make_loss_fn(ctx.cfg, kept), make_loss_fn(ctx.cfg, kept, begins=True)
+    readers = [one for one in (kept, ctx.taken) if one is not None]
+    loss_fn, first_loss_fn = make_loss_fn(ctx.cfg, readers), make_loss_fn(ctx.cfg, readers, begins=True)
     for number, mine_B in enumerate(policy_mini_batches(ctx, rows)):
         mini_batch, loss = rows[mine_B], loss_fn if number else first_loss_fn
         mini_batch["place"] = mine_B.nonzero().squeeze(1)

@@ -17,6 +17,7 @@ from siirl.config import Config
 from siirl.dag.ops import INFO
 from siirl.data.buffer import RowBuffer
 from siirl.dialect.dialect import Dialect, dialect_of
+from siirl.nodes.taken_rows import TakenRows
 from siirl.nodes.trained_tokens import TrainedTokens
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import waiting
@@ -111,6 +112,12 @@ class OpContext:
 
     trained: TrainedTokens | None = None
     """In a step whose trained tokens are written: where ops leave what they know of them."""
+
+    taken: TakenRows | None = None
+    """For the ledger, of a node that trains: which rows its optimizer steps take."""
+
+    lost: list[tuple[int, int, str]] = field(default_factory=list)
+    """For the ledger: sample_index and group_id of each episode that is left out, and why."""
 
     @property
     def node_id(self) -> str:

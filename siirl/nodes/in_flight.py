@@ -68,6 +68,7 @@ class InFlight(RowBuffer, ABC, Generic[Work]):
         self._bound = max_lag if stale == "wait" else 0  # 0: what stays need not leave in time
         self._num_given = 0  # groups that have left, over all shards
         self._num_dropped = 0  # groups that were given up since the last report
+        self._dropped_prompts: list[int] = []  # sample_index of these
         self._last_batch = 0  # number of the last batch that was loaded
         self._num_loading = self._num_leaving = self._num_active = 0  # batches; groups, of this shard
         self._wanted = 0  # groups that leave now, over all shards
@@ -128,6 +129,11 @@ class InFlight(RowBuffer, ABC, Generic[Work]):
     def drain_dropped(self) -> int:
         """How many groups were given up since the last call."""
         dropped, self._num_dropped = self._num_dropped, 0
+        return dropped
+
+    def drain_dropped_prompts(self) -> list[int]:
+        """The sample_index of each group that was given up since the last call, where rows tell it."""
+        dropped, self._dropped_prompts = self._dropped_prompts, []
         return dropped
 
     def state(self) -> dict[str, Any]:
@@ -207,7 +213,8 @@ class InFlight(RowBuffer, ABC, Generic[Work]):
         """Give groups up, their prompts too."""
         if orders:
             self._forget(orders)
-            self.remove(torch.tensor(orders, dtype=torch.int64))
+            gone = self.remove(torch.tensor(orders, dtype=torch.int64))
+            self._dropped_prompts += gone["sample_index"].tolist() if "sample_index" in gone.keys() else []
             self._num_dropped += len(orders)
 
     def _load_work(self, states: Sequence[dict[str, Any]]) -> None:

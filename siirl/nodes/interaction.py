@@ -366,7 +366,11 @@ def _finished(ctx: OpContext, played: list[Played], rows: TensorDict) -> list[Pl
     )
     if failed:
         first, node = failed[0].episode, failed[0].node
-        task = rows["group_id"].tolist().index(first.group_id)
+        groups, prompts = rows["group_id"].tolist(), rows["sample_index"].tolist()
+        prompt_of = dict(zip(groups, prompts, strict=True))
+        lost = [(one.episode.group_id, f"its episode failed: {one.kind}") for one in failed]
+        ctx.lost.extend((prompt_of[group], group, why) for group, why in lost)
+        task = groups.index(first.group_id)
         which = f"{first.task['data_source']}, row {int(rows['sample_index'][task])}"
         here = " of this rank" if all_played > len(played) else ""
         count = f"{len(failed)} of {len(played)} episodes{here} failed in {_when(ctx)}"

@@ -29,6 +29,15 @@ def mini_batches(
     there are of whole batches, whatever episodes were dropped. Some are empty where there are fewer episodes.
     Collective over ctx.group.
     """
+    for mine_B in _mini_batches(ctx, rows, batch, shuffle_seed):
+        if ctx.taken is not None:
+            ctx.taken.begin_update(mine_B)
+        yield mine_B
+
+
+def _mini_batches(
+    ctx: OpContext, rows: TensorDict, batch: BatchArithmetic, shuffle_seed: int | None
+) -> Iterator[Tensor]:
     by_episode = "episode_id" in rows.keys()
     found = global_positions(rows["episode_id"], ctx.group) if by_episode else _row_positions(ctx, rows)
     position_B, total = found

@@ -1,5 +1,6 @@
 """The actor's loss, as the configuration composes it of the functions in siirl/algorithms."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,6 @@ from siirl.config.batch import batch_of
 from siirl.config.teacher import WHOLE, DistillConfig
 from siirl.dag.fields_read import old_log_prob_source
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
-from siirl.nodes.trained_tokens import KeptRows
 from siirl.observe.metrics import MOST_TURNS, Metrics
 from siirl.user_code.load_object import load_object
 
@@ -38,15 +38,17 @@ OLD_LOG_PROB_FIELDS = {"field": "old_log_prob", "rollout": "rollout_log_prob", "
 """Rows without the field are trained by the policy that their old log-probs would be of."""
 
 
+TokenReader = Callable[[Tensor, Mapping[str, Tensor]], None]
+"""Takes the places of a micro-batch's rows, and of each of their tokens what the loss says, [b, T] each."""
 CLIPS = ("clip_fraction", "clip_fraction_lower")
 """What the stats of policy losses call tokens whose gradient a bound cuts off."""
 
 
-def make_loss_fn(cfg: Config, kept: KeptRows | None = None, begins: bool = False) -> LossFn:
+def make_loss_fn(cfg: Config, readers: Sequence[TokenReader] = (), begins: bool = False) -> LossFn:
     """policy loss - entropy_coeff * entropy + kl_loss_coef * KL + distill.coef * divergence from teachers,
     aggregated by loss_agg_mode.
 
-    kept: gets what becomes of each token of the rows, which then have a column "place". begins: it is for the
+    readers: get what becomes of each token of the rows, which then have a column "place". begins: it is for the
     first optimizer step on the rows, whose own log-probs are those of the policy before it.
     """
     actor = cfg.actor_rollout_ref.actor
@@ -93,9 +95,9 @@ def make_loss_fn(cfg: Config, kept: KeptRows | None = None, begins: bool = False
         if actor.picks_by_entropy:
             terms[main] = torch.where(rows["high_entropy"], terms[main], 0)
             stats["high_entropy"] = rows["high_entropy"].to(log_prob_BT.dtype)
-        if kept is not None:
-            told = _token_columns(log_prob_BT, old_BT, stats, weight_BT)
-            metrics.later(partial(kept, rows["place"], told))
+        told = _token_columns(log_prob_BT, old_BT, stats, weight_BT) if readers else {}
+        for reader in readers:
+            metrics.later(partial(reader, rows["place"], told))
         if actor.entropy_coeff:
             terms["entropy_loss"] = -actor.entropy_coeff * outputs.entropy_BT
         if actor.use_kl_loss:

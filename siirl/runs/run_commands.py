@@ -26,6 +26,12 @@ def add_run_commands(commands: Any) -> None:
     watch.add_argument("--once", action="store_true", help="print it once and end")
     watch.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between two looks [2]")
     watch.set_defaults(command=_watch)
+    audit = commands.add_parser(
+        "audit", help="what the ledger of a run proves of its rows, or what disproves it"
+    )
+    audit.add_argument("run", metavar="RUN", help="trainer.output_dir of a run with trainer.ledger=rows")
+    audit.add_argument("--row", type=int, metavar="N", help="all that is known of one row, by its number")
+    audit.set_defaults(command=_audit)
     doctor = commands.add_parser("doctor", help="look at this machine: what a run would miss, and what to do")
     doctor.add_argument("folder", nargs="?", default="outputs", metavar="DIR", help="of outputs [outputs]")
     doctor.set_defaults(command=_doctor)
@@ -56,6 +62,16 @@ def _watch(args: argparse.Namespace, _overrides: list[str]) -> None:
     from siirl.runs.run_watch import watch
 
     watch(run_folder(args.run), max(args.every, 0.1), args.once)
+
+
+def _audit(args: argparse.Namespace, _overrides: list[str]) -> int:
+    from siirl.runs.audit import audit, life_of
+    from siirl.runs.run_state import run_folder
+
+    folder = run_folder(args.run)
+    lines, holds = (life_of(folder, args.row), True) if args.row is not None else audit(folder)
+    print_text("\n".join(lines))
+    return 0 if holds else 1
 
 
 def _doctor(args: argparse.Namespace, _overrides: list[str]) -> int:

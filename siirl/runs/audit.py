@@ -1,0 +1,456 @@
+"""`siirl audit RUN`: what the ledger of a run proves of its rows, or the row that disproves it.
+
+Each node has said on its own what it saw of a row (siirl/data/ledger.py). Of a step that several attempts have
+trained, the last one counts: the others were undone by the resume.
+"""
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from siirl.data.ledger import EVENTS, FOLDER, HEADER, KINDS, step_of
+from siirl.errors import DataError
+from siirl.runs.folder_reader import LeftOut, content
+
+NAME = re.compile(r"attempt_(\d+)\.rank_(\d+)\.(\d+)\.arrow")
+CLOSE = 1e-5
+"""Advantages are means over tokens, added up in two orders."""
+Rows = dict[str, Any]
+
+
+@dataclass
+class Part:
+    """The files of one rank in one attempt."""
+
+    attempt: int
+    rank: int
+    header: dict[str, Any]
+    tables: list[pa.Table] = field(default_factory=list)
+    first_segment: int = 0
+
+
+@dataclass
+class Ledger:
+    """All that a run has told of its rows."""
+
+    parts: list[Part]
+    events: dict[str, Rows]
+    """Kind -> columns, of the attempts that count."""
+    steps: dict[int, dict[int, set[int]]]
+    """Attempt -> step -> the ranks that have finished it."""
+    ended: bool
+    left_out: LeftOut
+
+    @property
+    def header(self) -> dict[str, Any]:
+        return self.parts[-1].header
+
+    def counted(self) -> dict[int, int]:
+        """Step -> the attempt that counts."""
+        return {step: attempt for attempt, steps in sorted(self.steps.items()) for step in steps}
+
+    def where(self, agent: int, prompt: int) -> str:
+        """The file and row of a prompt."""
+        files = (self.header["loaders"].get(str(agent)) or {}).get("files") or []
+        for name, start in reversed(files):
+            if start <= prompt:
+                return f"{name}, row {prompt - start}"
+        return f"prompt {prompt}"
+
+
+def read_ledger(run: Path) -> Ledger:
+    """The ledger in a run's folder. DataError if there is none."""
+    left_out, parts = LeftOut(), {}
+    names = [found for path in (run / FOLDER).glob("*.arrow") if (found := NAME.fullmatch(path.name))]
+    for found in sorted(names, key=lambda one: tuple(map(int, one.groups()))):
+        attempt, rank, segment = map(int, found.groups())
+        schema, table = _table(run / FOLDER / found[0], left_out)
+        if table is not None:
+            header = json.loads((schema.metadata or {}).get(HEADER, b"{}"))
+            part = parts.setdefault((attempt, rank), Part(attempt, rank, header, first_segment=segment))
+            part.tables.append(table)
+    if not parts:
+        raise DataError(
+            f"{run / FOLDER} has no ledger: the run was started with trainer.ledger=off. Start it with "
+            "trainer.ledger=rows, and audit that."
+        )
+    return _joined(list(parts.values()), left_out)
+
+
+def _table(path: Path, left_out: LeftOut) -> tuple[pa.Schema, pa.Table | None]:
+    """What can be read of a stream: a process that was killed has perhaps not written its end."""
+    batches: list[pa.RecordBatch] = []
+    schema = EVENTS
+    try:
+        stream = pa.ipc.open_stream(content(path, left_out))
+        schema = stream.schema
+        if schema.remove_metadata() != EVENTS:
+            left_out.add(path, "it has other columns: another version of siirl has written it")
+            return schema, None
+        for batch in stream:
+            batch.validate(full=True)
+            batches.append(batch)
+    except (pa.ArrowInvalid, OSError) as error:
+        left_out.add(path, f"it is cut off or damaged: {error}")
+        if schema is EVENTS:
+            return schema, None
+    return schema, pa.Table.from_batches(batches, EVENTS)
+
+
+def _joined(parts: list[Part], left_out: LeftOut) -> Ledger:
+    steps: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    columns: dict[str, list[np.ndarray]] = defaultdict(list)
+    ended = False
+    for part in parts:
+        part_rows = _columns(pa.concat_tables(part.tables))
+        for step in part_rows["step"][part_rows["kind"] == KINDS.index("step")].tolist():
+            steps[part.attempt][step].add(part.rank)
+        ended |= part.attempt == parts[-1].attempt and bool((part_rows["kind"] == KINDS.index("end")).any())
+        part_rows["attempt"] = np.full(len(part_rows["kind"]), part.attempt)
+        part_rows["rank"] = np.full(len(part_rows["kind"]), part.rank)
+        for name, column in part_rows.items():
+            columns[name].append(column)
+    whole = {name: np.concatenate(column) for name, column in columns.items()}
+    ledger = Ledger(parts, {}, {attempt: dict(found) for attempt, found in steps.items()}, ended, left_out)
+    counted = ledger.counted()
+    valid = np.array(
+        [counted.get(s) == a for s, a in zip(whole["step"].tolist(), whole["attempt"].tolist(), strict=True)],
+        dtype=bool,
+    )
+    for number, kind in enumerate(KINDS):
+        chosen = valid & (whole["kind"] == number)
+        ledger.events[kind] = {name: column[chosen] for name, column in whole.items()}
+    return ledger
+
+
+def _columns(table: pa.Table) -> Rows:
+    """Columns as arrays; where a number is missing: -1, or no number."""
+    found = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if pa.types.is_string(column.type):
+            found[name] = np.array([value or "" for value in column.to_pylist()], dtype=object)
+        else:
+            missing = float("nan") if pa.types.is_floating(column.type) else -1
+            found[name] = column.fill_null(pa.scalar(missing, column.type)).to_numpy()
+    return found
+
+
+Problems = Iterator[str]
+
+
+def attempts_are_joined(ledger: Ledger) -> Problems:
+    """Each step of the run stands in the ledger, of all ranks; an attempt begins where one before has been."""
+    by_attempt: dict[int, list[Part]] = defaultdict(list)
+    for part in ledger.parts:
+        by_attempt[part.attempt].append(part)
+    last = 0
+    for number in range(1, max(by_attempt) + 1):
+        found = by_attempt.get(number)
+        if not found:
+            yield f"attempt {number} has no file in the ledger, and a later one has"
+            continue
+        ranks, size = {part.rank for part in found}, found[0].header["world_size"]
+        if missing := sorted(set(range(size)) - ranks):
+            yield f"attempt {number}: the files of ranks {missing} of {size} are missing"
+        first, steps = found[0].header["first_step"], ledger.steps.get(number, {})
+        if first > last + 1 and (last or not found[0].header["resumed_from"]):
+            yield f"attempt {number} begins with step {first}, and those before end with step {last}"
+        reached = max(steps, default=first - 1)
+        last = max(last, reached)
+    counted = ledger.counted()
+    bound = min((part.first_segment for part in ledger.parts), default=0)
+    first = min(counted, default=1)
+    for step in range(first, max(counted, default=0) + 1):
+        attempt = counted.get(step)
+        if attempt is None:
+            yield f"step {step} is in no attempt"
+        elif missing := set(range(by_attempt[attempt][0].header["world_size"])) - ledger.steps[attempt][step]:
+            if ledger.ended or step < max(counted):
+                yield f"step {step} of attempt {attempt}: ranks {sorted(missing)} have not finished it"
+    if not bound:
+        yield from _whole_steps(ledger)
+
+
+def _whole_steps(ledger: Ledger) -> Problems:
+    """As many events as a rank has counted in a step."""
+    found = Counter[tuple[int, int]]()
+    for kind, rows in ledger.events.items():
+        if kind != "end":
+            found.update(zip(rows["step"].tolist(), rows["rank"].tolist(), strict=True))
+    told = ledger.events["step"]
+    for step, rank, count in zip(*(told[name].tolist() for name in ("step", "rank", "count")), strict=True):
+        if found[step, rank] != count:
+            yield f"step {step}, rank {rank}: {found[step, rank]} events of the {count} that were written"
+
+
+def rows_are_trained_once(ledger: Ledger) -> Problems:
+    """A row that was sampled is trained once an epoch (ppo_epochs) of its step, or dropped, or waits."""
+    sampled, trained = ledger.events["sampled"], ledger.events["trained"]
+    times = Counter(zip(trained["agent"].tolist(), trained["id"].tolist(), strict=True))
+    gone = {key for kind in ("dropped", "waiting") for key in _keys(ledger.events[kind]) if key[1] >= 0}
+    drawn = {
+        key: count
+        for key, count in zip(
+            _keys(ledger.events["drawn"]), ledger.events["drawn"]["count"].tolist(), strict=True
+        )
+    }
+    seen = set()
+    for place, key in enumerate(_keys(sampled)):
+        epochs = ledger.header["agents"].get(str(key[0]), {}).get("epochs", 0)
+        wanted = 0 if key in gone and not times[key] else epochs * drawn.get(key, 1)
+        if key in seen:
+            yield f"{_row(ledger, sampled, place)} was sampled twice"
+        elif times[key] != wanted:
+            yield f"{_row(ledger, sampled, place)} was trained {times[key]} times, not {wanted}"
+        seen.add(key)
+    for place, key in enumerate(_keys(trained)):
+        if key not in seen and step_of(key[1]) >= min(ledger.counted()):
+            yield f"{_row(ledger, trained, place)} was trained, and its agent has not sampled it"
+
+
+def prompts_are_trained_once(ledger: Ledger) -> Problems:
+    """Each prompt is loaded once an epoch, and trained as often as it was loaded, or dropped, or waits."""
+    loaded, sampled = ledger.events["loaded"], ledger.events["sampled"]
+    rows = zip(*(loaded[name].tolist() for name in ("agent", "epoch", "prompt", "step")), strict=True)
+    times: Counter[tuple[int, int]] = Counter()
+    seen: dict[tuple[int, int, int], int] = {}
+    for agent, epoch, prompt, step in rows:
+        times[agent, prompt] += 1
+        if (agent, epoch, prompt) in seen:
+            before = seen[agent, epoch, prompt]
+            yield f"{ledger.where(agent, prompt)} was loaded in steps {before} and {step} of epoch {epoch + 1}"
+        seen[agent, epoch, prompt] = step
+    if ledger.header["first_step"] > 1 and min(ledger.counted(), default=1) > 1:
+        return  # of what was in work when the ledger began nothing is known
+    given: Counter[tuple[int, int]] = Counter()
+    groups = zip(
+        *(sampled[name].tolist() for name in ("agent", "prompt", "step", "id", "group")), strict=True
+    )
+    given.update(
+        (agent, prompt)
+        for agent, prompt, _, _, _ in {
+            (agent, prompt, step, (row >> 32) & 0x7FF, group) for agent, prompt, step, row, group in groups
+        }
+    )
+    dropped = ledger.events["dropped"]
+    lost = {
+        (agent, prompt, step, group)
+        for agent, prompt, step, group in zip(
+            *(dropped[name].tolist() for name in ("agent", "prompt", "step", "group")), strict=True
+        )
+        if prompt >= 0
+    }
+    alive = set(zip(*(sampled[name].tolist() for name in ("agent", "prompt", "step", "group")), strict=True))
+    given.update(
+        (agent, prompt) for agent, prompt, step, group in lost if (agent, prompt, step, group) not in alive
+    )
+    waiting, last = ledger.events["waiting"], max(ledger.counted(), default=0)
+    for agent, prompt, step in zip(
+        *(waiting[name].tolist() for name in ("agent", "prompt", "step")), strict=True
+    ):
+        if step == last and prompt >= 0:
+            given[agent, prompt] += 1
+    for (agent, prompt), count in times.items():
+        if given[agent, prompt] != count:
+            yield (
+                f"{ledger.where(agent, prompt)} was loaded {count} times, and {given[agent, prompt]} times "
+                "sampled, dropped or left waiting"
+            )
+
+
+def staleness_is_bounded(ledger: Ledger) -> Problems:
+    """No trained token is older than max_lag steps."""
+    policy, sampled = ledger.events["policy"], ledger.events["sampled"]
+    steps_of: dict[int, dict[int, int]] = defaultdict(dict)
+    for agent, step, version in zip(
+        *(policy[name].tolist() for name in ("agent", "step", "first_version")), strict=True
+    ):
+        steps_of[agent][version] = max(step, steps_of[agent].get(version, 0))
+    for place, (agent, step, version) in enumerate(
+        zip(*(sampled[name].tolist() for name in ("agent", "step", "first_version")), strict=True)
+    ):
+        lag = ledger.header["agents"].get(str(agent), {}).get("max_lag", 0)
+        known = steps_of[agent]
+        if version < 0 or not known or version < min(known):
+            continue
+        made = max(at for number, at in known.items() if number <= version)
+        if step - made > lag:
+            yield (
+                f"{_row(ledger, sampled, place)}: its oldest token is of the weights of step {made} "
+                f"(version {version}), {step - made} steps before; max_lag is {lag}"
+            )
+
+
+def rewards_are_those_given(ledger: Ledger) -> Problems:
+    """The advantage is computed from the score that the reward gave, and trained as it was computed."""
+    scored, credited, trained = (ledger.events[kind] for kind in ("scored", "credited", "trained"))
+    given = {
+        key: score
+        for key, score, whole in zip(
+            _keys(scored), scored["score"].tolist(), scored["update"].tolist(), strict=True
+        )
+        if whole == 1
+    }
+    advantage = {}
+    for place, (key, score) in enumerate(zip(_keys(credited), credited["score"].tolist(), strict=True)):
+        advantage[key] = credited["advantage"][place]
+        if key in given and score == score and given[key] != score:
+            yield f"{_row(ledger, credited, place)}: its reward was {given[key]:.7g}, and {score:.7g} was credited"
+    for place, (key, value) in enumerate(zip(_keys(trained), trained["advantage"].tolist(), strict=True)):
+        if value == value and key in advantage and abs(value - advantage[key]) > CLOSE * max(1, abs(value)):
+            yield (
+                f"{_row(ledger, trained, place)}: the mean advantage {advantage[key]:.7g} was computed, and "
+                f"{value:.7g} was trained"
+            )
+
+
+def no_reward_is_a_failure(ledger: Ledger) -> Problems:
+    """No trained row has a reward that stands for a service, a sandbox or a sample that was given up."""
+    scored = ledger.events["scored"]
+    trained = set(_keys(ledger.events["trained"]))
+    for place, (key, failure) in enumerate(zip(_keys(scored), scored["failure"].tolist(), strict=True)):
+        if failure in ("service", "died") and key in trained:
+            yield f"{_row(ledger, scored, place)}: its reward {scored['score'][place]:g} is a failure ({failure})"
+
+
+def tokens_are_the_agents_own(ledger: Ledger) -> Problems:
+    """The trained tokens of a row are those that its agent's engine has sampled."""
+    sampled, trained = ledger.events["sampled"], ledger.events["trained"]
+    given = {str(agent) for agent, about in ledger.header["agents"].items() if about.get("given")}
+    said = dict(zip(_keys(sampled), sampled["digest"].tolist(), strict=True))
+    others = defaultdict(set)
+    for (agent, row), digest in said.items():
+        others[row, digest].add(agent)
+    for place, count in enumerate(sampled["foreign"].tolist()):
+        if count > 0 and str(sampled["agent"][place]) not in given:
+            yield f"{_row(ledger, sampled, place)}: no engine of the agent sampled {count} of its trained tokens"
+    for place, (key, digest) in enumerate(zip(_keys(trained), trained["digest"].tolist(), strict=True)):
+        if key in said and said[key] != digest:
+            whose = sorted(others[key[1], digest] - {key[0]})
+            of = f"those of agent {whose[0]}" if whose else "others than were sampled"
+            yield f"{_row(ledger, trained, place)}: the trained tokens are {of}"
+
+
+def groups_are_whole(ledger: Ledger) -> Problems:
+    """A prompt has as many responses, or episodes, as rollout.n says, and all are compared in one step."""
+    sampled, dropped = ledger.events["sampled"], ledger.events["dropped"]
+    members: dict[tuple[int, int, int, int], set[int]] = defaultdict(set)
+    rows_of: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+    names = ("agent", "step", "group", "id", "episode")
+    for place, (agent, step, group, row, episode) in enumerate(
+        zip(*(sampled[name].tolist() for name in names), strict=True)
+    ):
+        key = (agent, step, (row >> 32) & 0x7FF, group)
+        members[key].add(row if episode < 0 else episode)
+        rows_of[key].append(place)
+    failed = Counter(
+        (step, group)
+        for step, group in zip(dropped["step"].tolist(), dropped["group"].tolist(), strict=True)
+        if group >= 0
+    )
+    credited = {
+        key: step
+        for key, step in zip(
+            _keys(ledger.events["credited"]), ledger.events["credited"]["step"].tolist(), strict=True
+        )
+    }
+    filtered = {key for key in _keys(dropped) if key[1] >= 0}
+    for key, found in members.items():
+        agent, step, _, group = key
+        n = ledger.header["agents"].get(str(agent), {}).get("n")
+        first = rows_of[key][0]
+        speaks = sampled["episode"][first] < 0 or agent == min(
+            (int(one) for one in ledger.header["loaders"]), default=agent
+        )
+        if n and speaks and len(found) + failed[step, group] != n:
+            yield f"{_row(ledger, sampled, first)}: its group has {len(found)} of {n} responses"
+        rows = [(agent, int(sampled["id"][place])) for place in rows_of[key]]
+        steps = {credited.get(row) for row in rows if row not in filtered}
+        if len(steps) > 1:
+            yield f"{_row(ledger, sampled, first)}: the advantages of its group were not computed together"
+
+
+CHECKS: dict[str, Callable[[Ledger], Problems]] = {
+    "attempts are joined without loss": attempts_are_joined,
+    "each prompt is trained once an epoch, or dropped": prompts_are_trained_once,
+    "each row is trained once, or dropped": rows_are_trained_once,
+    "the staleness bound is held": staleness_is_bounded,
+    "groups are whole": groups_are_whole,
+    "agents are trained on their own tokens": tokens_are_the_agents_own,
+    "rewards are those that were given": rewards_are_those_given,
+    "no failure became a reward": no_reward_is_a_failure,
+}
+SHOWN = 3
+"""Counter-examples of a check that are printed."""
+
+
+def audit(run: Path) -> tuple[list[str], bool]:
+    """(lines of the report, whether all holds)."""
+    ledger = read_ledger(run)
+    counted, events = ledger.counted(), ledger.events
+    lines = [
+        f"{len(counted)} steps, {len(ledger.steps)} attempts, {len(events['loaded']['id'])} prompts, "
+        f"{len(events['sampled']['id'])} rows sampled, {len(set(_keys(events['trained'])))} trained",
+    ]
+    holds = True
+    for name, check in CHECKS.items():
+        problems = list(check(ledger)) if counted else []
+        holds &= not problems
+        lines.append(f"{'BROKEN' if problems else 'held  '}  {name}")
+        lines += [f"        {problem}" for problem in problems[:SHOWN]]
+        if len(problems) > SHOWN:
+            lines.append(f"        and {len(problems) - SHOWN} more")
+    reasons = Counter(events["dropped"]["what"].tolist())
+    lines += [f"dropped: {count}: {reason}" for reason, count in sorted(reasons.items())]
+    failures = Counter(failure for failure in events["scored"]["failure"].tolist() if failure)
+    lines += [
+        f"rewards that are 0 as the function failed ({kind}): {n}" for kind, n in sorted(failures.items())
+    ]
+    if min(counted, default=1) > 1:
+        lines.append(f"not shown: steps 1 to {min(counted) - 1}, of which the ledger has nothing")
+    if not ledger.ended:
+        lines.append("the run has not ended: what was in work in its last step is not counted")
+    lines += [f"not read: {name}: {why}" for name, why in ledger.left_out.items()]
+    return lines, holds
+
+
+def life_of(run: Path, row: int) -> list[str]:
+    """All that the ledger says of a row (its id), a line for each event. DataError if it has no such row."""
+    ledger, lines = read_ledger(run), []
+    for kind, rows in ledger.events.items():
+        for place in np.flatnonzero(rows["id"] == row).tolist():
+            told = {name: rows[name][place] for name in EVENTS.names if name not in ("kind", "id")}
+            known = {name: value for name, value in told.items() if value not in (-1, "") and value == value}
+            about = ", ".join(
+                f"{name} {value:.7g}" if isinstance(value, float | np.floating) else f"{name} {value}"
+                for name, value in known.items()
+            )
+            where = (
+                f" ({ledger.where(int(rows['agent'][place]), int(known['prompt']))})"
+                if "prompt" in known
+                else ""
+            )
+            lines.append(f"{kind}: {about}{where}")
+    if not lines:
+        raise DataError(f"{run / FOLDER} has no row {row}. `siirl audit {run}` names rows by these numbers.")
+    return lines
+
+
+def _keys(rows: Rows) -> list[tuple[int, int]]:
+    """(agent, id) of each."""
+    return list(zip(rows["agent"].tolist(), rows["id"].tolist(), strict=True))
+
+
+def _row(ledger: Ledger, rows: Rows, place: int) -> str:
+    """How a row is named: its prompt where it is known, its id, agent and step."""
+    agent, row, step = (int(rows[name][place]) for name in ("agent", "id", "step"))
+    prompt = int(rows["prompt"][place])
+    where = f" ({ledger.where(agent, prompt)})" if prompt >= 0 else ""
+    return f"row {row} of agent {agent} in step {step}{where}"
