@@ -93,8 +93,8 @@ class TrainerConfig:
     )
     ledger: str = key(
         "off",
-        "what <output_dir>/ledger keeps of every row, for `siirl audit`: rows: where it comes from, its reward, "
-        "advantage and optimizer step; tokens: the numbers of its trained tokens, too",
+        "what <output_dir>/ledger keeps of every row, for `siirl audit`: rows: where it comes from, its "
+        "reward, advantage and optimizer step; tokens: the numbers of its trained tokens, too",
         choices=("off", "rows", "tokens"),
     )
     ledger_gib: float | None = key(

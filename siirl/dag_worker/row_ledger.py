@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from siirl.data.ledger import (
 from siirl.data.loader import PromptLoader
 from siirl.data.rows import objects
 from siirl.nodes.context import LocalNode, OpContext
-from siirl.nodes.in_flight import InFlight
 from siirl.nodes.taken_rows import TakenRows
 
 WHY = {
@@ -41,7 +41,6 @@ WHY = {
     "filter": "dropped by the filter of node {node}",
 }
 NOT_TRAINED = "its policy was not trained in this step (critic_warmup, or another agent's turn)"
-TOO_OLD = "older than max_lag (rollout.stale=drop)"
 
 
 class RowLedger:
@@ -80,8 +79,11 @@ class RowLedger:
         if LEDGER_ID not in rows.keys() or not self._tells(ins.source):
             return
         if spec.scores or "score" in context.writes:
-            tell = lambda: self._scored(context, rows, result)  # noqa: E731
-            context.shown.later.append(tell) if isinstance(result, Future) else tell()
+            tell = partial(self._scored, context, rows, result)
+            if isinstance(result, Future):
+                context.shown.later.append(tell)
+            else:
+                tell()
         if spec.credits and isinstance(result, TensorDict) and "advantage" in result.keys():
             self._credited(context, rows, result)
         if spec.changes_rows and not spec.is_rollout and not spec.collects:
@@ -111,30 +113,26 @@ class RowLedger:
 
     def sync(self) -> None:
         """All that was written is on the disk."""
-        self._rows.sync()
+        for stream in self._streams():
+            stream.sync()
 
     def close(self, step: int) -> None:
         """The run has come to its end."""
         self._rows.write(events("end", 1, {"step": step}))
-        for stream in (self._rows, self._tokens):
-            if stream is not None:
-                stream.close()
+        for stream in self._streams():
+            stream.close()
+
+    def _streams(self) -> list[SegmentedStream]:
+        return [stream for stream in (self._rows, self._tokens) if stream is not None]
 
     def _sampled(self, ins: Run, context: OpContext, out: TensorDict) -> None:
         if LEDGER_ID not in context.writes:
             return
         out[LEDGER_ID] = row_ids(context.step, context.round, out["row_id"])
-        dropped = (
-            context.node.buffer.drain_dropped_prompts() if isinstance(context.node.buffer, InFlight) else []
-        )
         if not self._tells(ins.target):
             return
-        if dropped:
-            self._add(
-                "dropped", context.step, context.agent, len(dropped), {"prompt": dropped, "what": TOO_OLD}
-            )
         for prompt, group, reason in context.lost:
-            lost = {"prompt": [prompt], "group": [group], "what": reason}
+            lost = {"prompt": [prompt], "what": reason} | ({"group": [group]} if group >= 0 else {})
             self._add("dropped", context.step, context.agent, 1, lost)
         if not len(out):
             return
@@ -246,6 +244,14 @@ class RowLedger:
             self._events.append(events(kind, num_rows, {"step": step, "agent": agent, **columns}))
 
 
+def fit_ledger(kept: TensorDict, numbered: bool, shard: int) -> TensorDict:
+    """Rows that a checkpoint has kept, in a run whose rows are numbered, or not: it may keep another ledger
+    than the one before. Rows that had no number get those of a step 0."""
+    if numbered and LEDGER_ID not in kept.keys():
+        kept[LEDGER_ID] = row_ids(0, 0, torch.arange(len(kept)) + (shard << 20))
+    return kept if numbered else kept.exclude(LEDGER_ID)
+
+
 def _token_mean(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Over the trained tokens of each row, float64 [B]; 0 of a row without."""
     return (value_BT.double() * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1)
@@ -264,7 +270,9 @@ def header_of(cfg: Config, plan: Plan, loaders: Mapping[str, PromptLoader | None
                 about["n"] = max(1, len(of_node.data.response_keys))
         if spec.trains and not spec.on_critic:
             role = "reward" if spec.on_scorer else "actor"
-            about |= {"epochs": batch_of(of_node, role).epochs, "pairs": spec.split == "group"}
+            about |= {"epochs": batch_of(of_node, role).epochs}
+        if of_node.custom_reward_function.on_error == "zero":
+            about["counts_as_zero"] = True
     return {
         "world_size": plan.world_size,
         "seed": cfg.trainer.seed,

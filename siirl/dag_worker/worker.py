@@ -31,7 +31,7 @@ from siirl.compiler.plan import (
 from siirl.config import Config, with_overrides
 from siirl.config.roles import ROLES, role_model
 from siirl.dag_worker.cached_memory import cached_after, give_back
-from siirl.dag_worker.row_ledger import RowLedger
+from siirl.dag_worker.row_ledger import RowLedger, fit_ledger
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
 from siirl.data.rows import take_rows
@@ -339,7 +339,11 @@ class DAGWorker:
                 continue
             layout = self.plan.layouts[self.plan.run_of(name).source]
             shard = layout.shard_of(self.rank)
-            self.nodes[name].buffer.load_state(states[name], shard, layout.num_shards)
+            buffer = self.nodes[name].buffer
+            buffer.load_state(states[name], shard, layout.num_shards)
+            if buffer.rows is not None:
+                fields = {key.field for key in self.plan.run_of(name).reads}
+                buffer.rows = fit_ledger(buffer.rows, LEDGER_ID in fields, shard)
 
     @contextmanager
     def all_on_device(self) -> Iterator[None]:

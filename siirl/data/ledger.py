@@ -62,12 +62,12 @@ TOKENS = pa.schema(
 )
 SEGMENTS = 8
 """Files of a rank, when the oldest has to go for the bound."""
-_STEP_BITS, _ROUND_BITS = 43, 32
+_STEP_BITS, ROUND_BITS = 43, 32
 
 
 def row_ids(step: int, round_: int, row_id_B: Tensor) -> Tensor:
     """The number of each row in the whole run, int64 [B]: of its step, its round and its row_id there."""
-    return row_id_B + (step << _STEP_BITS) + (round_ << _ROUND_BITS)
+    return row_id_B + (step << _STEP_BITS) + (round_ << ROUND_BITS)
 
 
 def step_of(row: int) -> int:
@@ -146,6 +146,7 @@ class SegmentedStream:
         before = sorted(folder.glob(f"{name.rpartition('_')[0]}_*.{of_rank}.*.arrow"), key=_age)
         self._files, self._number = deque(before), 0
         self._sizes = {path: path.stat().st_size for path in before}
+        self._attempt = int(header["attempt"])
         self._open()
 
     def write(self, batch: pa.RecordBatch) -> None:
@@ -157,10 +158,6 @@ class SegmentedStream:
             self.close()
             self._number += 1
             self._open()
-        while sum(self._sizes.values()) > self._most and len(self._files) > 1:
-            oldest = self._files.popleft()
-            del self._sizes[oldest]
-            oldest.unlink(missing_ok=True)
 
     def sync(self) -> None:
         """What was written is on the disk: before a checkpoint that goes on from here."""
@@ -171,9 +168,14 @@ class SegmentedStream:
         self._file.close()
 
     def _open(self) -> None:
-        told = json.dumps(self._header | {"segment": self._number})
+        while self._files and sum(self._sizes.values()) > self._most * (1 - 1 / SEGMENTS):
+            oldest = self._files.popleft()
+            del self._sizes[oldest]
+            oldest.unlink(missing_ok=True)
+        first = _age(self._files[0]) if self._files else (self._attempt, self._number)
+        told = json.dumps(self._header | {"segment": self._number, "oldest": first})
         path = self._folder / f"{self._stem}.{self._number}.arrow"
-        self._file = open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600))
+        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         schema = self._schema.with_metadata({HEADER: told})
         self._writer = pa.ipc.new_stream(self._file, schema, options=options)

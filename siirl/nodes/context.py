@@ -117,7 +117,7 @@ class OpContext:
     """For the ledger, of a node that trains: which rows its optimizer steps take."""
 
     lost: list[tuple[int, int, str]] = field(default_factory=list)
-    """For the ledger: sample_index and group_id of each episode that is left out, and why."""
+    """For the ledger: sample_index and group_id of each episode that is left out, and why; of a group: -1."""
 
     @property
     def node_id(self) -> str:

@@ -67,8 +67,7 @@ class InFlight(RowBuffer, ABC, Generic[Work]):
         self._step_size, self._stale = step_size or batch_size, stale
         self._bound = max_lag if stale == "wait" else 0  # 0: what stays need not leave in time
         self._num_given = 0  # groups that have left, over all shards
-        self._num_dropped = 0  # groups that were given up since the last report
-        self._dropped_prompts: list[int] = []  # sample_index of these
+        self._dropped: list[int] = []  # sample_index of groups that were given up since the last report
         self._last_batch = 0  # number of the last batch that was loaded
         self._num_loading = self._num_leaving = self._num_active = 0  # batches; groups, of this shard
         self._wanted = 0  # groups that leave now, over all shards
@@ -126,14 +125,9 @@ class InFlight(RowBuffer, ABC, Generic[Work]):
         self._told = (step, len(self.orders()))
         return self._told[1] - told
 
-    def drain_dropped(self) -> int:
-        """How many groups were given up since the last call."""
-        dropped, self._num_dropped = self._num_dropped, 0
-        return dropped
-
-    def drain_dropped_prompts(self) -> list[int]:
-        """The sample_index of each group that was given up since the last call, where rows tell it."""
-        dropped, self._dropped_prompts = self._dropped_prompts, []
+    def drain_dropped(self) -> list[int]:
+        """The sample_index of each group that was given up since the last call; -1 of rows without."""
+        dropped, self._dropped = self._dropped, []
         return dropped
 
     def state(self) -> dict[str, Any]:
@@ -214,8 +208,8 @@ class InFlight(RowBuffer, ABC, Generic[Work]):
         if orders:
             self._forget(orders)
             gone = self.remove(torch.tensor(orders, dtype=torch.int64))
-            self._dropped_prompts += gone["sample_index"].tolist() if "sample_index" in gone.keys() else []
-            self._num_dropped += len(orders)
+            numbers = gone["sample_index"].tolist() if "sample_index" in gone.keys() else [-1] * len(gone)
+            self._dropped += dict(zip(gone[ORDER].tolist(), numbers, strict=True)).values()
 
     def _load_work(self, states: Sequence[dict[str, Any]]) -> None:
         """Take what there is of all groups besides their prompts, before they are dealt to the shards."""

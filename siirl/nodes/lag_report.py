@@ -4,28 +4,31 @@ from collections.abc import Mapping, Sequence
 
 from siirl.nodes.context import OpContext
 
+TOO_OLD = "older than max_lag (rollout.stale=drop)"
+
 
 def report_lag(
     ctx: OpContext,
     lags: Sequence[int],
     num_partial: int,
     num_restarted: int,
-    num_dropped: int,
+    dropped: Sequence[int],
     num_left: int,
 ) -> None:
     """How old the responses are: the mean, the oldest, and the share of each age.
 
     lags: of each response, how many steps ago its first token was sampled. num_partial: those that were
-    sampled in several steps. num_restarted: groups that were restarted. num_dropped: those that were
-    given up. num_left: those that stay.
+    sampled in several steps. num_restarted: groups that were restarted. dropped: the sample_index
+    of each that was given up. num_left: those that stay.
     """
+    ctx.lost.extend((prompt, -1, TOO_OLD) for prompt in dropped)
     ctx.metrics.mean("rollout/lag", sum(lags), len(lags))
     ctx.metrics.max("rollout/lag_max", max(lags, default=0))
     for lag in range(ctx.cfg.actor_rollout_ref.rollout.max_lag + 1):
         ctx.metrics.mean(f"rollout/lag_{lag}", lags.count(lag), len(lags))
     ctx.metrics.mean("rollout/partial", num_partial, len(lags))
     ctx.metrics.sum("rollout/restarted", num_restarted)
-    ctx.metrics.sum("rollout/dropped", num_dropped)
+    ctx.metrics.sum("rollout/dropped", len(dropped))
     ctx.metrics.sum("rollout/in_flight", num_left)
 
 

@@ -48,8 +48,8 @@ def make_loss_fn(cfg: Config, readers: Sequence[TokenReader] = (), begins: bool 
     """policy loss - entropy_coeff * entropy + kl_loss_coef * KL + distill.coef * divergence from teachers,
     aggregated by loss_agg_mode.
 
-    readers: get what becomes of each token of the rows, which then have a column "place". begins: it is for the
-    first optimizer step on the rows, whose own log-probs are those of the policy before it.
+    readers: get what becomes of each token of the rows, which then have a column "place". begins: it is for
+    the first optimizer step on the rows, whose own log-probs are those of the policy before it.
     """
     actor = cfg.actor_rollout_ref.actor
     who = "actor_rollout_ref.actor.policy_loss.loss_mode"

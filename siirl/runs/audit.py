@@ -1,11 +1,12 @@
 """`siirl audit RUN`: what the ledger of a run proves of its rows, or the row that disproves it.
 
-Each node has said on its own what it saw of a row (siirl/data/ledger.py). Of a step that several attempts have
-trained, the last one counts: the others were undone by the resume.
+Each node has said on its own what it saw of a row (siirl/data/ledger.py). Of a step that several attempts
+have trained, the last one counts: the others were undone by the resume.
 """
 
 import json
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from siirl.data.ledger import EVENTS, FOLDER, HEADER, KINDS, step_of
+from siirl.data.ledger import EVENTS, FOLDER, HEADER, KINDS, ROUND_BITS, step_of
 from siirl.errors import DataError
 from siirl.runs.folder_reader import LeftOut, content
 
@@ -27,13 +28,12 @@ Rows = dict[str, Any]
 
 @dataclass
 class Part:
-    """The files of one rank in one attempt."""
+    """The files of one rank in one attempt; header: of the newest."""
 
     attempt: int
     rank: int
     header: dict[str, Any]
     tables: list[pa.Table] = field(default_factory=list)
-    first_segment: int = 0
 
 
 @dataclass
@@ -42,9 +42,11 @@ class Ledger:
 
     parts: list[Part]
     events: dict[str, Rows]
-    """Kind -> columns, of the attempts that count."""
+    """Kind -> columns, of the steps and attempts that count."""
     steps: dict[int, dict[int, set[int]]]
     """Attempt -> step -> the ranks that have finished it."""
+    counted: dict[int, int]
+    """Step -> the attempt that counts; not the last steps of a run that goes on, where a rank is not done."""
     ended: bool
     left_out: LeftOut
 
@@ -52,9 +54,23 @@ class Ledger:
     def header(self) -> dict[str, Any]:
         return self.parts[-1].header
 
-    def counted(self) -> dict[int, int]:
-        """Step -> the attempt that counts."""
-        return {step: attempt for attempt, steps in sorted(self.steps.items()) for step in steps}
+    def agent(self, number: int) -> dict[str, Any]:
+        """What the run promises of an agent's rows."""
+        return self.header["agents"].get(str(number), {})
+
+    def oldest(self) -> dict[int, tuple[int, int]]:
+        """Of each rank, (attempt, segment) of the first file that was not removed for the bound."""
+        return {part.rank: tuple(part.header["oldest"]) for part in self.parts}
+
+    def begins(self) -> int:
+        """The step at whose end it is known of each prompt and row in work: 0, or the first one kept."""
+        first: dict[int, int] = {}
+        for step, attempt in self.counted.items():
+            for rank in self.steps[attempt][step]:
+                first[rank] = min(step, first.get(rank, step))
+        removed = any(oldest != (1, 0) for oldest in self.oldest().values())
+        found = (max if removed else min)(first.values(), default=1)
+        return found if found > 1 else 0
 
     def where(self, agent: int, prompt: int) -> str:
         """The file and row of a prompt."""
@@ -70,11 +86,12 @@ def read_ledger(run: Path) -> Ledger:
     left_out, parts = LeftOut(), {}
     names = [found for path in (run / FOLDER).glob("*.arrow") if (found := NAME.fullmatch(path.name))]
     for found in sorted(names, key=lambda one: tuple(map(int, one.groups()))):
-        attempt, rank, segment = map(int, found.groups())
+        attempt, rank, _ = map(int, found.groups())
         schema, table = _table(run / FOLDER / found[0], left_out)
         if table is not None:
             header = json.loads((schema.metadata or {}).get(HEADER, b"{}"))
-            part = parts.setdefault((attempt, rank), Part(attempt, rank, header, first_segment=segment))
+            part = parts.setdefault((attempt, rank), Part(attempt, rank, header))
+            part.header = header
             part.tables.append(table)
     if not parts:
         raise DataError(
@@ -118,8 +135,16 @@ def _joined(parts: list[Part], left_out: LeftOut) -> Ledger:
         for name, column in part_rows.items():
             columns[name].append(column)
     whole = {name: np.concatenate(column) for name, column in columns.items()}
-    ledger = Ledger(parts, {}, {attempt: dict(found) for attempt, found in steps.items()}, ended, left_out)
-    counted = ledger.counted()
+    found = {attempt: dict(by_step) for attempt, by_step in sorted(steps.items())}
+    counted = {step: attempt for attempt, by_step in found.items() for step in by_step}
+    sizes = {part.attempt: part.header["world_size"] for part in parts}
+    while (
+        not ended
+        and counted
+        and len(found[counted[max(counted)]][max(counted)]) < sizes[counted[max(counted)]]
+    ):
+        del counted[max(counted)]
+    ledger = Ledger(parts, {}, found, counted, ended, left_out)
     valid = np.array(
         [counted.get(s) == a for s, a in zip(whole["step"].tolist(), whole["attempt"].tolist(), strict=True)],
         dtype=bool,
@@ -146,36 +171,35 @@ Problems = Iterator[str]
 
 
 def attempts_are_joined(ledger: Ledger) -> Problems:
-    """Each step of the run stands in the ledger, of all ranks; an attempt begins where one before has been."""
+    """Each step is in the ledger, of all ranks; an attempt begins where one before has been."""
     by_attempt: dict[int, list[Part]] = defaultdict(list)
     for part in ledger.parts:
         by_attempt[part.attempt].append(part)
-    last = 0
-    for number in range(1, max(by_attempt) + 1):
+    oldest = ledger.oldest()
+    begin, last = min(attempt for attempt, _ in oldest.values()), 0
+    for number in range(begin, max(by_attempt) + 1):
         found = by_attempt.get(number)
         if not found:
             yield f"attempt {number} has no file in the ledger, and a later one has"
             continue
         ranks, size = {part.rank for part in found}, found[0].header["world_size"]
-        if missing := sorted(set(range(size)) - ranks):
+        kept = {rank for rank in range(size) if oldest.get(rank, (0, 0)) <= (number, sys.maxsize)}
+        if missing := sorted(kept - ranks):
             yield f"attempt {number}: the files of ranks {missing} of {size} are missing"
         first, steps = found[0].header["first_step"], ledger.steps.get(number, {})
         if first > last + 1 and (last or not found[0].header["resumed_from"]):
             yield f"attempt {number} begins with step {first}, and those before end with step {last}"
-        reached = max(steps, default=first - 1)
-        last = max(last, reached)
-    counted = ledger.counted()
-    bound = min((part.first_segment for part in ledger.parts), default=0)
-    first = min(counted, default=1)
-    for step in range(first, max(counted, default=0) + 1):
+        last = max(last, *steps, first - 1)
+    counted, begins = ledger.counted, ledger.begins()
+    for step in range(max(begins, min(counted, default=1)), max(counted, default=0) + 1):
         attempt = counted.get(step)
         if attempt is None:
             yield f"step {step} is in no attempt"
-        elif missing := set(range(by_attempt[attempt][0].header["world_size"])) - ledger.steps[attempt][step]:
-            if ledger.ended or step < max(counted):
-                yield f"step {step} of attempt {attempt}: ranks {sorted(missing)} have not finished it"
-    if not bound:
-        yield from _whole_steps(ledger)
+            continue
+        ranks = set(range(by_attempt[attempt][0].header["world_size"]))
+        if missing := sorted(ranks - ledger.steps[attempt][step]):
+            yield f"step {step} of attempt {attempt}: ranks {missing} have not finished it"
+    yield from _whole_steps(ledger)
 
 
 def _whole_steps(ledger: Ledger) -> Problems:
@@ -192,76 +216,56 @@ def _whole_steps(ledger: Ledger) -> Problems:
 
 def rows_are_trained_once(ledger: Ledger) -> Problems:
     """A row that was sampled is trained once an epoch (ppo_epochs) of its step, or dropped, or waits."""
-    sampled, trained = ledger.events["sampled"], ledger.events["trained"]
-    times = Counter(zip(trained["agent"].tolist(), trained["id"].tolist(), strict=True))
-    gone = {key for kind in ("dropped", "waiting") for key in _keys(ledger.events[kind]) if key[1] >= 0}
-    drawn = {
-        key: count
-        for key, count in zip(
-            _keys(ledger.events["drawn"]), ledger.events["drawn"]["count"].tolist(), strict=True
-        )
-    }
+    sampled, trained, drawn = (ledger.events[kind] for kind in ("sampled", "trained", "drawn"))
+    times, last = Counter(_keys(trained)), max(ledger.counted)
+    waiting = ledger.events["waiting"]
+    gone = {key for key in _keys(ledger.events["dropped"]) if key[1] >= 0}
+    gone |= {(agent, row) for agent, row, step in _each(waiting, "agent", "id", "step") if step == last}
+    draws = {(agent, row): count for agent, row, count in _each(drawn, "agent", "id", "count")}
     seen = set()
     for place, key in enumerate(_keys(sampled)):
-        epochs = ledger.header["agents"].get(str(key[0]), {}).get("epochs", 0)
-        wanted = 0 if key in gone and not times[key] else epochs * drawn.get(key, 1)
+        wanted = 0 if key in gone else ledger.agent(key[0]).get("epochs", 0) * draws.get(key, 1)
         if key in seen:
             yield f"{_row(ledger, sampled, place)} was sampled twice"
         elif times[key] != wanted:
             yield f"{_row(ledger, sampled, place)} was trained {times[key]} times, not {wanted}"
         seen.add(key)
     for place, key in enumerate(_keys(trained)):
-        if key not in seen and step_of(key[1]) >= min(ledger.counted()):
+        if key not in seen and step_of(key[1]) > ledger.begins():
             yield f"{_row(ledger, trained, place)} was trained, and its agent has not sampled it"
 
 
 def prompts_are_trained_once(ledger: Ledger) -> Problems:
-    """Each prompt is loaded once an epoch, and trained as often as it was loaded, or dropped, or waits."""
-    loaded, sampled = ledger.events["loaded"], ledger.events["sampled"]
-    rows = zip(*(loaded[name].tolist() for name in ("agent", "epoch", "prompt", "step")), strict=True)
-    times: Counter[tuple[int, int]] = Counter()
+    """Each prompt is loaded once an epoch, and sampled as often as it was loaded, or dropped, or waits."""
+    loaded, sampled, dropped, waiting = (
+        ledger.events[kind] for kind in ("loaded", "sampled", "dropped", "waiting")
+    )
+    begin, last = ledger.begins(), max(ledger.counted)
+    had, left = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     seen: dict[tuple[int, int, int], int] = {}
-    for agent, epoch, prompt, step in rows:
-        times[agent, prompt] += 1
-        if (agent, epoch, prompt) in seen:
-            before = seen[agent, epoch, prompt]
-            yield f"{ledger.where(agent, prompt)} was loaded in steps {before} and {step} of epoch {epoch + 1}"
-        seen[agent, epoch, prompt] = step
-    if ledger.header["first_step"] > 1 and min(ledger.counted(), default=1) > 1:
-        return  # of what was in work when the ledger began nothing is known
-    given: Counter[tuple[int, int]] = Counter()
-    groups = zip(
-        *(sampled[name].tolist() for name in ("agent", "prompt", "step", "id", "group")), strict=True
-    )
-    given.update(
-        (agent, prompt)
-        for agent, prompt, _, _, _ in {
-            (agent, prompt, step, (row >> 32) & 0x7FF, group) for agent, prompt, step, row, group in groups
-        }
-    )
-    dropped = ledger.events["dropped"]
-    lost = {
-        (agent, prompt, step, group)
-        for agent, prompt, step, group in zip(
-            *(dropped[name].tolist() for name in ("agent", "prompt", "step", "group")), strict=True
-        )
-        if prompt >= 0
+    for agent, epoch, prompt, step in _each(loaded, "agent", "epoch", "prompt", "step"):
+        had[agent, prompt] += step > begin
+        before = seen.setdefault((agent, epoch, prompt), step)
+        if before != step:
+            which = ledger.where(agent, prompt)
+            yield f"{which} was loaded in steps {before} and {step} of epoch {epoch + 1}"
+    of_group = ("agent", "prompt", "step", "group")
+    groups = {
+        (*group, row >> ROUND_BITS) for *group, row in _each(sampled, *of_group, "id") if group[2] > begin
     }
-    alive = set(zip(*(sampled[name].tolist() for name in ("agent", "prompt", "step", "group")), strict=True))
-    given.update(
-        (agent, prompt) for agent, prompt, step, group in lost if (agent, prompt, step, group) not in alive
-    )
-    waiting, last = ledger.events["waiting"], max(ledger.counted(), default=0)
-    for agent, prompt, step in zip(
-        *(waiting[name].tolist() for name in ("agent", "prompt", "step")), strict=True
-    ):
-        if step == last and prompt >= 0:
-            given[agent, prompt] += 1
-    for (agent, prompt), count in times.items():
-        if given[agent, prompt] != count:
+    left.update((agent, prompt) for agent, prompt, *_ in groups)
+    alive, lost = set(_each(sampled, *of_group)), _each(dropped, *of_group)
+    given_up = [key for key in lost if key[1] >= 0 and key[3] < 0]  # whole groups, one event each
+    given_up += {key for key in lost if key[1] >= 0 and key[3] >= 0} - alive  # of which each episode failed
+    left.update((agent, prompt) for agent, prompt, step, _ in given_up if step > begin)
+    for agent, prompt, step in _each(waiting, "agent", "prompt", "step"):
+        if prompt >= 0 and step in (begin, last) and begin != last:
+            (had if step == begin else left)[agent, prompt] += 1
+    for agent, prompt in had.keys() | left.keys():
+        if left[agent, prompt] != had[agent, prompt]:
             yield (
-                f"{ledger.where(agent, prompt)} was loaded {count} times, and {given[agent, prompt]} times "
-                "sampled, dropped or left waiting"
+                f"{ledger.where(agent, prompt)} was loaded {had[agent, prompt]} times, and "
+                f"{left[agent, prompt]} times sampled, dropped or left waiting"
             )
 
 
@@ -269,15 +273,10 @@ def staleness_is_bounded(ledger: Ledger) -> Problems:
     """No trained token is older than max_lag steps."""
     policy, sampled = ledger.events["policy"], ledger.events["sampled"]
     steps_of: dict[int, dict[int, int]] = defaultdict(dict)
-    for agent, step, version in zip(
-        *(policy[name].tolist() for name in ("agent", "step", "first_version")), strict=True
-    ):
+    for agent, step, version in _each(policy, "agent", "step", "first_version"):
         steps_of[agent][version] = max(step, steps_of[agent].get(version, 0))
-    for place, (agent, step, version) in enumerate(
-        zip(*(sampled[name].tolist() for name in ("agent", "step", "first_version")), strict=True)
-    ):
-        lag = ledger.header["agents"].get(str(agent), {}).get("max_lag", 0)
-        known = steps_of[agent]
+    for place, (agent, step, version) in enumerate(_each(sampled, "agent", "step", "first_version")):
+        lag, known = ledger.agent(agent).get("max_lag", 0), steps_of[agent]
         if version < 0 or not known or version < min(known):
             continue
         made = max(at for number, at in known.items() if number <= version)
@@ -291,18 +290,14 @@ def staleness_is_bounded(ledger: Ledger) -> Problems:
 def rewards_are_those_given(ledger: Ledger) -> Problems:
     """The advantage is computed from the score that the reward gave, and trained as it was computed."""
     scored, credited, trained = (ledger.events[kind] for kind in ("scored", "credited", "trained"))
-    given = {
-        key: score
-        for key, score, whole in zip(
-            _keys(scored), scored["score"].tolist(), scored["update"].tolist(), strict=True
-        )
-        if whole == 1
-    }
+    whole = zip(_keys(scored), _each(scored, "score", "update"), strict=True)
+    given = {key: score for key, (score, is_whole) in whole if is_whole == 1}
     advantage = {}
     for place, (key, score) in enumerate(zip(_keys(credited), credited["score"].tolist(), strict=True)):
         advantage[key] = credited["advantage"][place]
         if key in given and score == score and given[key] != score:
-            yield f"{_row(ledger, credited, place)}: its reward was {given[key]:.7g}, and {score:.7g} was credited"
+            which = _row(ledger, credited, place)
+            yield f"{which}: its reward was {given[key]:.7g}, and {score:.7g} was credited"
     for place, (key, value) in enumerate(zip(_keys(trained), trained["advantage"].tolist(), strict=True)):
         if value == value and key in advantage and abs(value - advantage[key]) > CLOSE * max(1, abs(value)):
             yield (
@@ -312,25 +307,28 @@ def rewards_are_those_given(ledger: Ledger) -> Problems:
 
 
 def no_reward_is_a_failure(ledger: Ledger) -> Problems:
-    """No trained row has a reward that stands for a service, a sandbox or a sample that was given up."""
+    """No trained row has a reward that stands for a service that failed, or for a process that died, if
+    custom_reward_function.on_error did not ask for it."""
     scored = ledger.events["scored"]
     trained = set(_keys(ledger.events["trained"]))
     for place, (key, failure) in enumerate(zip(_keys(scored), scored["failure"].tolist(), strict=True)):
-        if failure in ("service", "died") and key in trained:
-            yield f"{_row(ledger, scored, place)}: its reward {scored['score'][place]:g} is a failure ({failure})"
+        asked_for = failure == "died" and ledger.agent(key[0]).get("counts_as_zero")
+        if failure in ("service", "died") and key in trained and not asked_for:
+            score = scored["score"][place]
+            yield f"{_row(ledger, scored, place)}: its reward {score:g} is a failure ({failure})"
 
 
 def tokens_are_the_agents_own(ledger: Ledger) -> Problems:
     """The trained tokens of a row are those that its agent's engine has sampled."""
     sampled, trained = ledger.events["sampled"], ledger.events["trained"]
-    given = {str(agent) for agent, about in ledger.header["agents"].items() if about.get("given")}
     said = dict(zip(_keys(sampled), sampled["digest"].tolist(), strict=True))
     others = defaultdict(set)
     for (agent, row), digest in said.items():
         others[row, digest].add(agent)
-    for place, count in enumerate(sampled["foreign"].tolist()):
-        if count > 0 and str(sampled["agent"][place]) not in given:
-            yield f"{_row(ledger, sampled, place)}: no engine of the agent sampled {count} of its trained tokens"
+    for place, (agent, count) in enumerate(_each(sampled, "agent", "foreign")):
+        if count > 0 and not ledger.agent(agent).get("given"):
+            which = _row(ledger, sampled, place)
+            yield f"{which}: no engine of the agent sampled {count} of its trained tokens"
     for place, (key, digest) in enumerate(zip(_keys(trained), trained["digest"].tolist(), strict=True)):
         if key in said and said[key] != digest:
             whose = sorted(others[key[1], digest] - {key[0]})
@@ -340,40 +338,26 @@ def tokens_are_the_agents_own(ledger: Ledger) -> Problems:
 
 def groups_are_whole(ledger: Ledger) -> Problems:
     """A prompt has as many responses, or episodes, as rollout.n says, and all are compared in one step."""
-    sampled, dropped = ledger.events["sampled"], ledger.events["dropped"]
+    sampled, dropped, credited = (ledger.events[kind] for kind in ("sampled", "dropped", "credited"))
     members: dict[tuple[int, int, int, int], set[int]] = defaultdict(set)
     rows_of: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     names = ("agent", "step", "group", "id", "episode")
-    for place, (agent, step, group, row, episode) in enumerate(
-        zip(*(sampled[name].tolist() for name in names), strict=True)
-    ):
-        key = (agent, step, (row >> 32) & 0x7FF, group)
+    for place, (agent, step, group, row, episode) in enumerate(_each(sampled, *names)):
+        key = (agent, step, row >> ROUND_BITS, group)
         members[key].add(row if episode < 0 else episode)
         rows_of[key].append(place)
-    failed = Counter(
-        (step, group)
-        for step, group in zip(dropped["step"].tolist(), dropped["group"].tolist(), strict=True)
-        if group >= 0
-    )
-    credited = {
-        key: step
-        for key, step in zip(
-            _keys(ledger.events["credited"]), ledger.events["credited"]["step"].tolist(), strict=True
-        )
-    }
+    failed = Counter((step, group) for step, group in _each(dropped, "step", "group") if group >= 0)
+    step_of_row = dict(zip(_keys(credited), credited["step"].tolist(), strict=True))
     filtered = {key for key in _keys(dropped) if key[1] >= 0}
+    loading = min((int(one) for one in ledger.header["loaders"]), default=None)
     for key, found in members.items():
         agent, step, _, group = key
-        n = ledger.header["agents"].get(str(agent), {}).get("n")
-        first = rows_of[key][0]
-        speaks = sampled["episode"][first] < 0 or agent == min(
-            (int(one) for one in ledger.header["loaders"]), default=agent
-        )
+        n, first = ledger.agent(agent).get("n"), rows_of[key][0]
+        speaks = sampled["episode"][first] < 0 or loading in (None, agent)
         if n and speaks and len(found) + failed[step, group] != n:
             yield f"{_row(ledger, sampled, first)}: its group has {len(found)} of {n} responses"
         rows = [(agent, int(sampled["id"][place])) for place in rows_of[key]]
-        steps = {credited.get(row) for row in rows if row not in filtered}
-        if len(steps) > 1:
+        if len({step_of_row.get(row) for row in rows if row not in filtered}) > 1:
             yield f"{_row(ledger, sampled, first)}: the advantages of its group were not computed together"
 
 
@@ -394,14 +378,14 @@ SHOWN = 3
 def audit(run: Path) -> tuple[list[str], bool]:
     """(lines of the report, whether all holds)."""
     ledger = read_ledger(run)
-    counted, events = ledger.counted(), ledger.events
+    counted, events = ledger.counted, ledger.events
     lines = [
         f"{len(counted)} steps, {len(ledger.steps)} attempts, {len(events['loaded']['id'])} prompts, "
         f"{len(events['sampled']['id'])} rows sampled, {len(set(_keys(events['trained'])))} trained",
     ]
     holds = True
     for name, check in CHECKS.items():
-        problems = list(check(ledger)) if counted else []
+        problems = list(check(ledger)) if counted or check is attempts_are_joined else []
         holds &= not problems
         lines.append(f"{'BROKEN' if problems else 'held  '}  {name}")
         lines += [f"        {problem}" for problem in problems[:SHOWN]]
@@ -413,8 +397,8 @@ def audit(run: Path) -> tuple[list[str], bool]:
     lines += [
         f"rewards that are 0 as the function failed ({kind}): {n}" for kind, n in sorted(failures.items())
     ]
-    if min(counted, default=1) > 1:
-        lines.append(f"not shown: steps 1 to {min(counted) - 1}, of which the ledger has nothing")
+    if begins := ledger.begins():
+        lines.append(f"not shown: steps 1 to {begins - 1}, of which the ledger has nothing")
     if not ledger.ended:
         lines.append("the run has not ended: what was in work in its last step is not counted")
     lines += [f"not read: {name}: {why}" for name, why in ledger.left_out.items()]
@@ -443,9 +427,14 @@ def life_of(run: Path, row: int) -> list[str]:
     return lines
 
 
+def _each(rows: Rows, *names: str) -> list[tuple[Any, ...]]:
+    """These columns of each row."""
+    return list(zip(*(rows[name].tolist() for name in names), strict=True))
+
+
 def _keys(rows: Rows) -> list[tuple[int, int]]:
     """(agent, id) of each."""
-    return list(zip(rows["agent"].tolist(), rows["id"].tolist(), strict=True))
+    return _each(rows, "agent", "id")
 
 
 def _row(ledger: Ledger, rows: Rows, place: int) -> str:

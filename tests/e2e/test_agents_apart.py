@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
-from job_harness import Inputs, overrides, run_job, work
+from job_harness import Inputs, audited, overrides, run_job, work
 
 HERE = Path(__file__).parent
 REWARD = """
@@ -87,7 +87,10 @@ def apart(inputs, other_model, folder, solver, verifier, *more, ending=""):
 def beside(inputs, other_model, tmp_path_factory):
     """Both agents on one rank, each with an engine at hand."""
     folder = tmp_path_factory.mktemp("runs") / "beside"
-    return run_job(1, apart(inputs, other_model, folder, "0", "0", "trainer.save_freq=1"))
+    keys = ("trainer.save_freq=1", "trainer.ledger=rows")
+    finished = run_job(1, apart(inputs, other_model, folder, "0", "0", *keys))
+    audited(finished)
+    return finished
 
 
 @pytest.mark.slow

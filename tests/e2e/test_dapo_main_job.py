@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from dist_harness import WorkerFailure
-from job_harness import Inputs, overrides, run_job
+from job_harness import Inputs, audited, overrides, run_job
 
 from siirl.compiler.compile import TEMPLATES
 
@@ -47,13 +47,15 @@ def inputs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_rank(inputs, tmp_path_factory):
     output = tmp_path_factory.mktemp("one")
-    return run_job(1, overrides(inputs, output, *DAPO, "trainer.save_freq=1"))
+    return run_job(1, overrides(inputs, output, *DAPO, "trainer.save_freq=1", "trainer.ledger=rows"))
 
 
 def test_the_batch_is_full_of_groups_that_vary(one_rank):
     assert one_rank.values("reward/group_degenerate") == [0.0] * 3
     assert all(0 < share < 1 for share in one_rank.values("sampling/groups_varied"))
     assert max(one_rank.values("sampling/rounds")) > 2
+    told = audited(one_rank)
+    assert any("all responses of its prompt score alike (algorithm.filter_groups)" in line for line in told)
     assert max(one_rank.values("sampling/groups_left")) > 0, "no step of this test leaves groups over"
     assert one_rank.values("reward/score") == [0.5] * 3
     read, left = sum(one_rank.values("data/arithmetic/prompts")), one_rank.values("sampling/groups_left")[-1]
@@ -126,10 +128,14 @@ def resume_with_leftovers(run) -> tuple[int, tuple[str, str]]:
     return step, ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_leftover_groups_survive_a_checkpoint(inputs, one_rank, tmp_path, world_size):
+@pytest.mark.parametrize(
+    ("world_size", "ledger"), [pytest.param(1, "off", marks=pytest.mark.slow), (2, "rows")]
+)
+def test_leftover_groups_survive_a_checkpoint(inputs, one_rank, tmp_path, world_size, ledger):
     step, resume = resume_with_leftovers(one_rank)
-    resumed = run_job(world_size, overrides(inputs, tmp_path, *DAPO, *resume))
+    resumed = run_job(world_size, overrides(inputs, tmp_path, *DAPO, *resume, f"trainer.ledger={ledger}"))
+    if ledger == "rows":
+        audited(resumed)
     for name in COMPARED:
         assert resumed.values(name) == pytest.approx(one_rank.values(name)[step:], rel=1e-3, abs=1e-4), name
 
@@ -209,7 +215,8 @@ def test_dynamic_sampling_with_a_lag_trains_whole_batches_within_the_bound_and_r
     whole, prompts = run_noting(tmp_path, made, "whole", "trainer.save_freq=2")
     checkpoint = whole.output / "checkpoints" / "global_step_2"
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    resumed, again = run_noting(tmp_path, made, "resumed", *resume)
+    resumed, again = run_noting(tmp_path, made, "resumed", *resume, "trainer.ledger=tokens")
+    assert "not shown: steps 1 to 2, of which the ledger has nothing" in audited(resumed)
     assert [prompts[step].total() for step in (1, 2, 3, 4)] == [16] * 4
     assert again == {step: prompts[step] for step in (3, 4)}
     assert max(whole.values("note/age")) > 0 and max(whole.values("rollout/partial")) > 0

@@ -9,7 +9,7 @@ import pytest
 import trl_trainers
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
-from job_harness import ROOT, Finished, run_example, run_job
+from job_harness import ROOT, Finished, audited, run_example, run_job
 
 from examples.given_responses import prepare
 
@@ -89,8 +89,11 @@ def train(folder: Path, output: Path, world: int, *more: str) -> Finished:
         "trainer.logger": "[]",
         "trainer.total_training_steps": 2,
         "trainer.output_dir": output,
+        "trainer.ledger": "rows",
     }
-    return run_job(world, [*(f"{key}={value}" for key, value in keys.items()), *more])
+    finished = run_job(world, [*(f"{key}={value}" for key, value in keys.items()), *more])
+    audited(finished)
+    return finished
 
 
 def assert_equal(ours: Finished, theirs: trl_trainers.Trained, loss: str) -> None:

@@ -8,7 +8,7 @@ import torch
 import yaml
 from dist_harness import WorkerFailure
 from fixtures_tiny import make_tiny_model_dir
-from job_harness import Finished, Inputs, overrides, run_job, three_steps
+from job_harness import Finished, Inputs, audited, overrides, run_job, three_steps
 from safetensors.torch import load_file
 
 from siirl.compiler.compile import TEMPLATES
@@ -54,13 +54,14 @@ def versions_of(folder):
 
 def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs, tmp_path):
     rows, runs = {}, {}
-    for name, more in (("plain", []), ("lagging", LAG)):
+    for name, more in (("plain", []), ("lagging", [*LAG, "trainer.ledger=rows"])):
         constant = [*LONG_TAIL, *more, "actor_rollout_ref.actor.optim.lr=0", "trainer.export_hf=False"]
         dump = f"trainer.dump_rollouts_dir={tmp_path / name / 'dump'}"
         runs[name] = run_job(2, overrides(inputs, tmp_path / name / "out", *constant, dump))
         rows[name] = recorded(tmp_path / name / "dump")
     assert rows["plain"] == rows["lagging"] and rows["plain"].total() == 5 * 8 * 2
     lagging = runs["lagging"]
+    audited(lagging)
     versions = {name: versions_of(tmp_path / name / "dump") for name in runs}
     step_of = {}
     for step, (of_tokens, of_rows) in versions["plain"].items():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from job_harness import Inputs, overrides, run_job
+from job_harness import Inputs, audited, overrides, run_job
 
 from siirl.launch.run_folder import LOCK, LOGS, OWN
 from siirl.launch.run_record import CONFIG_FILE
@@ -86,17 +86,20 @@ def test_training_changes_the_weights_and_reports_what_it_did(inputs, one_rank):
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(inputs, one_rank, tmp_path):
     settings = [KL, "trainer.save_freq=2", "trainer.test_freq=2"]
+    settings.append("trainer.ledger=rows")  # which changes no number
     run_job(1, overrides(inputs, tmp_path, *settings, "trainer.total_training_steps=2"))
     resumed = run_job(1, overrides(inputs, tmp_path, *settings))
+    assert "3 steps, 2 attempts, 24 prompts, 96 rows sampled, 96 trained" in audited(resumed)
     assert largest_difference(resumed.weights(), one_rank.weights()) == 0.0
     for name in COMPARED:
         assert resumed.values(name)[-1] == one_rank.values(name)[-1], name
 
 
 def test_a_run_resumes_on_another_number_of_ranks(inputs, one_rank, tmp_path):
-    settings = [KL, "trainer.save_freq=2"]
+    settings = [KL, "trainer.save_freq=2", "trainer.ledger=tokens"]
     run_job(1, overrides(inputs, tmp_path, *settings, "trainer.total_training_steps=2"))
     resumed = run_job(2, overrides(inputs, tmp_path, *settings))
+    assert "3 steps, 2 attempts, 24 prompts, 96 rows sampled, 96 trained" in audited(resumed)
     assert resumed.lines[-1]["step"] == 3
     assert largest_difference(resumed.weights(), one_rank.weights()) < 2e-4
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_harness import Finished, Inputs, overrides, run_job
+from job_harness import Finished, Inputs, audited, overrides, run_job
 from killed_jobs import ranks_of, run_and_kill, start, steps_done, wait_until
 
 from siirl.cli import main
@@ -60,13 +60,16 @@ def check_same(output: Path, undisturbed: tuple[list[dict], dict]) -> None:
 def test_a_killed_rank_comes_back_and_the_run_ends_as_if_nothing_had_been(
     inputs, undisturbed, tmp_path, capsys
 ):
-    keys = ("trainer.save_freq=8", "trainer.memory_checkpoint_freq=1")
+    keys = ("trainer.save_freq=8", "trainer.memory_checkpoint_freq=1", "trainer.ledger=rows")
     words = command(inputs, tmp_path / "out", *keys)
     restarts_s: list[float] = []
     code, console = run_and_kill(words, tmp_path, [3], [1], restarts_s=restarts_s)
     assert code == 0, console
     assert len(restarts_s) == 1 and 0 < restarts_s[0] < 100
     check_same(tmp_path / "out", undisturbed)
+    assert "8 steps, 2 attempts, 64 prompts, 256 rows sampled, 256 trained" in audited(
+        Finished.read(tmp_path / "out")
+    )
     assert "siirl: attempt 1 failed: rank 1 on " in console and "killed by SIGKILL" in console
     assert re.search("siirl: the run goes on from global_step_[2-7] in memory", console), console
     assert not Path(json.loads((tmp_path / "out" / "job.json").read_text())["memory_dir"]).exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 from fixtures_tiny import make_tiny_model_dir
-from job_harness import Inputs, overrides, run_job
+from job_harness import Inputs, audited, overrides, run_job
 
 TESTS = Path(__file__).parents[1]
 
@@ -38,7 +38,10 @@ def dag_file(path: Path, models, agents: tuple[int, ...]) -> Path:
 def test_two_agents_on_disjoint_ranks_equal_two_separate_runs(inputs, two_models, tmp_path):
     def run(name: str, world_size: int, agents: tuple[int, ...]):
         dag = dag_file(tmp_path / f"{name}.yaml", two_models, agents)
-        return run_job(world_size, overrides(inputs, tmp_path / name, f"dag.workflow_path={dag}"))
+        keys = (f"dag.workflow_path={dag}", "trainer.ledger=rows")
+        finished = run_job(world_size, overrides(inputs, tmp_path / name, *keys))
+        audited(finished)
+        return finished
 
     both, alone = run("both", 4, (0, 1)), [run("a", 2, (0,)), run("b", 2, (1,))]
     for agent, separate in enumerate(alone):

@@ -99,6 +99,15 @@ class Finished:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+def audited(run: Finished) -> list[str]:
+    """What `siirl audit` says of a run with a ledger: that all holds."""
+    from siirl.runs.audit import audit
+
+    lines, holds = audit(run.output)
+    assert holds, "\n".join(lines)
+    return lines
+
+
 def run_job(
     world_size: int, arguments: list[str], deadline_s: float = 100, run: Callable[..., None] | None = None
 ) -> Finished:

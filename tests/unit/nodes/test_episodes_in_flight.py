@@ -184,7 +184,7 @@ class Job:
         missing = max(kept.num_missing(loader, self.step, self.steps) for loader, kept in both)
         for loader, kept in both:
             kept.admit(kept.load(loader, missing), self.step)
-            self.dropped += kept.drain_dropped()
+            self.dropped += len(kept.drain_dropped())
             left = kept.play(self.stream_clients(), self.game, self.begin, self.step)
             self.partial, self.restarted = (
                 self.partial + left.num_partial,

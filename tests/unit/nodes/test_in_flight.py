@@ -143,7 +143,7 @@ class Job:
         for loader, kept, engine in zip(self.loaders, self.kept, self.engines, strict=True):
             engine.weight_version = self.step
             rows = kept.load(loader, missing)
-            self.given_up += kept.drain_dropped()
+            self.given_up += len(kept.drain_dropped())
             kept.admit(rows, self.step, lambda batch, slot: 1000 * batch + slot)
             taken = pickle.loads(pickle.dumps(kept.sample(PARAMS, self.step)))
             self.restarted += taken.num_restarted
