@@ -16,7 +16,6 @@ from siirl.compiler.ledger_fields import LEDGER_ID
 from siirl.compiler.plan import Collect, Load, Plan, Run
 from siirl.config import Config, with_overrides
 from siirl.config.batch import batch_of
-from siirl.config.trainer import TrainerConfig
 from siirl.data.buffer import ORDER
 from siirl.data.ledger import (
     EVENTS,
@@ -47,9 +46,16 @@ class RowLedger:
     """The events of this rank, written once a step. Of ranks that hold the same rows the first one tells."""
 
     def __init__(
-        self, trainer: TrainerConfig, plan: Plan, rank: int, header: dict[str, Any], output_dir: Path
+        self,
+        cfg: Config,
+        plan: Plan,
+        rank: int,
+        began: dict[str, Any],
+        loaders: Mapping[str, PromptLoader | None],
+        output_dir: Path,
     ):
-        """header: of header_of."""
+        """began: attempt, first_step, and whether it is resumed. loaders: of training."""
+        trainer, header = cfg.trainer, began | {"rank": rank} | header_of(cfg, plan, loaders)
         folder, stem = output_dir / FOLDER, f"{header['attempt']}.rank_{rank}"
         most = float("inf") if trainer.ledger_gib is None else trainer.ledger_gib * 2**30 / plan.world_size
         parts = 2 if trainer.ledger == "tokens" else 1

@@ -25,7 +25,7 @@ from siirl.config import Config, to_dict
 from siirl.config.batch import batch_of
 from siirl.config.roles import EXPORTS, role_model, trained_group
 from siirl.dag_worker.observing import finish_trace, make_observer
-from siirl.dag_worker.row_ledger import RowLedger, header_of
+from siirl.dag_worker.row_ledger import RowLedger
 from siirl.dag_worker.step import run_step
 from siirl.dag_worker.step_report import Report, closing_report
 from siirl.dag_worker.worker import DAGWorker
@@ -388,16 +388,9 @@ class Training:
     def _open_ledger(self) -> RowLedger:
         """The ledger of this attempt, whose number is the next one that no rank has written. Collective."""
         attempt = self._max_over_ranks(attempts_in(self.output_dir / FOLDER)) + 1
-        resumed = "" if self.last_checkpoint is None or not self.step else str(self.last_checkpoint)
+        began = {"attempt": attempt, "first_step": self.step + 1, "resumed": self.step > 0}
         worker, loaders = self.worker, {name: x.train for name, x in self.worker.loaders.items()}
-        header = {
-            "attempt": attempt,
-            "rank": worker.rank,
-            "first_step": self.step + 1,
-            "resumed_from": resumed,
-        }
-        header |= header_of(self.cfg, worker.plan, loaders)
-        return RowLedger(self.cfg.trainer, worker.plan, worker.rank, header, self.output_dir)
+        return RowLedger(self.cfg, worker.plan, worker.rank, began, loaders, self.output_dir)
 
     def _saves_in_background(self) -> bool:
         """Whether a trained model asks for it."""

@@ -342,8 +342,13 @@ class DAGWorker:
             buffer = self.nodes[name].buffer
             buffer.load_state(states[name], shard, layout.num_shards)
             if buffer.rows is not None:
-                fields = {key.field for key in self.plan.run_of(name).reads}
-                buffer.rows = fit_ledger(buffer.rows, LEDGER_ID in fields, shard)
+                reads = [
+                    ins
+                    for ins in self.plan.instructions
+                    if isinstance(ins, Run | Collect) and ins.node == name
+                ]
+                numbered = any(key.name == LEDGER_ID for ins in reads for key in ins.reads)
+                buffer.rows = fit_ledger(buffer.rows, numbered, shard)
 
     @contextmanager
     def all_on_device(self) -> Iterator[None]:

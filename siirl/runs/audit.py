@@ -28,11 +28,12 @@ Rows = dict[str, Any]
 
 @dataclass
 class Part:
-    """The files of one rank in one attempt; header: of the newest."""
+    """The files of one rank in one attempt."""
 
     attempt: int
     rank: int
     header: dict[str, Any]
+    """Of the newest file."""
     tables: list[pa.Table] = field(default_factory=list)
 
 
@@ -187,7 +188,7 @@ def attempts_are_joined(ledger: Ledger) -> Problems:
         if missing := sorted(kept - ranks):
             yield f"attempt {number}: the files of ranks {missing} of {size} are missing"
         first, steps = found[0].header["first_step"], ledger.steps.get(number, {})
-        if first > last + 1 and (last or not found[0].header["resumed_from"]):
+        if first > last + 1 and (last or not found[0].header["resumed"]):
             yield f"attempt {number} begins with step {first}, and those before end with step {last}"
         last = max(last, *steps, first - 1)
     counted, begins = ledger.counted, ledger.begins()
