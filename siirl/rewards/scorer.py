@@ -206,7 +206,7 @@ class RewardScorer:
                 error = RewardError(f"{message}. {_fix(samples[index], outcomes[index])}")
                 error.frames = outcomes[index].frames
                 raise error
-            outcomes[index].info |= {"error": outcomes[index].error, "failure": outcomes[index].failure}
+            outcomes[index].info.update(error=outcomes[index].error, failure=outcomes[index].failure)
         timeouts = sum(outcomes[index].failure == "timeout" for index in failed)
         self._metrics.sum("reward/failed", len(failed))
         self._metrics.sum("reward/timeout", timeouts)
