@@ -82,6 +82,7 @@ GUIDES = {  # page -> most words; what is looked up, and what was measured, is o
     "data": 1500,
     "rewards": 1550,
     "given_responses": 1450,
+    "distillation": 1650,
     "algorithms": 1250,
     "multi_agent": 2000,
     "environments": 1500,

@@ -31,7 +31,7 @@ def another_engine(cfg: Config, but: str) -> str:
     )
     return (
         f"No other engine of siirl samples it: transformers (rollout.name=hf) has all weights on each rank: "
-        f"{size} of {_device_gib(cfg):g}, beside what is trained. Train it on given responses "
+        f"{size} of {_device_gib(cfg):g}, beside what is trained. Train it by SFT or DPO "
         "(docs/given_responses.md), or another model."
     )
 
