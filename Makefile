@@ -77,9 +77,9 @@ plan: .venv/.base  ## print and draw the plan of the quickstart job on 8 GPUs
 bench: .venv/.dev  ## siirl against TRL's GRPOTrainer on CPU
 	$(PY) benchmarks/grpo_cpu.py
 
-docs: .venv/.base  ## regenerate the configuration reference, the lists of docs/migration.md and the tables of docs/models.md
+docs: .venv/.base  ## regenerate the configuration reference, the lists of docs/migration_reference.md and the tables of docs/models.md
 	$(PY) -m siirl.config.reference > docs/configuration.md
-	$(PY) -m siirl.migrate.document docs/migration.md
+	$(PY) -m siirl.migrate.document docs/migration_reference.md
 	$(PY) tools/models_page.py
 
 site: .venv/.python  ## the documentation as a site: outputs/site/index.html

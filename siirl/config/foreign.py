@@ -1,7 +1,7 @@
 """What keys of siiRL and verl are called here, what becomes of them, and whose defaults are others.
 
 The one table of these facts (foreign_keys.txt, which says how it is written): the messages about unknown
-keys, `siirl migrate` and docs/migration.md read it.
+keys, `siirl migrate` and docs/migration_reference.md read it.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""The lists of docs/migration.md, written from siirl.config.foreign.
+"""The lists of docs/migration_reference.md, written from siirl.config.foreign.
 
 `python -m siirl.migrate.document FILE` puts them between the two marks of the file.
 """

@@ -126,7 +126,7 @@ def _of_others(path: Path, tree: Mapping[str, Any]) -> str:
         if group in tree:
             return (
                 f"{path} is a configuration of {name}: siirl migrate reads those of siiRL and verl. "
-                f"docs/migration.md{place} has what its keys are called here: write a command."
+                f"docs/migration_reference.md{place} has what its keys are called here: write a command."
             )
     groups = ", ".join(list(tree)[:5])
     return f"{path} has no key of siiRL or verl, but {groups}. Name a launch script or a YAML file of theirs."

@@ -94,6 +94,7 @@ GUIDES = {  # page -> most words; what is looked up, and what was measured, is o
     "launch": 1600,
     "view": 1500,
     "checkpoints": 1600,
+    "migration": 1300,
     "tuning": 2200,
     "security": 1900,
     "troubleshooting": 1500,

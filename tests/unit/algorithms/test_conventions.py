@@ -15,7 +15,7 @@ from siirl.algorithms.policy_losses import compute_policy_loss
 from siirl.algorithms.rollout_correction import Correction, correction_weights
 from siirl.algorithms.turns import NO_TURNS
 
-PAGE = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "migration_reference.md").read_text()
 OPTIONS = {"norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 1.0}
 LOSS_OPTIONS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "policy_drift_coeff": 0.0}
 ONES = torch.ones(1, 3, dtype=torch.bool)

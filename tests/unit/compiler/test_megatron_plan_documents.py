@@ -192,7 +192,7 @@ def test_an_optimizer_on_the_host_or_in_fewer_bytes_leaves_the_device(tmp_path):
 
 def migration_targets() -> set[str]:
     """The keys in the right column of the tables written by hand, without values."""
-    text = (ROOT / "docs" / "migration.md").read_text().partition("<!-- end -->")[2]
+    text = (ROOT / "docs" / "migration_reference.md").read_text().partition("<!-- end -->")[2]
     cells = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ") and "---" not in line]
     named = {part for cell in cells for code in re.findall(r"`([^`]+)`", cell) for part in code.split()}
     return {part.partition("=")[0] for part in named if re.fullmatch(r"[a-z_.]+(=.*)?", part)}
@@ -246,7 +246,7 @@ THEIR_KEYS = {
 
 @pytest.mark.parametrize("framework", THEIR_KEYS)
 def test_the_migration_page_says_what_becomes_of_every_key(framework):
-    text = (ROOT / "docs" / "migration.md").read_text()
+    text = (ROOT / "docs" / "migration_reference.md").read_text()
     section = text[text.index(f"## {framework}") :].partition("\n## ")[0]
     there = "\n".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| "))
     assert [key for key in THEIR_KEYS[framework].split() if not re.search(rf"\b{key}\b", there)] == []

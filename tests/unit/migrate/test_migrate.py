@@ -139,7 +139,8 @@ def test_a_vision_model_that_is_not_here_is_known_by_its_name(path, sees):
 
 def test_the_lists_of_the_document_are_current():
     """`make docs` writes them."""
-    assert with_lists(DOCUMENT.read_text()) == DOCUMENT.read_text()
+    reference = (ROOT / "docs" / "migration_reference.md").read_text()
+    assert with_lists(reference) == reference
 
 
 def test_no_script_that_runs_unchanged_is_lost_by_its_migration(outcomes):
