@@ -9,9 +9,9 @@ and BEST, one after the other, the other way round in each second round, so that
 not always the same; the first two steps of a job (with three steps or fewer: the first) are not counted.
 
 draws: jobs of two steps on shapes of batch, length and model that are drawn from their number alone: does any
-run out of memory? None has a key of speed or memory, but for every second one, in which compiled layers and
-CUDA graphs are off, as they take most of a start; those that the plan finds fullest come first, and no draw
-begins after so many minutes.
+run out of memory? None has a key of speed or memory, but for every second one (with --quick: each), in which
+compiled layers and CUDA graphs are off, as they take most of a start; those that the plan finds fullest come
+first, and no draw begins after so many minutes.
 
 Both add to the same file after every step, and do what is not there yet, so that a call may be cut at any
 moment and the next one goes on. show: what is there, against the bars: at most 1.10 times the best keys'
@@ -277,6 +277,7 @@ def main() -> int:
     parser.add_argument("--arm", action="append", default=[], metavar="NAME=KEY,KEY")
     parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--minutes", type=float, default=9.5)
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "defaults_gpu.json")
@@ -294,7 +295,8 @@ def main() -> int:
         shapes = {number: drawn(number, args.engine, args.small) for number in range(args.draws)}
         for number in sorted(shapes, key=lambda number: fullness(shapes[number]), reverse=True):
             if not is_done(results, "draws", str(number)) and time.monotonic() < until_s:
-                run(results, "draws", str(number), shapes[number], 2, QUICK if number % 2 else ())
+                keys = QUICK if args.quick or number % 2 else ()
+                run(results, "draws", str(number), shapes[number], 2, keys)
                 shutil.rmtree(model_folder(shapes[number]))
     return show(results)
 
