@@ -48,6 +48,7 @@ def test_a_documented_command_is_accepted(page, settings, tmp_path, monkeypatch,
     (tmp_path / "my_reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info): ...\n"
     )
+    (tmp_path / "my.yaml").symlink_to(ROOT / "dag_templates/grpo.yaml")
     for name in ("tests", "dag_templates", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
