@@ -12,18 +12,22 @@ have; a run of which no step was counted is left out.
 
 import argparse
 import json
+import shlex
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import long_tail
 import numpy as np
 from backends_gpu import SHAPES as BACKEND_SHAPES
 from grpo_gpu import COMMON, HERE, SHAPES, overrides
 
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.cost.device_kinds import H200, DeviceKind
+from siirl.compiler.cost.lengths import Lengths, lengths_of
 from siirl.compiler.cost.step_time import StepTime, step_time
 from siirl.compiler.plan import Plan
 from siirl.config import Config, load_config
@@ -67,6 +71,8 @@ class Measured:
     configs: dict[str, Config]
     seconds: dict[str, float]
     """Metric -> median."""
+    lengths: Lengths | None = None
+    """Of rows; None: as long as the keys allow."""
 
 
 def measured_runs(folder: Path) -> Iterator[Measured]:
@@ -94,6 +100,30 @@ def measured_runs(folder: Path) -> Iterator[Measured]:
                 continue
             sizes, gpus = BACKEND_SHAPES[settings["shape"]].sizes, settings["gpus"]
             yield _measured(file.stem, run, result["keys"][run], folder, sizes, gpus, metrics, today)
+    yield from _long_tails(folder)
+
+
+def _long_tails(folder: Path) -> Iterator[Measured]:
+    """The runs of long_tail.py on GPUs: means, as their steps differ; with a lag, of whole cycles, in which
+    responses that go on come to their ends."""
+    for file in sorted(RESULTS.glob("long_tail_vllm_gpu*.json")):
+        result = json.loads(file.read_text())
+        for lag, found in result["lags"].items():
+            args = long_tail.arguments(shlex.split(result["command"].partition(";")[0])[1:])
+            made = folder / file.stem / lag
+            made.mkdir(parents=True)
+            vocabulary = COMMON["vocab_size"]
+            keys = long_tail.job_keys(args, made, made, lag, vocabulary)
+            block, cycle = found["blocks"][0], 1 + int(lag.partition(" ")[0])
+            times = {"time/step_s": block["step_s"], "time/rollout_actor_s": block["rollout_s"]}
+            if args.apart and cycle > 1:
+                del times["time/rollout_actor_s"]  # what the trainer waits for it, not how long it takes
+            means = {
+                name: {"median": fmean(values[: len(values) // cycle * cycle])}
+                for name, values in times.items()
+            }
+            run = _measured(file.stem, f"lag {lag}", keys, folder, SHAPES["A"], 1 + args.apart, means)
+            yield replace(run, lengths=lengths_of(f"{args.prompt_tokens}+{args.mean_tokens}"))
 
 
 def _measured(
@@ -130,7 +160,7 @@ def _with_whole_pass(plan: Plan) -> Plan:
 
 def predicted(run: Measured, device: DeviceKind) -> StepTime:
     """The prediction for a run."""
-    found = step_time(run.plan, run.configs, device, today=run.today)
+    found = step_time(run.plan, run.configs, device, run.lengths, run.today)
     assert isinstance(found, StepTime), found
     return found
 
@@ -205,6 +235,8 @@ def errors(runs: list[Measured], device: DeviceKind = H200) -> list[str]:
 
 def _section(run: Measured) -> str:
     """Of the table."""
+    if run.lengths is not None:
+        return "held out, responses of many lengths"
     return "fitted to" if run.fitted else "held out, of today" if run.today else "held out"
 
 

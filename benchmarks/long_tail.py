@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def main() -> int:
     return 0
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -97,7 +97,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--apart", action="store_true", help="two devices: one samples, one trains")
     parser.add_argument("--out", type=Path)
     parser.add_argument("keys", nargs="*")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     for name, cpu, gpu in (
         ("engine", "hf", "vllm"),
         ("prompts", 4, 32),

@@ -255,7 +255,9 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
             sub.add_argument("--device", metavar="KIND", help="that it is predicted for, as in h200")
             sub.add_argument(
-                "--tokens", metavar="PROMPT+RESPONSE", help="mean length of a row [the longest possible]"
+                "--tokens",
+                metavar="PROMPT+RESPONSE|RUN",
+                help="mean lengths of rows, as in 256+600, or a run's folder [all the longest possible]",
             )
     run = commands.add_parser("run", help="train: the same as python -m siirl.main_dag", add_help=False)
     add_config_arguments(run)

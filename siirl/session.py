@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from siirl import main_dag
 from siirl.compiler.cost.device_kinds import chosen_device
+from siirl.compiler.cost.lengths import lengths_of
 from siirl.compiler.cost.step_time import step_time
-from siirl.compiler.cost.work import row_tokens
 from siirl.compiler.plan import Plan
 from siirl.compiler.plan_warnings import plan_notes
 from siirl.config import Config
@@ -55,13 +55,14 @@ class PlannedRun:
     def explain(self, device: str | None = None, tokens: str | None = None) -> str:
         """Where the time of a step will go, by the cost model of docs/tuning.md, with what is chosen for it.
 
-        device: a kind, as in "h200"; else that of the GPUs here. tokens: the mean length of a row, as in
-        "256+600"; else the longest. UserError for what cannot be predicted.
+        device: a kind, as in "h200"; else that of the GPUs here. tokens: the mean lengths of rows, as in
+        "256+600", or the folder of a run that has such rows; else all the longest. UserError for what cannot
+        be predicted.
         """
         kind, lines = chosen_device(device, device_name())
         chosen = with_choices(self.surveyed, named_machine(self.cfg, kind))
         assert chosen.plan is not None, "without a plan there is a problem"
-        found = step_time(chosen.plan, chosen.node_cfgs, kind, row_tokens(tokens))
+        found = step_time(chosen.plan, chosen.node_cfgs, kind, lengths_of(tokens))
         if isinstance(found, str):
             raise ConfigError(f"the time of a step cannot be predicted: {found}.")
         found.assumed[:0] = lines

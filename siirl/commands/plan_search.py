@@ -20,8 +20,8 @@ from siirl.compiler.choices import Changes, Machine
 from siirl.compiler.choose import choose
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.cost.device_kinds import DeviceKind, chosen_device
+from siirl.compiler.cost.lengths import Lengths, lengths_of
 from siirl.compiler.cost.step_time import StepTime, step_time
-from siirl.compiler.cost.work import RowTokens, row_tokens
 from siirl.compiler.memory.engine_starts import engine_starts
 from siirl.compiler.memory.estimate import longest_row
 from siirl.compiler.memory.phases import PhasePeak, memory_lines, phase_peaks
@@ -81,7 +81,7 @@ class Search:
     gib: float
     """Memory of a device."""
     machine: Machine
-    tokens: RowTokens | None
+    lengths: Lengths | None
     own_problem: UserError | None
     """Why the run is refused as it is; the base has other sizes then."""
     fitting: list[Candidate] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Search:
 
     def weigh(self, plan: Plan, configs: dict[str, Config]) -> tuple[StepTime, PhasePeak]:
         """The predicted step of a plan, and its fullest phase. ConfigError where there is no prediction."""
-        lines, time = memory_lines(plan, configs), step_time(plan, configs, self.kind, self.tokens)
+        lines, time = memory_lines(plan, configs), step_time(plan, configs, self.kind, self.lengths)
         for found in (lines, time):
             if isinstance(found, str):
                 raise ConfigError(f"nothing can be predicted: {found}.")
@@ -131,7 +131,7 @@ class Search:
 def search(overrides: Sequence[str], config_name: str, device: str | None, tokens: str | None) -> str:
     """The fastest layouts of a run, as a text with overrides to paste. UserError: what is wrong with the run.
 
-    device: a kind, as in "h200"; else that of the GPUs here. tokens: the mean lengths of a row.
+    device: a kind, as in "h200"; else that of the GPUs here. tokens: as of PlannedRun.explain.
     """
     base, refused = _first_accepted(overrides, config_name)
     cfg = base.cfg
@@ -139,7 +139,7 @@ def search(overrides: Sequence[str], config_name: str, device: str | None, token
     here = None if device else device_memory_gib()
     gib = cfg.trainer.device_memory_gib or here or kind.gib
     machine = named_machine(cfg, dataclasses.replace(kind, gib=gib))
-    found = Search(cfg, load_dag(cfg), base, kind, gib, machine, row_tokens(tokens), refused)
+    found = Search(cfg, load_dag(cfg), base, kind, gib, machine, lengths_of(tokens), refused)
     for away in (Changes(), _offloads(found)):
         layouts = [_in_turn(found, placement, away) for placement in _placements(found)]
         if not found.fitting:
@@ -305,7 +305,7 @@ def _by_sizes(found: Search, plan: Plan, configs: dict[str, Config], engines: bo
             drafts, most = (larger, size) if size <= room else (drafts, most)
         if most <= room:
             break
-    time = step_time(plan, drafts, found.kind, found.tokens)
+    time = step_time(plan, drafts, found.kind, found.lengths)
     assert isinstance(time, StepTime), "the run has been weighed"
     return time.step_s, most
 

@@ -44,7 +44,8 @@ held against the size of a device (`siirl/show/memory_text.py`).
 
 **Time** is predicted from the plan, too (`siirl/compiler/cost`, docs/tuning.md). `work.py` says what a rank
 has to do in a pass, a rollout or a weight sync, in amounts of a few kinds of work; `device_kinds.py` is the
-table of how fast a device does each; `step_time.py` walks the instructions with a clock on every rank.
+table of how fast a device does each; `lengths.py` says how long rows are, and how many decode beside the
+longest; `step_time.py` walks the instructions with a clock on every rank.
 Amounts are linear in the constants, so these are fitted to measured steps by least squares
 (`benchmarks/fit_costs.py`).
 """

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from siirl.compiler.cost.device_kinds import chosen_device
 from siirl.compiler.cost.step_time import step_time
-from siirl.compiler.cost.work import row_tokens
 from siirl.errors import UserError
 from siirl.launch.devices import device_name, rank_memory_gib
 from siirl.show.memory_text import memory_table
@@ -123,7 +122,7 @@ def the_real_job_fits(trial: Trial) -> Verdict:
     told = [" ".join(line.split()) for line in table if not line.startswith(("phase ", "("))][-1:]
     try:
         kind, _ = chosen_device(None, device_name())
-        found = step_time(real.plan, real.node_cfgs, kind, row_tokens(None))
+        found = step_time(real.plan, real.node_cfgs, kind)
     except UserError as error:
         found = str(error)
     if not isinstance(found, str):

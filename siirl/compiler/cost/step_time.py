@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.cost.device_kinds import DEVICES, DeviceKind
+from siirl.compiler.cost.lengths import Lengths, RowTokens
 from siirl.compiler.cost.work import (
     PackedRows,
-    RowTokens,
     Work,
     model_pass,
     packed_rows,
@@ -75,14 +75,16 @@ class _Walk:
     configs: Configs
     shapes: dict[str, ModelShape]
     device: DeviceKind
-    tokens: RowTokens | None
+    lengths: Lengths | None
     machine: int
     today: bool
     found: StepTime = field(default_factory=StepTime)
 
     def row_tokens(self, cfg: Config) -> RowTokens:
         rollout = cfg.actor_rollout_ref.rollout
-        return self.tokens or RowTokens(rollout.prompt_length, rollout.response_length)
+        if self.lengths is None:
+            return RowTokens(rollout.prompt_length, rollout.response_length)
+        return self.lengths.up_to(rollout.response_length)
 
     def packed(self, model: ModelPlan, cfg: Config) -> PackedRows:
         tokens = self.row_tokens(cfg)
@@ -101,12 +103,12 @@ def step_time(
     plan: Plan,
     configs: Configs,
     device: DeviceKind,
-    tokens: RowTokens | None = None,
+    lengths: Lengths | None = None,
     today: bool = True,
 ) -> StepTime | str:
     """The prediction for a step, or why there is none: a config.json that is not known.
 
-    tokens: of a row; the longest that the keys allow if None. today: False for steps of a siirl that computed
+    lengths: of rows; the longest that the keys allow if None. today: False for steps of a siirl that computed
     a prompt with each of its samples, logits of large micro-batches twice, and Megatron's layers by its own
     functions.
     """
@@ -119,7 +121,7 @@ def step_time(
             return shape
         shapes[model.name] = shape
     machine = next(iter(configs.values())).trainer.n_gpus_per_node
-    walk = _Walk(plan, configs, shapes, device, tokens, machine, today)
+    walk = _Walk(plan, configs, shapes, device, lengths, machine, today)
     _walk(walk)
     walk.found.assumed[:0] = _assumptions(walk)
     return walk.found
@@ -239,8 +241,9 @@ def _assumptions(walk: _Walk) -> list[str]:
     if cfg.trainer.device == "cpu":
         lines.append(f"trainer.device=cpu: nothing is fitted for CPUs; the times are those of {device.name}")
     tokens = walk.row_tokens(cfg)
-    what = "each as said" if walk.tokens else "the longest that the keys allow"
-    lines.append(f"rows of {tokens.prompt} + {tokens.response:,} tokens, {what}")
+    what = walk.lengths.source if walk.lengths else "the longest that the keys allow"
+    longest = f"; the longest of a step {tokens.longest(batch_of(cfg).rows):,}" if tokens.lengths else ""
+    lines.append(f"rows of {tokens.prompt} + {tokens.response:,} tokens, {what}{longest}")
     if plan.world_size > walk.machine:
         constant = device.constants["network"]
         lines.append(f"between machines {constant.value / 1e9:g} GB/s for each device ({constant.source})")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from siirl.compiler.backends import backend_of
+from siirl.compiler.cost.lengths import RowTokens, decoding
 from siirl.compiler.memory.estimate import (
     BYTES,
     ENGINE_CONTEXT_BYTES,
@@ -24,7 +25,6 @@ from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.config.resolve import COMPUTE_DTYPE, get
 from siirl.config.roles import ROLES, role_group, role_model, token_budget
-from siirl.errors import ConfigError
 from siirl.parallel.pipeline_layers import split_layers
 from siirl.spelling import GIB
 
@@ -51,28 +51,6 @@ that it reads: FLOPs in the time in which a byte is read."""
 
 
 @dataclass(frozen=True)
-class RowTokens:
-    """How long rows are taken to be."""
-
-    prompt: int
-    response: int
-
-    @property
-    def row(self) -> int:
-        return self.prompt + self.response
-
-
-def row_tokens(text: str | None) -> RowTokens | None:
-    """The lengths of "256+600"; ConfigError for what is none."""
-    if text is None:
-        return None
-    prompt, _, response = text.partition("+")
-    if not (prompt.isdecimal() and response.isdecimal() and int(prompt) and int(response)):
-        raise ConfigError(f"--tokens {text}: write the mean tokens of prompt and response, as in 256+600.")
-    return RowTokens(int(prompt), int(response))
-
-
-@dataclass(frozen=True)
 class PackedRows:
     """What training engines compute of rows: of those that share a prompt, that once."""
 
@@ -89,7 +67,7 @@ class PackedRows:
     def square(self) -> float:
         """Pairs of tokens in a row's attention, were it not causal."""
         prompt, response = self.tokens.prompt, self.tokens.response
-        return prompt**2 / self.together + 2 * prompt * response + response**2
+        return prompt**2 / self.together + 2 * prompt * response + self.tokens.response_square
 
 
 def packed_rows(model: ModelPlan, cfg: Config, tokens: RowTokens) -> PackedRows:
@@ -344,35 +322,45 @@ def rollout_work(
     rows: int,
     device_bytes: float,
 ) -> Work:
-    """What a rank of a vLLM engine does for the responses of a batch, all equally long.
+    """What a rank of a vLLM engine does for the responses of a batch: of the engine with the longest one.
 
-    rows: of the engine. Rows that the KV cache or max_num_seqs does not admit wait for others.
+    rows: in work on the engine, those of a surplus too, of which a step takes its share. Rows that the KV
+    cache or max_num_seqs does not admit wait for others.
     """
     rollout, tp = cfg.actor_rollout_ref.rollout, model.dims.tp
+    batches = 1 + rollout.surplus
+    own = math.ceil(rows / batches)
     width = BYTES[rollout.dtype]
     weights = shape.params * width / tp
     row_bytes = 2 * shape.layers * shape.kv_width * width / min(tp, shape.kv_heads)
     share = rollout.device_share
     cache = max(share * device_bytes - weights - ENGINE_CONTEXT_BYTES, GIB)
     at_once = max(1, min(rows, rollout.max_num_seqs, int(cache / row_bytes / tokens.row)))
-    rounds = math.ceil(rows / at_once)
-    steps, together = rounds * tokens.response, rows / rounds
-    seen = shape.params - (0 if shape.tied else shape.vocabulary * shape.hidden)
-    if shape.experts:
-        idle = (1 - shape.top_k / shape.experts) ** together
-        seen -= shape.moe_layers * shape.expert_params * idle
-    prompts = rows / batch_of(cfg).samples
+    prompts = own / batch_of(cfg).samples
     prefill = 2 * active_layer_params(shape) * shape.layers * prompts * tokens.prompt
-    computed = 2 * (active_layer_params(shape) * shape.layers + shape.vocabulary * shape.hidden) * together
-    products = max(seen * width, computed / _FLOPS_OF_A_BYTE) / tp
+    steps, products = 0.0, 0.0
+    for more, together in decoding(tokens, own, at_once, model.dims.dp, batches):
+        steps += more
+        products += more * _weights_of_a_token(shape, width, together) / tp
+    cached = tokens.prompt * tokens.response + tokens.response_square / 2
     work = {
-        "memory": steps * (products + row_bytes * together * (tokens.prompt + tokens.response / 2)),
+        "memory": products + row_bytes * own * cached,
         "matmul": prefill / tp,
-        "decode_layer": float(steps * shape.layers),
+        "decode_layer": steps * shape.layers,
     }
     if tp > 1:
         work["decode_exchange"] = 2.0 * steps * shape.layers
     return work
+
+
+def _weights_of_a_token(shape: ModelShape, width: int, together: float) -> float:
+    """Bytes that are read for the next token of so many rows: weights, of experts those that some row chose;
+    where products take longer, what could be read meanwhile."""
+    seen = shape.params - (0 if shape.tied else shape.vocabulary * shape.hidden)
+    if shape.experts:
+        seen -= shape.moe_layers * shape.expert_params * (1 - shape.top_k / shape.experts) ** together
+    computed = 2 * (active_layer_params(shape) * shape.layers + shape.vocabulary * shape.hidden) * together
+    return max(seen * width, computed / _FLOPS_OF_A_BYTE)
 
 
 def sync_work(link: LinkPlan, cfg: Config, shape: ModelShape, machine: int) -> Work:
