@@ -6,8 +6,8 @@
 A setting is a lag; "4-none" does not correct for it (rollout_correction.weight=none). The quickstart's
 responses have two tokens, the debate's turns one, so none goes on from step to step. But all end together:
 whenever nothing is left, L + 1 batches (rollout.surplus=L) are sampled under the same weights, and then train
-one after the other, 0 to L steps old (rollout/lag among the results). A run is the example's script on one
-CPU process, --together of them at a time. Seeds are of the data's order and of sampling; all begin with the
+one after the other, 0 to L steps old (rollout/staleness). A run is the example's script on one CPU
+process, --together of them at a time. Seeds are of the data's order and of sampling; all begin with the
 same model. Validation (all prompts, greedy) is in every step: reward_S[s] is that after s steps; of the
 debate it is the share of right answers.
 
@@ -177,13 +177,13 @@ def run(args: argparse.Namespace, folder: Path, lr: float, setting: str, seed: i
     if done.returncode:
         raise SystemExit(f"{setting} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    metric, lag_metric = task.agent + task.reward, f"{task.agent}rollout/lag"
+    metric, lag_metric = task.agent + task.reward, f"{task.agent}rollout/staleness"
     reward = {line["step"]: round(line[metric], 3) for line in lines if metric in line}
     lags = [line[lag_metric] for line in lines if lag_metric in line]
     return {
         **dict(zip(NAMES, (lr, setting, seed), strict=True)),
         "reward_S": [reward[step] for step in range(args.steps + 1)],
-        "rollout/lag": [round(lag, 3) for lag in lags],
+        "rollout/staleness": [round(lag, 3) for lag in lags],
         "run_s": round(time.monotonic() - begin),
     }
 

@@ -33,7 +33,7 @@ from report_file import Report, Rows, end_by_signals, following, run_job
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REPORTED = (
-    *("rollout/response_length", "rollout/response_length_max", "rollout/lag", "rollout/partial"),
+    *("rollout/response_length", "rollout/response_length_max", "rollout/staleness", "rollout/partial"),
     *("rollout/reread_tokens", "actor/rollout_log_prob_diff"),
 )
 KEPT = " keep_kv"

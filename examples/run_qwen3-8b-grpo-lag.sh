@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO for Qwen3-8B with long responses: a step does not wait for the longest, which goes on in the next one.
-# docs/async.md tells when that helps; `rollout/lag` and `rollout/partial` among the metrics show what it does.
+# docs/async.md tells when that helps; `rollout/staleness` and `rollout/partial` among the metrics show what it does.
 #
 #   MODEL_PATH=~/data/models/Qwen3-8B bash examples/run_qwen3-8b-grpo-lag.sh
 set -euo pipefail

@@ -22,7 +22,7 @@ from siirl.launch.job import choose_launcher
 from siirl.launch.preflight import kept_choices, with_template_date
 from siirl.launch.run_folder import absolute, with_own_name
 from siirl.launch.survey import Survey, survey, survey_inputs, with_choices
-from siirl.observe.curve import METRICS_FILE, Series, read_series
+from siirl.observe.curve import METRICS_FILE, RunSeries, read_series
 from siirl.show.batch_text import explanation
 from siirl.show.memory_text import memory_warnings
 from siirl.show.plan_picture import draw, drawn_as_svg
@@ -99,7 +99,7 @@ class FinishedRun:
     output_dir: Path
     """Its folder: checkpoints, the exported model (hf_model), logs, metrics."""
 
-    def metrics(self) -> Series:
+    def metrics(self) -> RunSeries:
         """metric -> {step: value}, named as in docs/observability.md; earlier starts of it count, too."""
         return read_series(self.output_dir / METRICS_FILE)
 

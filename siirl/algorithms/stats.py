@@ -29,7 +29,7 @@ def advantage_stats(advantage_BT: Tensor, mask_BT: Tensor) -> Metrics:
 
 
 def group_stats(score_B: Tensor, group_id_B: Tensor) -> Metrics:
-    """group_degenerate: share of groups whose scores are all equal.
+    """zero_std_groups: share of groups whose scores are all equal.
 
     All rows of a group must be on this rank; ranks that hold other groups add up.
     """
@@ -37,7 +37,7 @@ def group_stats(score_B: Tensor, group_id_B: Tensor) -> Metrics:
     groups = Groups.of(group_id_B)
     varied_G = torch.zeros_like(groups.count_G, dtype=torch.bool)
     varied_G[groups.index_B] = is_varied(score_B, group_id_B)
-    metrics.mean("group_degenerate", (~varied_G).sum().item(), len(varied_G))
+    metrics.mean("zero_std_groups", (~varied_G).sum().item(), len(varied_G))
     return metrics
 
 

@@ -170,7 +170,6 @@ def _report_sums(ctx: OpContext, rows: TensorDict, reward_BT: Tensor, kind: str 
     """The reward that advantages are made of, mean over rows, and its parts where there are several."""
     if not kind:
         ctx.metrics.mean("reward/total", float(reward_BT.double().sum()), len(rows))
-        ctx.metrics.mean("reward/shaped", float(reward_BT.sum()), len(rows))  # its older name
     sums = reward_sums(ctx, rows, reward_BT)
     for name, sum_B in sums.items() if len(sums) > 1 else ():
         ctx.metrics.mean(f"{kind}reward/{name}", float(sum_B.sum()), len(rows))

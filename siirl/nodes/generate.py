@@ -19,9 +19,9 @@ from siirl.engines.rollout.base import RolloutEngine
 from siirl.models.config_json import as_built
 from siirl.models.sizes import router_choices
 from siirl.nodes.context import OpContext, StepInfo
-from siirl.nodes.lag_report import report_lag, report_token_lag
 from siirl.nodes.recording import dump_rollouts
 from siirl.nodes.rollouts_in_flight import FinishedGroups, RolloutsInFlight
+from siirl.nodes.staleness_report import report_staleness, report_token_staleness
 from siirl.types import FIELDS, FINISH_LENGTH, FINISH_STOP
 
 
@@ -65,9 +65,9 @@ def _with_lag(
     prompts = in_flight.give(taken)
     lags = [ctx.step - (one.first_step or ctx.step) for one in taken.responses]
     num_partial = sum(len(set(one.steps)) > 1 for one in taken.responses)
-    report_token_lag(ctx, Counter(step for one in taken.responses for step in one.steps))
+    report_token_staleness(ctx, Counter(step for one in taken.responses for step in one.steps))
     dropped, left = in_flight.drain_dropped(), in_flight.num_more(ctx.step)
-    report_lag(ctx, lags, num_partial, taken.num_restarted, dropped, left)
+    report_staleness(ctx, lags, num_partial, taken.num_restarted, dropped, left)
     return prompts, [one.completion() for one in taken.responses]
 
 

@@ -39,7 +39,7 @@ from siirl.nodes.generate import (
     seed_of,
 )
 from siirl.nodes.interaction_rows import report_episodes, rows_of, spoken_rows
-from siirl.nodes.lag_report import report_lag, report_token_lag
+from siirl.nodes.staleness_report import report_staleness, report_token_staleness
 from siirl.nodes.streams import Streams
 from siirl.user_code.load_object import load_object
 from siirl.user_code.signatures import Call
@@ -241,7 +241,7 @@ def _with_lag(
         )
     shared.step_of = left.step_of
     dropped = in_flight.drain_dropped()
-    report_lag(ctx, left.lags, left.num_partial, left.num_restarted, dropped, left.num_in_flight)
+    report_staleness(ctx, left.lags, left.num_partial, left.num_restarted, dropped, left.num_in_flight)
     return left.prompts, left.played
 
 
@@ -273,7 +273,7 @@ def turns(ctx: OpContext, rows: TensorDict, interaction: Interaction) -> TensorD
     if step_of and not ctx.validate:
         versions, counts = out["weight_version"].unique(return_counts=True)
         found = zip(versions.tolist(), counts.tolist(), strict=True)
-        report_token_lag(ctx, {step_of[version]: count for version, count in found if version >= 0})
+        report_token_staleness(ctx, {step_of[version]: count for version, count in found if version >= 0})
     report(ctx, out, full_at=ctx.cfg.actor_rollout_ref.rollout.response_length)
     return out
 

@@ -186,10 +186,10 @@ def estimate(ctx: OpContext, rows: TensorDict, fields: Mapping[str, Tensor], opt
     if cut is not None:
         result = Advantages(*(None if value is None else cut.whole(value) for value in result))
     row_U = torch.arange(len(rows)) if cut is None else cut.turns.row_U
-    report_degenerate(ctx.metrics, "speaker", rows["speaker"][row_U], outcome_U, fields["group_id"])
+    report_zero_std_groups(ctx.metrics, "speaker", rows["speaker"][row_U], outcome_U, fields["group_id"])
     if cut is not None:
         number_U = cut.turns.number_U.clamp(max=MOST_TURNS)
-        report_degenerate(ctx.metrics, "turn", number_U, outcome_U, fields["group_id"])
+        report_zero_std_groups(ctx.metrics, "turn", number_U, outcome_U, fields["group_id"])
     advantage_BT = _weighed(ctx, rows, _normalized(ctx, rows, result.advantage_BT))
     return Estimated(Advantages(advantage_BT, result.return_BT), outcome_U, fields["group_id"])
 
@@ -241,13 +241,15 @@ def _weighed(ctx: OpContext, rows: TensorDict, advantage_BT: Tensor) -> Tensor:
     return (advantage_BT * weight_BT).to(advantage_BT.dtype)
 
 
-def report_degenerate(metrics: Metrics, kind: str, key_U: Tensor, outcome_U: Tensor, group_U: Tensor) -> None:
-    """speaker_N/... and turn_K/group_degenerate: share of the groups that its units are in."""
+def report_zero_std_groups(
+    metrics: Metrics, kind: str, key_U: Tensor, outcome_U: Tensor, group_U: Tensor
+) -> None:
+    """speaker_N/... and turn_K/zero_std_groups: share of the groups that its units are in."""
     varied_U = is_varied(outcome_U, group_U)
     for key in key_U.unique().tolist():
         mine_U = key_U == key
         taught, groups = group_U[mine_U & varied_U].unique(), group_U[mine_U].unique()
-        metrics.mean(f"{kind}_{key}/group_degenerate", len(groups) - len(taught), len(groups))
+        metrics.mean(f"{kind}_{key}/zero_std_groups", len(groups) - len(taught), len(groups))
 
 
 def report_turns(metrics: Metrics, rows: TensorDict, reward_BT: Tensor, advantage_BT: Tensor) -> None:

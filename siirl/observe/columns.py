@@ -22,8 +22,8 @@ class Column:
 
 ENGINE_RESTARTS = "rollout/engine_restarts"
 """Metric: rollout engines that were started again in a step, all ranks together; not a column."""
-REWARD = Column("reward", ("reward/total", "reward/shaped", "reward/score"), always=True)
-"""All that advantages are computed from; reward/shaped: of runs of before; the score of what only samples."""
+REWARD = Column("reward", ("reward/total", "reward/score"), always=True)
+"""All that advantages are computed from; the score of what only samples."""
 VALIDATION_REWARD = Column("val", ("val/reward/mean",), always=True)
 PARTS = ("own", "team", "env", "shaping")
 """What a reward is the sum of, where it has several parts: reward/NAME."""
@@ -45,10 +45,10 @@ COLUMNS = (
     *(Column(name, (f"reward/{name}",)) for name in PARTS),
     Column("length", ("rollout/response_length",), digits=1, always=True),
     Column("ref kl", ("actor/ref_kl", "reward/kl")),
-    Column("kl", ("actor/ppo_kl",)),
+    Column("ppo kl", ("actor/ppo_kl",)),
     Column("entropy", ("actor/entropy",)),
     Column("clip", ("actor/clip_fraction",)),
-    Column("dlogp", ("actor/rollout_log_prob_diff",), digits=4),
+    Column("mismatch", ("actor/rollout_log_prob_diff",), digits=4),
     Column("grad", ("actor/grad_norm",)),
     Column("lr", ("actor/lr",), digits=None),
     Column("tok/s", ("perf/tokens_per_s",), digits=0),

@@ -6,29 +6,44 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from siirl.observe.columns import REWARD, VALIDATION_REWARD, Column, matches
+from siirl.observe.metrics import todays_name, with_todays_names
 
 METRICS_FILE = "metrics.jsonl"
-Series = dict[str, dict[int, float]]
 
 INK, TRAIN_COLOURS, VALIDATION_COLOURS = (
     "#333333",
     ("#8fb3d9", "#d9b38f", "#9cc9a0"),
     ("#1f5a94", "#94531f", "#2f7d37"),
 )
+Series = dict[str, dict[int, float]]
 
 
-def read_series(metrics_jsonl: Path) -> Series:
-    """metric -> {step: value}; the last line for a step counts; a half-written last line is skipped."""
-    series: Series = {}
+class RunSeries(Series):
+    """metric -> {step: value}; who asks for an older name of a metric gets it, too."""
+
+    def __getitem__(self, name: str) -> dict[int, float]:
+        return super().__getitem__(todays_name(name))
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(todays_name(name) if isinstance(name, str) else name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(todays_name(name), default)
+
+
+def read_series(metrics_jsonl: Path) -> RunSeries:
+    """A run's metrics; the last line for a step counts; a half-written last line is skipped."""
+    series = RunSeries()
     for line in metrics_jsonl.read_text().splitlines():
         try:
             record = json.loads(line)
         except ValueError:
             continue
         step = record.pop("step")
-        for name, value in record.items():
+        for name, value in with_todays_names(record).items():
             if value is not None:
                 series.setdefault(name, {})[step] = value
     return series

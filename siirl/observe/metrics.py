@@ -1,13 +1,33 @@
 """Metrics of one step on one rank, as sums and weights: they add up exactly over micro-batches and ranks.
 
-And those that follow from joined ones, as they do not add up; peaks of devices, for MFU.
+And those that follow from joined ones, as they do not add up; older names; peaks of devices, for MFU.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, TypeVar
 
 Kind = Literal["mean", "sum", "max", "min"]
+T = TypeVar("T")
+
+OLDER_NAMES = {
+    "rollout/lag": "rollout/staleness",
+    "rollout/lag_max": "rollout/staleness_max",
+    "rollout/lag_#": "rollout/staleness_#",
+    "rollout/token_lag": "rollout/token_staleness",
+    "reward/group_degenerate": "reward/zero_std_groups",
+    "speaker_#/group_degenerate": "speaker_#/zero_std_groups",
+    "turn_#/group_degenerate": "turn_#/zero_std_groups",
+    "reward/shaped": "reward/total",
+}
+"""Older name of a metric -> today's, after agent_N/ too; # is a number.
+
+Runs tell both, for what users have that asks for the older ones; what siirl reads of a run has today's.
+"""
+_TODAYS_NAMES = {today: older for older, today in OLDER_NAMES.items()}
+_NUMBER, _AGENT = re.compile(r"\d+"), re.compile(r"(?:agent_\d+/)?")
 
 MOST_TURNS = 16
 """Turns of an episode that have metrics of their own; later ones count together."""
@@ -61,6 +81,32 @@ class Metrics:
         else:
             joined = max(old_total, total) if kind == "max" else min(old_total, total)
         self.entries[name] = (kind, joined, old_weight + weight)
+
+
+def todays_name(name: str) -> str:
+    """The name that a metric has today; of others the same."""
+    return _renamed(name, False) or name
+
+
+def with_todays_names(record: Mapping[str, T]) -> dict[str, T]:
+    """A record of a run of any age; where it has both names of a metric, today's counts."""
+    todays = ((todays_name(name), name, value) for name, value in record.items())
+    return {today: value for today, name, value in todays if today == name or today not in record}
+
+
+def with_older_names(values: Mapping[str, T]) -> dict[str, T]:
+    """Values, and those of metrics that had another name under that name too."""
+    return {**values, **{older: value for name, value in values.items() if (older := _renamed(name, True))}}
+
+
+@lru_cache(20_000)
+def _renamed(name: str, to_older: bool) -> str:
+    """The other name of a metric; "": it has none."""
+    agent = _AGENT.match(name)[0]  # pyright: ignore[reportOptionalSubscript]  it matches anything
+    bare = name[len(agent) :]
+    numbers = _NUMBER.findall(bare)
+    other = (_TODAYS_NAMES if to_older else OLDER_NAMES).get(_NUMBER.sub("#", bare), "")
+    return other and agent + other.replace("#", "".join(numbers))
 
 
 def derived_metrics(values: Mapping[str, float]) -> dict[str, float]:

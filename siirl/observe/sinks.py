@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from siirl.observe.metrics import with_older_names
 from siirl.observe.printable import printable
 from siirl.observe.step_files import StepFiles
 
@@ -67,12 +68,13 @@ class RunInfo:
 
 
 class Sinks:
-    """All sinks of a run as one."""
+    """All sinks of a run as one; each gets metrics under their older names, too."""
 
     def __init__(self, sinks: Sequence[Sink]):
         self.sinks = list(sinks)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        values = with_older_names(values)
         for sink in self.sinks:
             sink.log(step, values)
 

@@ -14,9 +14,7 @@ from siirl.runs.run_text import cut, path_text, table
 MEAN_STEPS = 10
 VALUE_WIDTH = 60
 BETTER: Mapping[str, int] = {
-    **dict.fromkeys(
-        ("reward/total", "reward/shaped", "reward/score", *(f"reward/{part}" for part in PARTS)), 1
-    ),
+    **dict.fromkeys(("reward/total", "reward/score", *(f"reward/{part}" for part in PARTS)), 1),
     "val/": 1,
     "perf/idle": -1,
     "perf/": 1,

@@ -18,6 +18,7 @@ from siirl.launch.failure import Failure, failure_in
 from siirl.launch.run_record import CONFIG_FILE, RUN_FILE
 from siirl.observe.columns import REWARD, VALIDATION_REWARD
 from siirl.observe.curve import METRICS_FILE
+from siirl.observe.metrics import OLDER_NAMES, with_todays_names
 from siirl.observe.position import PROGRESS_FILE, How, Position, position_in
 from siirl.runs.folder_reader import (
     LeftOut,
@@ -46,9 +47,14 @@ DEEPEST = 100
 """Nesting of YAML that is read; configurations have five levels."""
 _NUMBER = rb"-?\d{1,15}(?:\.\d+)?(?:[eE][-+]?\d{1,3})?"
 _LINE = re.compile(rb'\{"step": (\d{1,15}), "time_s": (' + _NUMBER + rb")[,}]")
+_REWARD_NAMES = {*VALIDATION_REWARD.names, *REWARD.names}
 _REWARDS = re.compile(
     rb'"((?:agent_\d+/)?(?:'
-    + b"|".join(re.escape(name).encode() for name in (*VALIDATION_REWARD.names, *REWARD.names))
+    + b"|".join(
+        re.escape(name).encode()
+        for name in sorted(_REWARD_NAMES | OLDER_NAMES.keys())
+        if OLDER_NAMES.get(name, name) in _REWARD_NAMES
+    )
     + rb'))": ('
     + _NUMBER
     + rb")[,}]"
@@ -114,8 +120,9 @@ def scan_metrics(
             if scan.times and scan.times[-1][0] == step:
                 scan.times.pop()
             scan.times = [*scan.times[-PACE_STEPS:], (step, time_s)]
-        for name, value in _REWARDS.findall(line) if rewards else ():
-            scan.rewards.setdefault(name.decode(), {})[step] = float(value)
+        found = {name.decode(): float(value) for name, value in _REWARDS.findall(line)} if rewards else {}
+        for name, value in with_todays_names(found).items():
+            scan.rewards.setdefault(name, {})[step] = value
     if damaged:
         unreadable.add(path, f"{damaged} damaged line{'s' * (damaged > 1)} skipped")
     return scan
@@ -135,12 +142,13 @@ def latest_metrics(folder: Path) -> dict[str, float]:
     for line in lines[-PACE_STEPS - 1 : -1]:
         found = mapping(json_value(line))
         latest |= {name: value for name in found if (value := number(found[name])) is not None}
-    return {name: value for name, value in latest.items() if name not in ("step", "time_s")}
+    latest = {name: value for name, value in latest.items() if name not in ("step", "time_s")}
+    return with_todays_names(latest)
 
 
 @dataclass
 class MetricHistory:
-    """All numbers of a run: of two lines for a step and metric the later one counts.
+    """All numbers of a run, under today's names: of two lines for a step and metric the later one counts.
 
     What a run did after the step that it resumed from is gone.
     """
@@ -161,7 +169,7 @@ class MetricHistory:
             self.rewind(step)
         self.times[step] = number(record.pop("time_s", None)) or 0.0
         series = self.series
-        for name, value in record.items():
+        for name, value in with_todays_names(record).items():
             if (found := number(value)) is not None:
                 if name in series:
                     series[name][step] = found
@@ -177,7 +185,7 @@ class MetricHistory:
         columns = dict(zip(names, zip(*rows, strict=True), strict=True))
         steps = list(map(int, columns.pop("step")))
         self.times.update(zip(steps, columns.pop("time_s", (0.0,) * len(steps)), strict=True))
-        for name, values in columns.items():
+        for name, values in with_todays_names(columns).items():
             self.series.setdefault(name, {}).update(zip(steps, values, strict=True))
 
     def rewind(self, step: int) -> None:

@@ -98,7 +98,7 @@ RULES = (
         "how a solved task ends; before that, raise the entropy bonus, the upper clip or the temperature.",
     ),
     _Rule(
-        ("reward/group_degenerate",),
+        ("reward/zero_std_groups",),
         _above(0.8),
         "most prompts have samples that all score alike and teach nothing: the task is too easy or too "
         "hard. Take other prompts, more samples of each, or algorithm.filter_groups.",
@@ -122,7 +122,7 @@ RULES = (
         "tokens, or penalise length (reward_model.overlong_buffer).",
     ),
     _Rule(
-        ("rollout/lag", "rollout/token_lag"),
+        ("rollout/staleness", "rollout/token_staleness"),
         _risen(1.0, 1.5),
         "tokens are trained with weights that are further from those that sampled them, so the update is "
         "more off-policy. Give the rollout more ranks or a smaller rollout.max_lag; actor.rollout_correction "

@@ -100,7 +100,7 @@ ENGINES = {
     "rollout/in_flight": "prompts in work after the step",
     "rollout/restarted": "prompts restarted, as too old or after a resume",
     "rollout/dropped": "prompts given up as too old",
-    "rollout/lag_max": "steps, age of the oldest token that was trained",
+    "rollout/staleness_max": "steps, age of the oldest token that was trained",
     "rollout/vllm_kv_cache_usage": "share of the KV cache in use when generation ended",
     "rollout/vllm_preemptions_total": "requests preempted for lack of KV cache since the start",
     "rollout/prefix_cache_hits": "share of prompt tokens that were in the engine's cache",

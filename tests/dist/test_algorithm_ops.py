@@ -195,4 +195,4 @@ def test_the_best_sample_of_a_prompt_is_found_wherever_its_samples_lie():
     values = total.values()
     assert values["val/a/reward/best_of_2"] == 1.0 and values["val/a/reward/mean"] == 0.5
     assert values["val/b/reward/best_of_2"] == 1.0
-    assert values["reward/group_degenerate"] == 0.5
+    assert values["reward/zero_std_groups"] == 0.5

@@ -310,7 +310,7 @@ def test_advantages_in_an_interaction_are_those_by_hand_on_one_rank_and_on_two(f
     assert values["turn_2/length"] == pytest.approx(5 / 3)
     assert values["turn_2/reward"] == pytest.approx((1 + 2 + 2) / 3)
     assert values["turn_0/reward"] == pytest.approx((1 + 0 + 0 + 0.5) / 4)
-    assert values["reward/group_degenerate"] == values["speaker_0/group_degenerate"] == 0
+    assert values["reward/zero_std_groups"] == values["speaker_0/zero_std_groups"] == 0
 
     def values_of(name: str) -> dict[str, float]:
         joined = Metrics()
@@ -319,10 +319,10 @@ def test_advantages_in_an_interaction_are_those_by_hand_on_one_rank_and_on_two(f
         return joined.values()
 
     values = values_of("half of the team's score, no environment")  # outcomes: 2.5, 0.5, 2.5 | 2.5, 0.5
-    assert values["reward/score"] == pytest.approx(0.7) and values["reward/shaped"] == pytest.approx(1.7)
+    assert values["reward/score"] == pytest.approx(0.7) and values["reward/total"] == pytest.approx(1.7)
     assert (values["reward/score_max"], values["reward/score_min"]) == (2, 0), "of the scores themselves"
     values = values_of("by task and turn, each turn's own reward")
-    assert (values["turn_0/group_degenerate"], values["turn_2/group_degenerate"]) == (0, 1)
+    assert (values["turn_0/zero_std_groups"], values["turn_2/zero_std_groups"]) == (0, 1)
 
 
 def test_agents_of_one_policy_are_compared_and_normalised_each_among_its_own_rows():

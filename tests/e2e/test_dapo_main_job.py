@@ -51,7 +51,7 @@ def one_rank(inputs, tmp_path_factory):
 
 
 def test_the_batch_is_full_of_groups_that_vary(one_rank):
-    assert one_rank.values("reward/group_degenerate") == [0.0] * 3
+    assert one_rank.values("reward/zero_std_groups") == [0.0] * 3
     assert all(0 < share < 1 for share in one_rank.values("sampling/groups_varied"))
     assert max(one_rank.values("sampling/rounds")) > 2
     told = audited(one_rank)
@@ -220,8 +220,8 @@ def test_dynamic_sampling_with_a_lag_trains_whole_batches_within_the_bound_and_r
     assert [prompts[step].total() for step in (1, 2, 3, 4)] == [16] * 4
     assert again == {step: prompts[step] for step in (3, 4)}
     assert max(whole.values("note/age")) > 0 and max(whole.values("rollout/partial")) > 0
-    assert max(whole.values("rollout/lag_max")) <= 2 and min(whole.values("sampling/rounds")) > 1
-    assert whole.values("sampling/groups_left") == whole.values("reward/group_degenerate") == [0] * 4
+    assert max(whole.values("rollout/staleness_max")) <= 2 and min(whole.values("sampling/rounds")) > 1
+    assert whole.values("sampling/groups_left") == whole.values("reward/zero_std_groups") == [0] * 4
     assert 0 <= whole.values("rollout/in_flight")[-1] < 5 < max(whole.values("rollout/in_flight"))
     ours, theirs = resumed.weights(), whole.weights()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)

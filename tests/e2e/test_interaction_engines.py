@@ -185,7 +185,7 @@ def megatron(role: str = "actor", **sizes: int) -> dict[str, Any]:
 
 def expect_same(ours: Finished, theirs: Finished, models: tuple[str, ...], tolerance: float) -> None:
     for agent in (0, 1):
-        for name in ("reward/score", "actor/grad_norm", "reward/shaped"):
+        for name in ("reward/score", "actor/grad_norm", "reward/total"):
             name = f"agent_{agent}/{name}"
             assert ours.values(name) == pytest.approx(theirs.values(name), rel=2e-4, abs=2e-5), name
             assert len(ours.values(name)) == STEPS
@@ -241,7 +241,7 @@ def test_a_resumed_game_of_agents_that_learn_by_turns_equals_the_uninterrupted_o
     resumed = play(inputs, tmp_path / "cut", *settings, "trainer.total_training_steps=4")
     assert whole.values("agent_0/actor/waits") == [0, 1, 0, 1] != whole.values("agent_1/actor/waits")
     for agent in (0, 1):
-        for name in ("reward/score", "actor/waits", "reward/shaped"):
+        for name in ("reward/score", "actor/waits", "reward/total"):
             name = f"agent_{agent}/{name}"
             assert resumed.values(name)[-2:] == whole.values(name)[-2:] and len(whole.values(name)) == 4, name
         one, other = resumed.weights(f"agent_{agent}.actor"), whole.weights(f"agent_{agent}.actor")

@@ -80,7 +80,7 @@ def test_an_engine_that_decodes_on_is_killed_and_comes_back_while_the_other_rank
     assert noticed in (LOST_STEP, LOST_STEP + 1)
     rows = [recorded(tmp_path / name / "dump") for name in ("plain", "lagging")]
     assert rows[0] == rows[1] and rows[1].total() == 5 * 8 * 2
-    assert 0 < max(run.values("rollout/lag_max")) <= 2 and run.values("rollout/in_flight")[-1] == 0
+    assert 0 < max(run.values("rollout/staleness_max")) <= 2 and run.values("rollout/in_flight")[-1] == 0
     assert max(run.values("actor/rollout_log_prob_diff")) < 1e-4, "it has come back with its weights"
     lost, other = (json.loads((tmp_path / f"lagging/times_{rank}.json").read_text()) for rank in (1, 2))
     assert "back" not in other and lost["lost"] < lost["back"] < lost["ended"][str(noticed)]

@@ -109,11 +109,11 @@ def compared(inputs, tmp_path, world_size, made, *more, deadline_s=200) -> Finis
 
 def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs, tmp_path):
     run = compared(inputs, tmp_path, 1, game)
-    assert 0 < max(run.values("rollout/lag_max")) <= 2 and max(run.values("rollout/partial")) > 0
-    ages = run.values("rollout/token_lag")
-    assert max(ages) > 0 and all(map(float.__le__, ages, run.values("rollout/lag_max")))
+    assert 0 < max(run.values("rollout/staleness_max")) <= 2 and max(run.values("rollout/partial")) > 0
+    ages = run.values("rollout/token_staleness")
+    assert max(ages) > 0 and all(map(float.__le__, ages, run.values("rollout/staleness_max")))
     assert run.values("rollout/in_flight")[-1] == 0 and not any(run.values("rollout/restarted"))
-    shares = [sum(line[f"rollout/lag_{lag}"] for lag in range(3)) for line in run.lines]
+    shares = [sum(line[f"rollout/staleness_{lag}"] for lag in range(3)) for line in run.lines]
     assert shares == pytest.approx([1] * 5)
     begun = [(tmp_path / name / "begun").read_text().split() for name in ("plain", "lagging")]
     assert sorted(begun[0]) == sorted(begun[1]), "no environment is begun again"
@@ -122,14 +122,14 @@ def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs,
 @pytest.mark.slow
 def test_a_run_that_goes_on_from_a_checkpoint_trains_every_prompt_once(inputs, tmp_path):
     whole = run_job(2, overrides(inputs, tmp_path / "whole/out", *game(tmp_path / "whole"), *LONG_TAIL, *LAG))
-    assert max(whole.values("rollout/lag_max")) > 0
+    assert max(whole.values("rollout/staleness_max")) > 0
     settings = [*game(tmp_path / "cut"), *LONG_TAIL, *LAG, "trainer.save_freq=1"]
     arguments = overrides(inputs, tmp_path / "cut/out", *settings)
     with pytest.raises(WorkerFailure, match="killed in step 4"):
         run_job(2, arguments, run=three_steps)
     resumed = run_job(1, arguments)
     assert prompts_of(trained(tmp_path / "cut")) == prompts_of(trained(tmp_path / "whole"))
-    assert max(resumed.values("rollout/lag_max")) <= 2 and resumed.values("rollout/restarted")[3] > 0
+    assert max(resumed.values("rollout/staleness_max")) <= 2 and resumed.values("rollout/restarted")[3] > 0
     assert resumed.values("rollout/in_flight")[-1] == 0
 
 
@@ -150,7 +150,7 @@ def test_agents_whose_engines_are_on_other_ranks_go_on_too(inputs, tmp_path):
         return workflow(folder, nodes)
 
     run = compared(inputs, tmp_path, 2, apart, "trainer.deadline_s=240", deadline_s=360)
-    assert max(run.values("agent_0/rollout/lag_max")) > 0
+    assert max(run.values("agent_0/rollout/staleness_max")) > 0
     assert max(run.values("agent_0/rollout/partial")) > 0
     assert run.values("agent_0/rollout/in_flight")[-1] == 0
 
@@ -162,7 +162,7 @@ def test_episodes_on_vllm_go_on(inputs, tmp_path):
     vllm = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_num_seqs=16", "trainer.deadline_s=240"]
     keys = [*game(tmp_path), *LONG_TAIL, *LAG, *vllm, f"actor_rollout_ref.model.path={tmp_path / 'model'}"]
     run = run_job(1, overrides(inputs, tmp_path / "out", *keys), deadline_s=400)
-    assert 0 < max(run.values("rollout/lag_max")) <= 2 and max(run.values("rollout/partial")) > 0
+    assert 0 < max(run.values("rollout/staleness_max")) <= 2 and max(run.values("rollout/partial")) > 0
     assert run.values("rollout/in_flight")[-1] == 0
     assert trained(tmp_path).total() == 5 * 8 * 2
     assert min(run.values("actor/grad_norm")) > 0

@@ -72,12 +72,12 @@ def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs,
         lagging.lines, sorted(versions["lagging"].items()), strict=True
     ):
         ages = [step - step_of[version] for version in of_tokens.tolist()]
-        assert line["rollout/token_lag"] == pytest.approx(sum(ages) / len(ages))
-        assert line["rollout/lag_max"] == max(ages)
+        assert line["rollout/token_staleness"] == pytest.approx(sum(ages) / len(ages))
+        assert line["rollout/staleness_max"] == max(ages)
         assert line["rollout/partial"] == sum(n > 1 for n in of_rows) / len(of_rows)
-    assert max(lagging.values("rollout/lag_max")) == 2 and max(lagging.values("rollout/partial")) > 0
+    assert max(lagging.values("rollout/staleness_max")) == 2 and max(lagging.values("rollout/partial")) > 0
     assert lagging.values("rollout/in_flight")[-1] == 0 and not any(lagging.values("rollout/restarted"))
-    shares = [sum(line[f"rollout/lag_{lag}"] for lag in range(3)) for line in lagging.lines]
+    shares = [sum(line[f"rollout/staleness_{lag}"] for lag in range(3)) for line in lagging.lines]
     assert shares == pytest.approx([1] * 5)
     scores = [name for name in lagging.lines[1] if name.startswith("val/")]
     assert scores and all(lagging.values(name) == runs["plain"].values(name) for name in scores)
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_trains_every_prompt_once(inputs, w
     assert len(Finished.read(tmp_path / "out").lines) == 3
     resumed = run_job(ranks, arguments)
     assert prompts_of(recorded(tmp_path / "dump")) == prompts
-    assert max(resumed.values("rollout/lag_max")) <= 2
+    assert max(resumed.values("rollout/staleness_max")) <= 2
     weights = resumed.values("actor/rollout_correction/weight")
     assert len(weights) == 5 and all(0 < weight <= 2 for weight in weights)
     if ranks == 2:
@@ -123,7 +123,11 @@ def test_what_is_too_old_is_dropped_and_replaced_also_after_a_kill(tmp_path):
     trained = Counter(json.loads(line)["sample_index"] for line in lines)
     assert set(trained.values()) == {2} and len(trained) == 7 * 8, "n rows of each prompt, no prompt twice"
     dropped = runs["whole"].values("rollout/dropped")
-    assert sum(dropped[:3]) > 0 and sum(dropped[3:]) > 0 and max(runs["whole"].values("rollout/lag_max")) == 1
+    assert (
+        sum(dropped[:3]) > 0
+        and sum(dropped[3:]) > 0
+        and max(runs["whole"].values("rollout/staleness_max")) == 1
+    )
     assert runs["killed"].values("rollout/dropped") == dropped and rows["killed"] == rows["whole"]
     ours, theirs = (runs[name].weights() for name in ("killed", "whole"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -134,7 +138,7 @@ def test_what_is_too_old_is_dropped_and_replaced_also_after_a_kill(tmp_path):
 def test_what_is_computed_of_prompts_and_a_critic_go_with_a_lag(inputs, tmp_path, estimator):
     keys = [*LONG_TAIL, *LAG, f"algorithm.adv_estimator={estimator}"]
     run = run_job(2, overrides(inputs, tmp_path / "out", *keys))
-    assert max(run.values("rollout/lag_max")) == 2 and run.values("rollout/in_flight")[-1] == 0
+    assert max(run.values("rollout/staleness_max")) == 2 and run.values("rollout/in_flight")[-1] == 0
     norms = run.values("actor/grad_norm")
     assert len(norms) == 5 and all(0 < norm < float("inf") for norm in norms)
 
@@ -189,7 +193,9 @@ def test_an_engine_on_a_rank_of_its_own_decodes_on_while_the_trainer_trains(tmp_
         rows[name] = recorded(tmp_path / name / "dump")
     assert rows["plain"] == rows["lagging"] and rows["plain"].total() == 5 * 8 * 2
     lagging = runs["lagging"]
-    assert 0 < max(lagging.values("rollout/lag_max")) <= 2 and lagging.values("rollout/in_flight")[-1] == 0
+    assert (
+        0 < max(lagging.values("rollout/staleness_max")) <= 2 and lagging.values("rollout/in_flight")[-1] == 0
+    )
     newest = {name: int(versions_of(tmp_path / name / "dump")[3][0].max()) for name in runs}
     assert newest["lagging"] < newest["plain"], "the batch of step 3 was complete before its weights came"
     waited = {line["step"]: line["perf/idle_s_max"] for line in lagging.lines}

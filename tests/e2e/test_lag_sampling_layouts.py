@@ -126,7 +126,7 @@ def test_under_constant_weights_each_prompt_is_sampled_as_without_a_lag_and_trai
     constant = (f"{ACTOR}.optim.lr=0", "trainer.export_hf=False")
     whole = run(inputs, tmp_path / "whole", 2, f"trainer.save_freq={SAVED}", *constant)
     assert whole.values("rollout/in_flight")[SAVED - 1] > 0 and max(whole.values("sampling/rounds")) > 1
-    assert max(whole.values("rollout/lag_max")) > 0 and max(whole.values("rollout/partial")) > 0
+    assert max(whole.values("rollout/staleness_max")) > 0 and max(whole.values("rollout/partial")) > 0
     runs = {"undisturbed": whole} | {
         layout: resumed(inputs, tmp_path / layout.replace(" ", "_"), whole, layout, *constant)
         for layout in LAYOUTS
@@ -150,7 +150,7 @@ def test_under_constant_weights_each_prompt_is_sampled_as_without_a_lag_and_trai
         assert not Counter(found) - Counter(varied), f"{name} trains what nobody sampled"
         left = Counter(varied) - Counter(found)
         assert left.total() <= made.values("rollout/in_flight")[-1] < 5, name
-        assert max(made.values("rollout/lag_max")) <= 2
+        assert max(made.values("rollout/staleness_max")) <= 2
 
 
 @pytest.mark.slow

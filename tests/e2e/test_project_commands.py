@@ -86,7 +86,7 @@ def test_a_run_that_only_its_environment_rewards_shows_what_it_gets_everywhere(p
     folder = project / "alone"
     (line,) = (line for line in Finished.read(folder).lines if line["step"] == 1)
     assert line["reward/total"] == line["val/reward/mean"] == line["val/larger/reward/mean"] == 1.0
-    assert "reward/score" not in line and line["reward/group_degenerate"] == 1.0
+    assert "reward/score" not in line and line["reward/zero_std_groups"] == 1.0
     assert "agent 0" in (folder / "conversations" / "step_1.html").read_text()
     rows = (folder / "rollouts" / "validation" / "step_1.jsonl").read_text().splitlines()
     assert [json.loads(row)["rewards"] for row in rows] == [{"agent 0": 1.0}] * 8

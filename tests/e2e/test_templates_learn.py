@@ -49,7 +49,7 @@ def test_the_template_learns_the_quickstart_task(tmp_path, name):
 def test_the_template_with_a_lag_learns_it_from_rows_of_this_step_and_the_one_before(tmp_path):
     """All responses end together here, so that every second step trains what the one before has sampled."""
     lines = learn(tmp_path, "grpo", "dag.workflow_path=dag_templates/grpo_lag.yaml")
-    for name in ("rollout/lag", "rollout/token_lag"):
+    for name in ("rollout/staleness", "rollout/token_staleness"):
         assert [line[name] for line in lines if name in line] == [0.0, 1.0] * 30, name
 
 

@@ -142,7 +142,7 @@ def test_an_environment_shows_an_image_each_turn(arguments, tmp_path, sampler, k
     assert max(job.values("interaction/turns_max")) == 3 and max(job.values("interaction/failed")) == 0
     assert max(job.values("actor/rollout_log_prob_diff_max")) < 1e-4
     assert keys or min(job.values("actor/grad_norm")) > 0
-    assert not keys or max(job.values("rollout/lag_max")) > 0
+    assert not keys or max(job.values("rollout/staleness_max")) > 0
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_responses_to_images_go_on_in_the_next_step(arguments, tmp_path):
     keys = [f"{ROLLOUT}.max_lag=2", f"{ROLLOUT}.surplus=1", "trainer.total_training_steps=4"]
     still = [f"{ACTOR}.optim.lr=0", f"trainer.output_dir={tmp_path}"]
     job = run_job(2, [*arguments, *keys, *still], deadline_s=500)
-    assert max(job.values("rollout/lag_max")) > 0
+    assert max(job.values("rollout/staleness_max")) > 0
     assert max(job.values("actor/rollout_log_prob_diff")) < 1e-5
 
 

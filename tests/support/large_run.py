@@ -19,7 +19,7 @@ AGENTS, RANKS_EACH, LAST_RANKS, TENSOR = 51, 80, 96, 4
 WORLD_SIZE = (AGENTS - 1) * RANKS_EACH + LAST_RANKS
 PER_MACHINE, STEPS, CONVERSATIONS, EACH_FILE = 8, 2_000, 10_000, 100
 METRICS_OF_AGENT = (
-    *("reward/score", "reward/group_degenerate", "val/reward/mean", "actor/entropy", "actor/ppo_kl"),
+    *("reward/score", "reward/zero_std_groups", "val/reward/mean", "actor/entropy", "actor/ppo_kl"),
     *("actor/ref_kl", "actor/grad_norm", "actor/clip_fraction", "actor/loss", "actor/lr", "advantage/std"),
     *("rollout/response_length", "rollout/truncated", "rollout/tokens", "perf/tokens_per_s", "perf/mfu"),
 )

@@ -3,21 +3,21 @@
 const CHART = { width: 354, height: 190, left: 52, right: 10, top: 8, bottom: 24 };
 const MOST_CHARTS = 60;
 const FIRST = [
-  "reward/total", "val/reward/mean", "reward/own", "reward/team", "reward/env", "reward/shaping", "reward/group_degenerate",
+  "reward/total", "val/reward/mean", "reward/own", "reward/team", "reward/env", "reward/shaping", "reward/zero_std_groups",
   "rollout/response_length", "actor/entropy", "actor/ppo_kl", "actor/ref_kl",
   "actor/grad_norm", "actor/clip_fraction", "actor/rollout_log_prob_diff", "perf/tokens_per_s", "time/step_s",
 ];
-// What stands for a metric in runs that do not have it: written before it had its name, or of what only samples.
-const OLDER = { "reward/total": ["reward/shaped", "reward/score"] };
+// What stands for a metric in runs that only sample, or are older than it. Names that a metric had are not seen here.
+const IN_PLACE = { "reward/total": ["reward/score"] };
 
 // The place of a metric among the usual ones, what is optimised first; others come after them, by name.
 function place(name) {
-  const at = FIRST.findIndex(first => first === name || (OLDER[first] || []).includes(name));
+  const at = FIRST.findIndex(first => first === name || (IN_PLACE[first] || []).includes(name));
   return at < 0 ? FIRST.length : at;
 }
 function inOrder(names) { return [...names].sort((a, b) => place(a) - place(b) || (a < b ? -1 : a > b ? 1 : 0)); }
 function usual(names) {
-  return FIRST.map(name => [name, ...(OLDER[name] || [])].find(known => names.has(known))).filter(Boolean);
+  return FIRST.map(name => [name, ...(IN_PLACE[name] || [])].find(known => names.has(known))).filter(Boolean);
 }
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 

@@ -38,7 +38,7 @@ function later(parts, title, name, id, told) {
 }
 
 const SHOWN_FIRST = [
-  ["reward", ["reward/total", "reward/shaped", "reward/score"]], ["validation reward", ["val/reward/mean"]], ["response length", ["rollout/response_length"]],
+  ["reward", ["reward/total", "reward/score"]], ["validation reward", ["val/reward/mean"]], ["response length", ["rollout/response_length"]],
   ["entropy", ["actor/entropy"]], ["tokens per second", ["perf/tokens_per_s"]],
 ];
 

@@ -280,7 +280,7 @@ def test_the_overlong_penalty_grows_over_the_buffer():
 def test_groups_that_do_not_vary_are_found_in_any_order():
     score, ids = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.5, 0.2]), torch.tensor([9, -1, 4, 9, 4, -1])
     assert is_varied(score, ids).tolist() == [False, True, False, False, False, True]
-    assert group_stats(score, ids).values() == {"group_degenerate": pytest.approx(2 / 3)}
+    assert group_stats(score, ids).values() == {"zero_std_groups": pytest.approx(2 / 3)}
     assert group_stats(score[:0], ids[:0]).values() == {}
 
 

@@ -265,7 +265,7 @@ def test_each_token_has_the_version_that_sampled_it_and_padding_has_none(max_lag
         assert out["weight_version"].tolist() == [one + [-1] * (width - len(one)) for one in expected]
         assert out["response_length"].tolist() == list(map(len, expected))
         ages = [step - version // 10 for one in expected for version in one]
-        assert ctx.metrics.values()["rollout/token_lag"] == pytest.approx(sum(ages) / len(ages))
+        assert ctx.metrics.values()["rollout/token_staleness"] == pytest.approx(sum(ages) / len(ages))
         several += sum(len(set(one)) > 1 for one in expected)
     assert (several > 0) == (max_lag > 0)
 

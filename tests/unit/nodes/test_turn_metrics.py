@@ -13,7 +13,7 @@ from siirl.engines.train.base import BatchCounts, TokenOutputs
 from siirl.nodes import advantage
 from siirl.nodes.context import Samples
 from siirl.nodes.function_reward import report_rewards
-from siirl.nodes.interaction_credit import report_degenerate
+from siirl.nodes.interaction_credit import report_zero_std_groups
 from siirl.nodes.policy_loss import make_loss_fn
 from siirl.observe.metrics import Metrics
 
@@ -79,11 +79,11 @@ def test_degenerate_groups_are_counted_for_each_speaker_in_them():
     metrics = Metrics()
     speaker_U = torch.tensor([0, 1, 0, 0, 1, 1])
     group_U = torch.tensor([5, 5, 7, 7, 9, 9])
-    report_degenerate(metrics, "speaker", speaker_U, torch.tensor([1.0, 2, 3, 3, 4, 4]), group_U)
-    assert metrics.values() == {"speaker_0/group_degenerate": 0.5, "speaker_1/group_degenerate": 0.5}
-    report_degenerate(metrics, "turn", speaker_U, torch.tensor([1.0, 1, 3, 2, 4, 4]), group_U)
-    assert metrics.values()["turn_0/group_degenerate"] == 0.5
-    assert metrics.values()["turn_1/group_degenerate"] == 1.0
+    report_zero_std_groups(metrics, "speaker", speaker_U, torch.tensor([1.0, 2, 3, 3, 4, 4]), group_U)
+    assert metrics.values() == {"speaker_0/zero_std_groups": 0.5, "speaker_1/zero_std_groups": 0.5}
+    report_zero_std_groups(metrics, "turn", speaker_U, torch.tensor([1.0, 1, 3, 2, 4, 4]), group_U)
+    assert metrics.values()["turn_0/zero_std_groups"] == 0.5
+    assert metrics.values()["turn_1/zero_std_groups"] == 1.0
 
 
 def scored(limit: int, validate: bool) -> tuple[Metrics, list[dict]]:

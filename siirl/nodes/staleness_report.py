@@ -7,7 +7,7 @@ from siirl.nodes.context import OpContext
 TOO_OLD = "older than max_lag (rollout.stale=drop)"
 
 
-def report_lag(
+def report_staleness(
     ctx: OpContext,
     lags: Sequence[int],
     num_partial: int,
@@ -22,17 +22,17 @@ def report_lag(
     of each that was given up. num_left: those that stay.
     """
     ctx.lost.extend((prompt, -1, TOO_OLD) for prompt in dropped)
-    ctx.metrics.mean("rollout/lag", sum(lags), len(lags))
-    ctx.metrics.max("rollout/lag_max", max(lags, default=0))
+    ctx.metrics.mean("rollout/staleness", sum(lags), len(lags))
+    ctx.metrics.max("rollout/staleness_max", max(lags, default=0))
     for lag in range(ctx.cfg.actor_rollout_ref.rollout.max_lag + 1):
-        ctx.metrics.mean(f"rollout/lag_{lag}", lags.count(lag), len(lags))
+        ctx.metrics.mean(f"rollout/staleness_{lag}", lags.count(lag), len(lags))
     ctx.metrics.mean("rollout/partial", num_partial, len(lags))
     ctx.metrics.sum("rollout/restarted", num_restarted)
     ctx.metrics.sum("rollout/dropped", len(dropped))
     ctx.metrics.sum("rollout/in_flight", num_left)
 
 
-def report_token_lag(ctx: OpContext, num_tokens: Mapping[int, int]) -> None:
+def report_token_staleness(ctx: OpContext, num_tokens: Mapping[int, int]) -> None:
     """How old the tokens of an agent's rows are, in the mean. num_tokens: by the step that sampled them."""
     total = sum((ctx.step - step) * count for step, count in num_tokens.items())
-    ctx.metrics.mean("rollout/token_lag", total, sum(num_tokens.values()))
+    ctx.metrics.mean("rollout/token_staleness", total, sum(num_tokens.values()))
