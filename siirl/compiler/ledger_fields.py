@@ -11,8 +11,8 @@ LEDGER_ID = "ledger_id"
 
 def with_ledger(workflow: Workflow) -> Workflow:
     """The workflow, where rollouts number their rows, and what scores, credits, drops or trains rows reads
-    the number. Nothing changes with trainer.ledger=off."""
-    if workflow.run.trainer.ledger == "off":
+    the number. Nothing changes with trainer.ledger=disable."""
+    if workflow.run.trainer.ledger == "disable":
         return workflow
     numbered = {node.agent for node in workflow.nodes.values() if node.op.is_rollout and node.writes}
     nodes = {name: _with_number(node, numbered) for name, node in workflow.nodes.items()}

@@ -92,10 +92,11 @@ class TrainerConfig:
         1.0, "GiB that TensorBoard files take at most: the oldest are removed; null: no bound", low=0.001
     )
     ledger: str = key(
-        "off",
+        "disable",
         "what <output_dir>/ledger keeps of every row, for `siirl audit`: rows: where it comes from, its "
         "reward, advantage and optimizer step; tokens: the numbers of its trained tokens, too",
-        choices=("off", "rows", "tokens"),
+        choices=("disable", "rows", "tokens"),
+        synonyms={"off": "disable"},
     )
     ledger_gib: float | None = key(
         4.0,

@@ -127,7 +127,7 @@ class Training:
         if not trainer.rollout_only:
             self.resume()
         first_step = self.step
-        if trainer.ledger != "off" and not trainer.val_only:
+        if trainer.ledger != "disable" and not trainer.val_only:
             self.worker.ledger = self._open_ledger()
         versions = {name: engine.version for name, engine in self.worker.train_engines.items()}
         report = Report(self.worker, self._make_sinks() if self.worker.rank == 0 else None)

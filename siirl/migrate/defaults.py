@@ -17,7 +17,7 @@ from siirl.config.foreign import OTHER_DEFAULTS, POLICY, ROLLOUT
 from siirl.config.resolve import GROUP_SAMPLES, REF_SIZES
 from siirl.config.root import all_keys
 from siirl.config.values import show
-from siirl.migrate.settings import Translation, scalar, value_of
+from siirl.migrate.translation import Translation, scalar, value_of
 from siirl.models.families import family_of, types_with
 
 ORIGINS: Mapping[str, tuple[str, str]] = {

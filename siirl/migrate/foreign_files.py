@@ -16,9 +16,9 @@ from siirl.config.foreign import foreign
 from siirl.config.root import all_keys
 from siirl.errors import ConfigError
 from siirl.migrate.script import read_script
-from siirl.migrate.settings import Kind, Translation
 from siirl.migrate.shell_words import UNKNOWN
 from siirl.migrate.translate import MEGATRON_NAMES, translate
+from siirl.migrate.translation import Kind, Translation
 
 FILL_IN = "FILL_IN"
 PLACEHOLDER = re.compile(r"(?<!\$)\{[A-Za-z][\w ]*\}")

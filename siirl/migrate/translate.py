@@ -13,7 +13,7 @@ from siirl.config.values import check_available, closest, convert, show
 from siirl.errors import ConfigError, NotSupportedError, UserError
 from siirl.migrate.correction import GROUP, translate_correction
 from siirl.migrate.defaults import add_defaults, names_vision_model, refused_by_megatron
-from siirl.migrate.settings import Setting, Translation, scalar, typed, unquoted, value_of
+from siirl.migrate.translation import Setting, Translation, scalar, typed, unquoted, value_of
 
 MEGATRON_NAMES = ("ppo_megatron_trainer", "megatron_ppo_dag_trainer")
 PRESET_NAMES = ("ppo_trainer", "ppo_dag_trainer", *MEGATRON_NAMES)

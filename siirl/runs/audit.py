@@ -96,7 +96,7 @@ def read_ledger(run: Path) -> Ledger:
             part.tables.append(table)
     if not parts:
         raise DataError(
-            f"{run / FOLDER} has no ledger: the run was started with trainer.ledger=off. Start it with "
+            f"{run / FOLDER} has no ledger: the run was started with trainer.ledger=disable. Start it with "
             "trainer.ledger=rows, and audit that."
         )
     return _joined(list(parts.values()), left_out)

@@ -35,7 +35,13 @@ def gradients(rank: int, world: int, path: str) -> dict[str, dict[str, Tensor]]:
     for name, speakers in {"both": (0, 1), "agent_0": (0,), "agent_1": (1,)}.items():
         chosen_B = mine_B & torch.isin(rows["speaker"], torch.tensor(speakers))
         ctx = SimpleNamespace(
-            trained=None, cfg=cfg, step=1, group=dist.group.WORLD, metrics=Metrics(), is_shard_leader=True
+            trained=None,
+            taken=None,
+            cfg=cfg,
+            step=1,
+            group=dist.group.WORLD,
+            metrics=Metrics(),
+            is_shard_leader=True,
         )
         actor_train(ctx, take_rows(rows, chosen_B), engine)
         state = engine.state_dict()["optimizer"].items()

@@ -78,7 +78,7 @@ def context(keys: dict, others: dict[int, TensorDict]) -> SimpleNamespace:
         "node_id": "advantage",
         "agent": 0,
     }
-    return SimpleNamespace(cfg=cfg, metrics=Metrics(), others=others, trained=None, **common)
+    return SimpleNamespace(cfg=cfg, metrics=Metrics(), others=others, trained=None, taken=None, **common)
 
 
 def run_cases(rank: int, world: int, cases: list[tuple[dict, tuple, tuple]]) -> list[dict]:

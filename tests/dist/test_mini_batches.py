@@ -21,7 +21,7 @@ CASES = {
 def cut(rank: int, world_size: int) -> tuple[list[list[list[int]]], int]:
     """Row ids of each mini-batch of this rank, where two ranks have the same rows; and how often all ids were
     gathered."""
-    ctx, gathered = SimpleNamespace(group=dist.group.WORLD, is_shard_leader=rank % 2 == 0), []
+    ctx, gathered = SimpleNamespace(group=dist.group.WORLD, is_shard_leader=rank % 2 == 0, taken=None), []
     everything = mini_batches.global_positions
     mini_batches.global_positions = lambda *given: gathered.append(given) or everything(*given)
     found = []

@@ -83,7 +83,9 @@ def two_steps(engine: TrainEngine, keys: dict[str, Any], is_leader: bool, how: s
     for step in (1, 2):
         owner = torch.randint(engine.dp_size, (NUM_ROWS,), generator=torch.Generator().manual_seed(step))
         rows = take_rows(batch(step), (owner == engine.dp_rank).nonzero().squeeze(1))
-        ctx = SimpleNamespace(cfg=cfg, step=step, group=dist.group.WORLD, options={}, trained=None)
+        ctx = SimpleNamespace(
+            cfg=cfg, step=step, group=dist.group.WORLD, options={}, trained=None, taken=None
+        )
         ctx.metrics, ctx.is_shard_leader = metrics, is_leader
         later = later_old_log_prob if batch_of(cfg).mini_batches > 1 else None
         node = {"whole": old_log_prob, "pruned": later, "none": None}[how]

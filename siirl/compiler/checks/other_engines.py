@@ -26,9 +26,9 @@ def another_engine(cfg: Config, but: str) -> str:
     if able:
         return f"Set {', or '.join(able)}."
     shape = read_shape(cfg, "actor")
-    size = f"{shape.params * BYTES[cfg.actor_rollout_ref.rollout.dtype] / GIB:,.0f} GiB" * (
-        isinstance(shape, ModelShape)
-    )
+    size = ""
+    if isinstance(shape, ModelShape):
+        size = f"{shape.params * BYTES[cfg.actor_rollout_ref.rollout.dtype] / GIB:,.0f} GiB"
     return (
         f"No other engine of siirl samples it: transformers (rollout.name=hf) has all weights on each rank: "
         f"{size} of {_device_gib(cfg):g}, beside what is trained. Train it by SFT or DPO "

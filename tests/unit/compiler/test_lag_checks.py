@@ -145,7 +145,12 @@ def test_the_plan_says_what_an_engine_keeps_of_its_responses(places, more, words
             ConfigError,
             ["found again in the prefix cache", "Remove one of them"],
         ),
-        (APART, [f"{ROLLOUT}.name=hf"], NotSupportedError, ["reads what is unfinished again", "name=vllm"]),
+        (
+            APART,
+            [f"{ROLLOUT}.name=hf"],
+            NotSupportedError,
+            ["reads what is unfinished again", "Set keep_kv to false"],
+        ),
     ],
 )
 def test_an_engine_that_cannot_keep_keys_and_values_is_refused(places, more, kind, words):

@@ -19,8 +19,8 @@ from siirl.errors import ConfigError, UserError
 from siirl.migrate.defaults import OWN, names_vision_model
 from siirl.migrate.document import with_lists
 from siirl.migrate.foreign_files import page
-from siirl.migrate.settings import Translation, scalar, typed
 from siirl.migrate.translate import translate
+from siirl.migrate.translation import Translation, scalar, typed
 
 pytestmark = pytest.mark.heavy
 

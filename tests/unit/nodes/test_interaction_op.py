@@ -173,7 +173,7 @@ class Played:
         for agent in agents:
             ctx = SimpleNamespace(
                 node_id=f"rollout_{agent}", agent=agent, cfg=self.cfgs[f"rollout_{agent}"], step=step,
-                validate=validate, round=round, metrics=metrics if agent == 0 else others,
+                validate=validate, round=round, lost=[], metrics=metrics if agent == 0 else others,
             )  # fmt: skip
             called = ctx, rows, self.shared
             found.append(turns(*called) if agent else interaction(*called, in_flight=None))
