@@ -58,7 +58,7 @@ def main(dataset: RawDataset, about: str) -> None:
     for split, raw in splits.items():
         problems = map(dataset.read_row, raw)
         rows = [as_row(dataset, problem, split, i) for i, problem in enumerate(problems) if problem]
-        left_out = len(raw) - len(rows)
+        skipped = len(raw) - len(rows)
         rows = rows[: limits[split]]
         if not rows:
             raise DataError(
@@ -66,7 +66,7 @@ def main(dataset: RawDataset, about: str) -> None:
             )
         path = folder / f"{split}.parquet"
         pq.write_table(pa.Table.from_pylist(rows), path)
-        print(f"{path}: {len(rows)} rows" + (f"; {left_out} without an answer left out" if left_out else ""))
+        print(f"{path}: {len(rows)} rows" + (f"; {skipped} without an answer left out" if skipped else ""))
 
 
 def read_splits(dataset: RawDataset, source: str, dataset_id: str | None = None) -> dict[str, list[Row]]:

@@ -11,7 +11,7 @@ from siirl.errors import DataError
 
 PLACE = "<image>"
 """Where an image is in a text; see siirl/data/images.py."""
-LEFT_OUT = "(image left out)"
+SKIPPED = "(image left out)"
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
@@ -26,7 +26,7 @@ class Shown:
 
     def without_images(self) -> str:
         """The text for a model that sees none."""
-        return self.text.replace(PLACE, LEFT_OUT) if self.images else self.text
+        return self.text.replace(PLACE, SKIPPED) if self.images else self.text
 
 
 def shows_images(value: Any) -> bool:

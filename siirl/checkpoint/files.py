@@ -197,8 +197,8 @@ def verify(checkpoint: Path, under: str = "", contents: bool = True) -> dict[str
     """
     manifest = read_manifest(checkpoint)
     listed = [FileRecord(**entry) for entry in manifest["files"]]
-    if left_out := _parts(checkpoint, manifest) - {record.path for record in listed}:
-        names = ", ".join(sorted(left_out)[:3])
+    if skipped := _parts(checkpoint, manifest) - {record.path for record in listed}:
+        names = ", ".join(sorted(skipped)[:3])
         raise CheckpointError(f"{checkpoint} is corrupted: {MANIFEST} does not list {names}.")
     wanted = [record for record in listed if record.path.startswith(under)]
     for record in wanted:

@@ -20,7 +20,7 @@ from siirl.data.chat import encode_prompts, read_tokenizer
 from siirl.engines.train.hf_model import model_class
 from siirl.errors import CheckpointError, ConfigError
 from siirl.observe.printable import printable
-from siirl.runs.folder_reader import LeftOut, attempt
+from siirl.runs.folder_reader import Skipped, attempt
 from siirl.runs.run_files import read_job
 
 HELP = (
@@ -203,7 +203,7 @@ def _sources(name: str, scratch: Path) -> tuple[list[Source], Trained]:
 
 def _of_job(run: Path) -> tuple[Trained, dict[str, tuple[str, ...]]]:
     """(what a run says of conversations, trained model -> the nodes at which it speaks)."""
-    job = read_job(run, LeftOut())
+    job = read_job(run, Skipped())
 
     def read() -> tuple[Trained, dict[str, tuple[str, ...]]]:
         plan = Plan.from_json(job["plan"])
@@ -215,7 +215,7 @@ def _of_job(run: Path) -> tuple[Trained, dict[str, tuple[str, ...]]]:
         data = from_dict(job["config"]).data
         return Trained(dict(data.apply_chat_template_kwargs), data.max_response_length), spoken
 
-    return attempt(read, (Trained(), {}), "the plan of job.json", LeftOut())
+    return attempt(read, (Trained(), {}), "the plan of job.json", Skipped())
 
 
 def _names(model: str, spoken: dict[str, tuple[str, ...]]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from siirl.command_line import DEFAULT_CONFIG
 from siirl.commands.recorded_run import RecordedRun, from_here, run_of
 from siirl.commands.resume import permissions
 from siirl.errors import ConfigError, DataError
-from siirl.runs.folder_reader import LeftOut, json_lines, number, numbered
+from siirl.runs.folder_reader import Skipped, json_lines, number, numbered
 from siirl.runs.run_files import read_config, read_history
 from siirl.runs.run_text import table
 from siirl.show.conversation_text import reward_of
@@ -126,11 +126,11 @@ def results(out: Path, right: float) -> dict[str, Any]:
 
     DataError: the job wrote no responses.
     """
-    left_out = LeftOut()
+    skipped = Skipped()
     starts = _file_starts(out)
     scores: dict[tuple[str, str, str], dict[int, list[float]]] = {}
-    for _, path in numbered(out / RESPONSES, "step_", ".jsonl", left_out):
-        for row in json_lines(path, MOST_BYTES, left_out):
+    for _, path in numbered(out / RESPONSES, "step_", ".jsonl", skipped):
+        for row in json_lines(path, MOST_BYTES, skipped):
             index = row.get("sample_index")
             file = _file_of(starts, index) if isinstance(index, int) else ""
             for agent, score in _scores(row).items():
@@ -138,7 +138,7 @@ def results(out: Path, right: float) -> dict[str, Any]:
                 scores.setdefault(key, {}).setdefault(int(index or 0), []).append(score)
     if not scores:
         raise DataError(f"{out / RESPONSES} has no scored responses: the workflow validates nothing.")
-    history = read_history(out, left_out)
+    history = read_history(out, skipped)
     return {
         "results": [
             {"file": file, "data_source": source, "agent": agent, **summary(prompts.values(), right)}
@@ -147,7 +147,7 @@ def results(out: Path, right: float) -> dict[str, Any]:
         "metrics": {
             name: points[max(points)] for name, points in sorted(history.series.items()) if "val/" in name
         },
-        "unreadable": dict(left_out),
+        "unreadable": dict(skipped),
     }
 
 
@@ -214,7 +214,7 @@ def _file_starts(out: Path) -> tuple[list[int], list[str]]:
     """(number of the first row of each validation file among all rows, the files)."""
     from siirl.data.data_files import list_files, open_rows
 
-    files = list_files(read_config(out, LeftOut()).get("data.val_files") or ())
+    files = list_files(read_config(out, Skipped()).get("data.val_files") or ())
     counts = [open_rows(path).num_rows for path in files]
     return [0, *itertools.accumulate(counts)][: len(files)], [str(path) for path in files]
 

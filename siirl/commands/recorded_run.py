@@ -8,7 +8,7 @@ from siirl.checkpoint.files import current_step, saved_steps, step_folder
 from siirl.command_line import import_from_here
 from siirl.errors import ConfigError
 from siirl.launch.run_record import CONFIG_FILE
-from siirl.runs.folder_reader import LeftOut
+from siirl.runs.folder_reader import Skipped
 from siirl.runs.run_files import read_config, read_starts
 
 LEVELS = 4
@@ -26,7 +26,7 @@ class RecordedRun:
     @classmethod
     def read(cls, folder: Path) -> "RecordedRun":
         """The run of a folder. ConfigError if its configuration cannot be read."""
-        config = read_config(folder, LeftOut())
+        config = read_config(folder, Skipped())
         if not config or not (folder / CONFIG_FILE).is_file():
             raise ConfigError(
                 f"{folder} has no {CONFIG_FILE} that can be read: the keys of its run are not known. Start "
@@ -50,7 +50,7 @@ class RecordedRun:
     @property
     def directory(self) -> str:
         """Where the run was started, if that is here: relative paths of its keys begin there; or ""."""
-        _, start = read_starts(self.folder, LeftOut())
+        _, start = read_starts(self.folder, Skipped())
         return start.directory if start.directory and os.path.isdir(start.directory) else ""
 
     def enter_directory(self) -> None:

@@ -48,10 +48,10 @@ def _pack(value: Any, hint: Any) -> Any:
         return {"do": type(value).__name__, **_pack(value, type(value))}
     if dataclasses.is_dataclass(hint):
         defaults = {f.name: f.default for f in dataclasses.fields(hint) if f.default in ((), None)}
-        left_out = {name for name, default in defaults.items() if getattr(value, name) == default}
+        skipped = {name for name, default in defaults.items() if getattr(value, name) == default}
         kinds = _fields(typing.cast(type, hint))
         return {
-            name: _pack(getattr(value, name), kind) for name, kind in kinds.items() if name not in left_out
+            name: _pack(getattr(value, name), kind) for name, kind in kinds.items() if name not in skipped
         }
     if typing.get_origin(hint) is tuple:
         return [_pack(item, args[0] if args[-1] is ... else args[i]) for i, item in enumerate(value)]

@@ -89,9 +89,9 @@ def make_loss_fn(cfg: Config, readers: Sequence[TokenReader] = (), begins: bool 
             metrics.merge(correction_stats(log_ratio_BT, weight_BT, mask_BT), "rollout_correction/")
         if actor.opsm_delta is not None:
             columns = (log_prob_BT, column["rollout_log_prob"], rows["advantage"], mask_BT)
-            left_out_BT = off_policy_negatives(*columns, actor.opsm_delta)
-            terms[main] = torch.where(left_out_BT, 0, terms[main])
-            stats["opsm_masked"] = left_out_BT.to(log_prob_BT.dtype)
+            skipped_BT = off_policy_negatives(*columns, actor.opsm_delta)
+            terms[main] = torch.where(skipped_BT, 0, terms[main])
+            stats["opsm_masked"] = skipped_BT.to(log_prob_BT.dtype)
         if actor.picks_by_entropy:
             terms[main] = torch.where(rows["high_entropy"], terms[main], 0)
             stats["high_entropy"] = rows["high_entropy"].to(log_prob_BT.dtype)

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from siirl.data.ledger import EVENTS, FOLDER, HEADER, KINDS, ROUND_BITS, step_of
 from siirl.errors import DataError
-from siirl.runs.folder_reader import LeftOut, content
+from siirl.runs.folder_reader import Skipped, content
 
 NAME = re.compile(r"attempt_(\d+)\.rank_(\d+)\.(\d+)\.arrow")
 CLOSE = 1e-5
@@ -49,7 +49,7 @@ class Ledger:
     counted: dict[int, int]
     """Step -> the attempt that counts; not the last steps of a run that goes on, where a rank is not done."""
     ended: bool
-    left_out: LeftOut
+    skipped: Skipped
 
     @property
     def header(self) -> dict[str, Any]:
@@ -84,11 +84,11 @@ class Ledger:
 
 def read_ledger(run: Path) -> Ledger:
     """The ledger in a run's folder. DataError if there is none."""
-    left_out, parts = LeftOut(), {}
+    skipped, parts = Skipped(), {}
     names = [found for path in (run / FOLDER).glob("*.arrow") if (found := NAME.fullmatch(path.name))]
     for found in sorted(names, key=lambda one: tuple(map(int, one.groups()))):
         attempt, rank, _ = map(int, found.groups())
-        schema, table = _table(run / FOLDER / found[0], left_out)
+        schema, table = _table(run / FOLDER / found[0], skipped)
         if table is not None:
             header = json.loads((schema.metadata or {}).get(HEADER, b"{}"))
             part = parts.setdefault((attempt, rank), Part(attempt, rank, header))
@@ -99,30 +99,30 @@ def read_ledger(run: Path) -> Ledger:
             f"{run / FOLDER} has no ledger: the run was started with trainer.ledger=disable. Start it with "
             "trainer.ledger=rows, and audit that."
         )
-    return _joined(list(parts.values()), left_out)
+    return _joined(list(parts.values()), skipped)
 
 
-def _table(path: Path, left_out: LeftOut) -> tuple[pa.Schema, pa.Table | None]:
+def _table(path: Path, skipped: Skipped) -> tuple[pa.Schema, pa.Table | None]:
     """What can be read of a stream: a process that was killed has perhaps not written its end."""
     batches: list[pa.RecordBatch] = []
     schema = EVENTS
     try:
-        stream = pa.ipc.open_stream(content(path, left_out))
+        stream = pa.ipc.open_stream(content(path, skipped))
         schema = stream.schema
         if schema.remove_metadata() != EVENTS:
-            left_out.add(path, "it has other columns: another version of siirl has written it")
+            skipped.add(path, "it has other columns: another version of siirl has written it")
             return schema, None
         for batch in stream:
             batch.validate(full=True)
             batches.append(batch)
     except (pa.ArrowInvalid, OSError) as error:
-        left_out.add(path, f"it is cut off or damaged: {error}")
+        skipped.add(path, f"it is cut off or damaged: {error}")
         if schema is EVENTS:
             return schema, None
     return schema, pa.Table.from_batches(batches, EVENTS)
 
 
-def _joined(parts: list[Part], left_out: LeftOut) -> Ledger:
+def _joined(parts: list[Part], skipped: Skipped) -> Ledger:
     steps: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     columns: dict[str, list[np.ndarray]] = defaultdict(list)
     ended = False
@@ -145,7 +145,7 @@ def _joined(parts: list[Part], left_out: LeftOut) -> Ledger:
         and len(found[counted[max(counted)]][max(counted)]) < sizes[counted[max(counted)]]
     ):
         del counted[max(counted)]
-    ledger = Ledger(parts, {}, found, counted, ended, left_out)
+    ledger = Ledger(parts, {}, found, counted, ended, skipped)
     valid = np.array(
         [counted.get(s) == a for s, a in zip(whole["step"].tolist(), whole["attempt"].tolist(), strict=True)],
         dtype=bool,
@@ -402,7 +402,7 @@ def audit(run: Path) -> tuple[list[str], bool]:
         lines.append(f"not shown: steps 1 to {begins - 1}, of which the ledger has nothing")
     if not ledger.ended:
         lines.append("the run has not ended: what was in work in its last step is not counted")
-    lines += [f"not read: {name}: {why}" for name, why in ledger.left_out.items()]
+    lines += [f"not read: {name}: {why}" for name, why in ledger.skipped.items()]
     return lines, holds
 
 

@@ -1,7 +1,7 @@
 """Reading files that a run wrote: tolerant of damage, bounded in size, never raising for what stands in one.
 
 A folder may be written at the same moment, come from elsewhere, or be damaged; no file in it is trusted.
-What cannot be read, or was left out, is said in `LeftOut`.
+What cannot be read, or was left out, is said in `Skipped`.
 """
 
 import io
@@ -31,7 +31,7 @@ LEVELS = 4
 """Folders between a file of a run and the run."""
 
 
-class LeftOut(dict[str, str]):
+class Skipped(dict[str, str]):
     """File, or other part of a run -> why it could not be read, or not all of it; printable, a line each."""
 
     def add(self, what: Path | str, why: object) -> None:
@@ -73,13 +73,13 @@ def mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def first_left_out(num_bytes: int) -> str:
+def first_skipped(num_bytes: int) -> str:
     """What is said of a file whose beginning was not read."""
     return f"its first {size_text(num_bytes)} are skipped"
 
 
 @contextmanager
-def opened(path: Path, left_out: LeftOut) -> Iterator[BinaryIO]:
+def opened(path: Path, skipped: Skipped) -> Iterator[BinaryIO]:
     """A file of a run to read from: a regular one below its folder; of all else nothing, which is noted.
 
     All that is shown of a run is read by this: a link may lead to what is the reader's alone, and a pipe
@@ -90,13 +90,13 @@ def opened(path: Path, left_out: LeftOut) -> Iterator[BinaryIO]:
     except FileNotFoundError:
         file = io.BytesIO()
     except OSError as error:
-        left_out.add(path, error.strerror or error)
+        skipped.add(path, error.strerror or error)
         file = io.BytesIO()
     with file:
         try:
             yield file
         except OSError as error:
-            left_out.add(path, error.strerror or error)
+            skipped.add(path, error.strerror or error)
 
 
 def top_of(path: Path) -> Path:
@@ -119,12 +119,12 @@ def _marked(folder: Path) -> Path:
     raise LookupError(folder)
 
 
-def tail(path: Path, most: int | None, left_out: LeftOut) -> tuple[bytes, int]:
+def tail(path: Path, most: int | None, skipped: Skipped) -> tuple[bytes, int]:
     """(the last bytes of a file, how many come before them); nothing where there is no file.
 
     most: how many; None: all of a file, up to MOST_FILE_BYTES.
     """
-    with opened(path, left_out) as file:
+    with opened(path, skipped) as file:
         size = file.seek(0, os.SEEK_END)
         before = max(0, size - (MOST_FILE_BYTES if most is None else most))
         file.seek(before)
@@ -132,17 +132,17 @@ def tail(path: Path, most: int | None, left_out: LeftOut) -> tuple[bytes, int]:
     return b"", 0
 
 
-def part(path: Path, start: int, most: int, left_out: LeftOut) -> bytes:
+def part(path: Path, start: int, most: int, skipped: Skipped) -> bytes:
     """At most `most` bytes of a regular file from `start` on; b"" at its end, or where there is none."""
-    with opened(path, left_out) as file:
+    with opened(path, skipped) as file:
         file.seek(start)
         return file.read(most)
     return b""
 
 
-def content(path: Path, left_out: LeftOut, last: int | None = None) -> bytes:
+def content(path: Path, skipped: Skipped, last: int | None = None) -> bytes:
     """The bytes of a file, or the `last` of them; b"" where there is none."""
-    return tail(path, last, left_out)[0]
+    return tail(path, last, skipped)[0]
 
 
 def json_value(text: bytes) -> Any:
@@ -159,23 +159,23 @@ def json_value(text: bytes) -> Any:
         return None
 
 
-def json_lines(path: Path, most: int, left_out: LeftOut) -> Iterator[dict[str, Any]]:
+def json_lines(path: Path, most: int, skipped: Skipped) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file's last `most` bytes, a line each; bad lines and cut bytes are noted."""
-    return json_objects(whole_lines(path, most, left_out)[0], path, left_out)
+    return json_objects(whole_lines(path, most, skipped)[0], path, skipped)
 
 
-def whole_lines(path: Path, most: int, left_out: LeftOut) -> tuple[list[bytes], bool]:
+def whole_lines(path: Path, most: int, skipped: Skipped) -> tuple[list[bytes], bool]:
     """(the whole lines of a file's last `most` bytes, whether some come before them), which is noted.
 
     A last line without an end is being written, and passed over in silence.
     """
-    data, before = tail(path, most, left_out)
+    data, before = tail(path, most, skipped)
     if before:
-        left_out.add(path, first_left_out(before))
+        skipped.add(path, first_skipped(before))
     return data.split(b"\n")[1 if before else 0 : -1], before > 0
 
 
-def json_objects(lines: Iterable[bytes], path: Path, left_out: LeftOut) -> Iterator[dict[str, Any]]:
+def json_objects(lines: Iterable[bytes], path: Path, skipped: Skipped) -> Iterator[dict[str, Any]]:
     """The JSON objects of the lines of a file; how many are bad is noted."""
     bad = 0
     for line in lines:
@@ -187,19 +187,19 @@ def json_objects(lines: Iterable[bytes], path: Path, left_out: LeftOut) -> Itera
         else:
             bad += 1
     if bad:
-        left_out.add(path, f"{bad} damaged line{'s' * (bad > 1)} skipped")
+        skipped.add(path, f"{bad} damaged line{'s' * (bad > 1)} skipped")
 
 
-def json_file(path: Path, most: int, left_out: LeftOut) -> dict[str, Any]:
+def json_file(path: Path, most: int, skipped: Skipped) -> dict[str, Any]:
     """The JSON object that a file holds; empty if it is not there, damaged or too large."""
-    data, before = tail(path, most, left_out)
+    data, before = tail(path, most, skipped)
     found = json_value(data) if data and not before else None
     if data and not isinstance(found, dict):
-        left_out.add(path, f"it is larger than {most >> 20} MiB" if before else "it holds no object of JSON")
+        skipped.add(path, f"it is larger than {most >> 20} MiB" if before else "it holds no object of JSON")
     return found if isinstance(found, dict) else {}
 
 
-def numbered(folder: Path, before: str, after: str, left_out: LeftOut) -> list[tuple[int, Path]]:
+def numbered(folder: Path, before: str, after: str, skipped: Skipped) -> list[tuple[int, Path]]:
     """Files named before + number + after, in the order of their numbers."""
     found = []
     try:
@@ -212,15 +212,15 @@ def numbered(folder: Path, before: str, after: str, left_out: LeftOut) -> list[t
     except FileNotFoundError:
         return []
     except OSError as error:
-        left_out.add(folder, error.strerror or error)
+        skipped.add(folder, error.strerror or error)
         return []
     return sorted(found)
 
 
-def attempt(read: Callable[[], T], otherwise: T, what: str, left_out: LeftOut) -> T:
+def attempt(read: Callable[[], T], otherwise: T, what: str, skipped: Skipped) -> T:
     """What `read` gives; if the folder's content breaks it, `otherwise`, and a note that says so."""
     try:
         return read()
     except Exception as error:  # noqa: BLE001  (any content of a damaged file; the rest of the page is shown)
-        left_out.add(what, f"cannot be shown: {type(error).__name__}: {error}")
+        skipped.add(what, f"cannot be shown: {type(error).__name__}: {error}")
         return otherwise

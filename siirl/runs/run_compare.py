@@ -7,7 +7,7 @@ from typing import Any
 
 from siirl.config.values import SECRET_KEYS
 from siirl.observe.columns import COLUMNS, PARTS, matches, number
-from siirl.runs.folder_reader import LeftOut, one_line
+from siirl.runs.folder_reader import Skipped, one_line
 from siirl.runs.run_files import Start, read_config, read_history, read_starts
 from siirl.runs.run_text import cut, path_text, table
 
@@ -41,7 +41,7 @@ class Extract:
 
 def extract(folder: Path) -> Extract:
     """Configuration, versions and metrics of a run; what cannot be read is empty."""
-    unreadable = LeftOut()
+    unreadable = Skipped()
     config = read_config(folder, unreadable)
     _, start = read_starts(folder, unreadable, packages=True)
     return Extract(config, start, read_history(folder, unreadable).series, unreadable)

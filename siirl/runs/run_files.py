@@ -1,6 +1,6 @@
 """Readers of the files of a run folder, for folders that are damaged, half copied or another user's.
 
-None of them raises for what stands in a file: what cannot be read is absent, and `LeftOut` says why.
+None of them raises for what stands in a file: what cannot be read is absent, and `Skipped` says why.
 """
 
 import math
@@ -21,10 +21,10 @@ from siirl.observe.curve import METRICS_FILE
 from siirl.observe.metrics import OLDER_NAMES, with_todays_names
 from siirl.observe.position import PROGRESS_FILE, How, Position, position_in
 from siirl.runs.folder_reader import (
-    LeftOut,
+    Skipped,
     attempt,
     content,
-    first_left_out,
+    first_skipped,
     json_file,
     json_lines,
     json_value,
@@ -98,7 +98,7 @@ class Start:
 
 
 def scan_metrics(
-    folder: Path, unreadable: LeftOut, since_s: float = 0.0, rewards: bool = True
+    folder: Path, unreadable: Skipped, since_s: float = 0.0, rewards: bool = True
 ) -> MetricsScan:
     """The progress of a run. since_s: when its last start was; the pace is that of this start alone.
 
@@ -137,7 +137,7 @@ def _rewind(scan: MetricsScan, step: int) -> None:
 
 def latest_metrics(folder: Path) -> dict[str, float]:
     """The newest value of each metric of the last PACE_STEPS lines."""
-    lines = content(folder / METRICS_FILE, LeftOut(), LATEST_BYTES).split(b"\n")
+    lines = content(folder / METRICS_FILE, Skipped(), LATEST_BYTES).split(b"\n")
     latest: dict[str, float] = {}
     for line in lines[-PACE_STEPS - 1 : -1]:
         found = mapping(json_value(line))
@@ -199,12 +199,12 @@ class MetricHistory:
         self.series = {name: points for name, points in kept if points}
 
 
-def read_history(folder: Path, unreadable: LeftOut) -> MetricHistory:
+def read_history(folder: Path, unreadable: Skipped) -> MetricHistory:
     """The history of a run's folder; empty where there is none."""
     return HistoryReader(folder).read(unreadable)
 
 
-def recent_history(folder: Path, unreadable: LeftOut) -> MetricHistory:
+def recent_history(folder: Path, unreadable: Skipped) -> MetricHistory:
     """The history of the last steps, dozens at least: quick, however long the run is."""
     data, before = tail(folder / METRICS_FILE, RECENT_BYTES, unreadable)
     history = MetricHistory()
@@ -224,7 +224,7 @@ class HistoryReader:
         self._inode, self._place, self._bad, self._left_bytes = inode, 0, 0, 0
         self._history = MetricHistory()
 
-    def read(self, unreadable: LeftOut) -> MetricHistory:
+    def read(self, unreadable: Skipped) -> MetricHistory:
         """The history so far, always the same object while the run goes on in one file."""
         try:
             about = self._path.stat()
@@ -237,12 +237,12 @@ class HistoryReader:
         while (lines := self._lines(unreadable)) is not None:
             self._add(lines)
         if self._left_bytes:
-            unreadable.add(self._path, first_left_out(self._left_bytes))
+            unreadable.add(self._path, first_skipped(self._left_bytes))
         if self._bad:
             unreadable.add(self._path, f"{self._bad} damaged line{'s' * (self._bad > 1)} skipped")
         return self._history
 
-    def _lines(self, unreadable: LeftOut) -> list[bytes] | None:
+    def _lines(self, unreadable: Skipped) -> list[bytes] | None:
         """The next whole lines; a last one without an end is being written, and waits. None: no more."""
         data = part(self._path, self._place, CHUNK_BYTES, unreadable)
         end = data.rfind(b"\n") + 1
@@ -305,7 +305,7 @@ class Progress:
     """Of the last event, since the epoch."""
 
 
-def read_progress(folder: Path, run_id: str, unreadable: LeftOut) -> Progress:
+def read_progress(folder: Path, run_id: str, unreadable: Skipped) -> Progress:
     """What a start of a run has recorded; nothing if it has not begun yet."""
     told = Progress()
     for event in json_lines(folder / PROGRESS_FILE, TAIL_BYTES, unreadable):
@@ -319,7 +319,7 @@ def read_progress(folder: Path, run_id: str, unreadable: LeftOut) -> Progress:
     return told
 
 
-def read_starts(folder: Path, unreadable: LeftOut, packages: bool = False) -> tuple[int, Start]:
+def read_starts(folder: Path, unreadable: Skipped, packages: bool = False) -> tuple[int, Start]:
     """(how often the run was started, its last start). packages: with their versions, which takes longer."""
     path = folder / RUN_FILE
     documents = _DOCUMENT.split(content(path, unreadable).decode(errors="replace"))[1:]
@@ -341,23 +341,23 @@ def read_starts(folder: Path, unreadable: LeftOut, packages: bool = False) -> tu
     )
 
 
-def read_job(folder: Path, unreadable: LeftOut) -> dict[str, Any]:
+def read_job(folder: Path, unreadable: Skipped) -> dict[str, Any]:
     """job.json; empty where it is missing or damaged."""
     return json_file(folder / JOB_FILE, MOST_JOB_BYTES, unreadable)
 
 
 def read_plan(folder: Path) -> Plan | None:
     """The plan of the job; None where there is none, or it is damaged."""
-    text = read_job(folder, LeftOut()).get("plan")
-    return attempt(lambda: Plan.from_json(str(text)), None, "the plan", LeftOut()) if text else None
+    text = read_job(folder, Skipped()).get("plan")
+    return attempt(lambda: Plan.from_json(str(text)), None, "the plan", Skipped()) if text else None
 
 
-def read_config(folder: Path, unreadable: LeftOut) -> dict[str, Any]:
+def read_config(folder: Path, unreadable: Skipped) -> dict[str, Any]:
     """Full key -> value of the run's configuration; {} if it cannot be read.
 
     From the job, which is quick to parse, else from the file that a user may have edited.
     """
-    config = read_job(folder, LeftOut()).get("config")
+    config = read_job(folder, Skipped()).get("config")
     if not isinstance(config, dict):
         text = content(folder / CONFIG_FILE, unreadable).decode(errors="replace")
         config = _yaml(text) if text else {}
@@ -377,7 +377,7 @@ def _flat(tree: dict[Any, Any], prefix: str = "", depth: int = 0) -> dict[str, A
     return flat
 
 
-def read_positions(folder: Path, unreadable: LeftOut) -> dict[int, Position]:
+def read_positions(folder: Path, unreadable: Skipped) -> dict[int, Position]:
     """Rank -> the step and node that it entered last."""
     found: dict[int, Position] = {}
     for rank, path in numbered(folder / STATUS_DIR, "rank_", "", unreadable):
@@ -387,7 +387,7 @@ def read_positions(folder: Path, unreadable: LeftOut) -> dict[int, Position]:
     return found
 
 
-def read_failures(folder: Path, unreadable: LeftOut) -> list[Failure]:
+def read_failures(folder: Path, unreadable: Skipped) -> list[Failure]:
     """What ended the ranks of the last start, the likeliest first cause first."""
     found = []
     for _, path in numbered(folder / ERRORS_DIR, "rank_", ".json", unreadable):
@@ -400,7 +400,7 @@ def read_failures(folder: Path, unreadable: LeftOut) -> list[Failure]:
     return sorted(found, key=lambda failure: (bool(failure.secondary), failure.time_s, failure.rank))
 
 
-def read_attempts(folder: Path, unreadable: LeftOut, run_id: str) -> list[Attempt]:
+def read_attempts(folder: Path, unreadable: Skipped, run_id: str) -> list[Attempt]:
     """The attempts of one start that failed and were followed by another, in their order."""
     return [
         Attempt(

@@ -13,7 +13,7 @@ from siirl.config.roles import EXPORTS
 from siirl.errors import ConfigError
 from siirl.observe.columns import REWARD, VALIDATION_REWARD
 from siirl.observe.curve import of_column
-from siirl.runs.folder_reader import MARKS, LeftOut, one_line
+from siirl.runs.folder_reader import MARKS, Skipped, one_line
 from siirl.runs.run_state import RunState, read_run
 from siirl.runs.run_text import age_text, last_and_best, path_text, short_command, size_text, table
 
@@ -41,7 +41,7 @@ HEAD = (
 CAUSE_WIDTH = 48
 
 
-def find_runs(folder: Path, unreadable: LeftOut, depth: int = DEPTH) -> Iterator[Path]:
+def find_runs(folder: Path, unreadable: Skipped, depth: int = DEPTH) -> Iterator[Path]:
     """The run folders at and below a folder. Hidden folders, links and what a run writes are left out."""
     try:
         with os.scandir(folder) as entries:
@@ -74,7 +74,7 @@ def size_on_disk(folder: Path) -> int:
     return total
 
 
-def listed(folder: Path) -> tuple[list[tuple[RunState, int]], LeftOut]:
+def listed(folder: Path) -> tuple[list[tuple[RunState, int]], Skipped]:
     """(runs with their sizes, the one that was started last first; folders that could not be read).
 
     ConfigError: there is no such folder, or this user may not read it.
@@ -85,7 +85,7 @@ def listed(folder: Path) -> tuple[list[tuple[RunState, int]], LeftOut]:
             "your runs; without trainer.output_dir they are in outputs/PROJECT/EXPERIMENT of where they "
             "were started."
         )
-    unreadable = LeftOut()
+    unreadable = Skipped()
     runs = [(read_run(path), size_on_disk(path)) for path in find_runs(folder, unreadable)]
     if not runs and path_text(folder) in unreadable:
         raise ConfigError(

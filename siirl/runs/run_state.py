@@ -15,7 +15,7 @@ from siirl.launch.failure import Failure, cause_line
 from siirl.launch.run_folder import LOCK, holder, is_held
 from siirl.observe.columns import REWARD, VALIDATION_REWARD
 from siirl.observe.curve import Series, of_column
-from siirl.runs.folder_reader import MARKS, LeftOut, content, one_line
+from siirl.runs.folder_reader import MARKS, Skipped, content, one_line
 from siirl.runs.run_files import (
     TAIL_BYTES,
     MetricsScan,
@@ -151,7 +151,7 @@ def read_run(folder: Path, rewards: bool = True) -> RunState:
 
     rewards: also these, for which all of the metrics file is read.
     """
-    unreadable = LeftOut()
+    unreadable = Skipped()
     starts, start = read_starts(folder, unreadable)
     scan = scan_metrics(folder, unreadable, start.started_s, rewards)
     config = read_config(folder, unreadable)
@@ -201,7 +201,7 @@ def last_problem(run: RunState) -> str:
     """What went wrong last: the cause of a failure, else the last warning or error of rank 0's log; or ""."""
     if run.failures:
         return failure_text(run.failures[0])
-    found = _PROBLEM.findall(content(run.folder / LOG_FILE, LeftOut(), TAIL_BYTES))
+    found = _PROBLEM.findall(content(run.folder / LOG_FILE, Skipped(), TAIL_BYTES))
     return one_line(found[-1].decode(errors="replace")) if found else ""
 
 

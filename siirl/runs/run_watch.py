@@ -8,7 +8,7 @@ from pathlib import Path
 from siirl.observe.columns import COLUMNS, agents_of, cell, matches
 from siirl.observe.curve import duration
 from siirl.parallel.placement import format_ranks
-from siirl.runs.folder_reader import LeftOut, attempt, one_line
+from siirl.runs.folder_reader import Skipped, attempt, one_line
 from siirl.runs.rank_now import Doing, doing
 from siirl.runs.run_files import latest_metrics, read_plan
 from siirl.runs.run_state import RankState, RunState, attempt_text, last_problem, read_run
@@ -84,7 +84,7 @@ def _rank_lines(run: RunState, now_s: float) -> list[str]:
     """What each rank does now, or did last; ranks that do the same share a line, those behind come first."""
     if not run.ranks:
         return []
-    now = attempt(lambda: doing(read_plan(run.folder), run.ranks), {}, "what ranks do", LeftOut())
+    now = attempt(lambda: doing(read_plan(run.folder), run.ranks), {}, "what ranks do", Skipped())
     groups: dict[tuple[int, str, str, str, Doing | None], list[RankState]] = {}
     for rank in run.ranks:
         key = (rank.step, rank.node, rank.error, rank.waits, now.get(rank.rank))

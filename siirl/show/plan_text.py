@@ -136,8 +136,8 @@ def conversations(plan: Plan, configs: Configs) -> list[str]:
         lines += table(rows)
         if talk.program is not None:
             lines.append(_who_plays(talk.program))
-            left_out = "; nobody else gives rewards" if talk.program["needs_reward"] else ""
-            lines.append(f"an episode has at most {talk.most_turns} requests{left_out}")
+            alone = "; nobody else gives rewards" if talk.program["needs_reward"] else ""
+            lines.append(f"an episode has at most {talk.most_turns} requests{alone}")
         else:
             lines.append(f"an episode has at most {count_of(talk.most_turns, 'turn')}")
         lines += _played(plan, talk)

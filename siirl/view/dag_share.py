@@ -12,7 +12,7 @@ from siirl.observe.columns import moved_metric, rows_metric
 from siirl.observe.curve import Series
 from siirl.observe.printable import printable
 from siirl.parallel.placement import format_ranks
-from siirl.runs.folder_reader import LeftOut, whole
+from siirl.runs.folder_reader import Skipped, whole
 from siirl.runs.run_files import MetricHistory
 from siirl.show.plan_picture import drawn_as_svg, edge_mark, link_mark, node_mark
 from siirl.show.plan_text import home_ranks, node_ranks
@@ -145,7 +145,7 @@ def _leaders(layout: Layout) -> frozenset[int]:
 LAST_STEPS, MOST_NODES = 10, 300
 
 
-def dag_of(job: dict[str, Any], history: MetricHistory, left_out: LeftOut) -> dict[str, Any] | None:
+def dag_of(job: dict[str, Any], history: MetricHistory, skipped: Skipped) -> dict[str, Any] | None:
     """Picture and nodes of the plan in job.json; None without one. Raises what a damaged plan raises."""
     text = job.get("plan")
     if not isinstance(text, str):
@@ -155,7 +155,7 @@ def dag_of(job: dict[str, Any], history: MetricHistory, left_out: LeftOut) -> di
     if len(plan.nodes) <= MOST_NODES:
         svg = _picture(text)
     else:
-        left_out.add(
+        skipped.add(
             "the picture of the plan", f"{len(plan.nodes)} nodes are more than {MOST_NODES}; they are listed"
         )
     series = history.series

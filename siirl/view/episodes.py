@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from siirl.runs.folder_reader import LeftOut, attempt, json_lines, mapping, number, numbered, whole
+from siirl.runs.folder_reader import Skipped, attempt, json_lines, mapping, number, numbered, whole
 from siirl.show.conversation_text import (
     EPISODE,
     LENGTH,
@@ -30,18 +30,18 @@ Turns = dict[tuple[Hashable, Hashable], dict[str, Any]]
 """(speaker, turn) -> the tokens of a turn, and what it was credited with."""
 
 
-def read_tokens(path: Path, left_out: LeftOut) -> dict[Hashable, Turns]:
+def read_tokens(path: Path, skipped: Skipped) -> dict[Hashable, Turns]:
     """Which sample -> its turns; nothing where there is no file. Damaged lines are passed over and noted."""
     found: dict[Hashable, Turns] = {}
     damaged = 0
-    for line in json_lines(path, MOST_TOKEN_FILE_BYTES, left_out):
-        turns = attempt(partial(_turns, line), None, "tokens", LeftOut())
+    for line in json_lines(path, MOST_TOKEN_FILE_BYTES, skipped):
+        turns = attempt(partial(_turns, line), None, "tokens", Skipped())
         if turns is None:
             damaged += 1
             continue
         found.setdefault(_sample(line, line.get("episode_id")), {}).update(turns)
     if damaged:
-        left_out.add("tokens", f"those of damaged rows were skipped: {damaged}")
+        skipped.add("tokens", f"those of damaged rows were skipped: {damaged}")
     return found
 
 
@@ -88,44 +88,44 @@ class Episodes:
         self._folders, self._tokens = folders, tokens
         self._listed: dict[Path, tuple[Any, list[dict[str, Any]], int]] = {}
 
-    def files(self, left_out: LeftOut) -> list[tuple[int, str, Path]]:
+    def files(self, skipped: Skipped) -> list[tuple[int, str, Path]]:
         """(step, kind, file), the newest step first."""
         found = [
             (step, kind, path)
             for kind in KINDS
             if kind in self._folders
-            for step, path in numbered(self._folders[kind], "step_", ".jsonl", left_out)
+            for step, path in numbered(self._folders[kind], "step_", ".jsonl", skipped)
         ]
         return sorted(found, key=lambda item: (-item[0], KINDS.index(item[1])))
 
-    def listed(self, left_out: LeftOut) -> list[dict[str, Any]]:
+    def listed(self, skipped: Skipped) -> list[dict[str, Any]]:
         """All but the texts of the newest episodes. "block": which `texts` an episode is in."""
         shown: list[dict[str, Any]] = []
-        damaged, files = 0, self.files(left_out)
+        damaged, files = 0, self.files(skipped)
         for place, (step, kind, path) in enumerate(files):
             if len(shown) >= MOST_EPISODES:
                 left = len(files) - place
-                left_out.add(
+                skipped.add(
                     "conversations",
                     f"the newest {len(shown)} are listed, down to step {files[place - 1][0]}; older ones are "
                     f"in {left} file{'s' * (left > 1)} of the run's folder",
                 )
                 break
-            rows, bad = self._file(step, kind, path, left_out)
+            rows, bad = self._file(step, kind, path, skipped)
             shown += rows
             damaged += bad
         if damaged:
-            left_out.add("conversations", f"damaged ones were skipped: {damaged}")
+            skipped.add("conversations", f"damaged ones were skipped: {damaged}")
         return shown
 
-    def _file(self, step: int, kind: str, path: Path, left_out: LeftOut) -> tuple[list[dict[str, Any]], int]:
+    def _file(self, step: int, kind: str, path: Path, skipped: Skipped) -> tuple[list[dict[str, Any]], int]:
         """(list entries of a file, how many are damaged); read again when it has changed."""
         about = signatures([path, self._tokens / path.name])
         if path not in self._listed or self._listed[path][0] != about:
             rows, damaged = [], 0
             told = {"tokens": kind == "train" and about[1] != (0, 0)}
-            for index, row in enumerate(json_lines(path, MOST_FILE_BYTES, left_out)):
-                entry = attempt(partial(_entry, row), None, "a conversation", LeftOut())
+            for index, row in enumerate(json_lines(path, MOST_FILE_BYTES, skipped)):
+                entry = attempt(partial(_entry, row), None, "a conversation", Skipped())
                 if entry is None:
                     damaged += 1
                 else:
@@ -133,16 +133,16 @@ class Episodes:
             self._listed[path] = (about, rows, damaged)
         return self._listed[path][1:]
 
-    def texts(self, block: str, left_out: LeftOut) -> dict[str, dict[str, Any]]:
+    def texts(self, block: str, skipped: Skipped) -> dict[str, dict[str, Any]]:
         """Of a block, as "validation 30": id of an episode -> what was said in it."""
         kind, _, step = block.partition(" ")
         if kind not in self._folders or not (step.isascii() and step.isdigit() and len(step) < 10):
             return {}
         found, name = {}, f"step_{int(step)}.jsonl"
-        tokens = read_tokens(self._tokens / name, left_out) if kind == "train" else {}
-        for index, row in enumerate(json_lines(self._folders[kind] / name, MOST_FILE_BYTES, left_out)):
+        tokens = read_tokens(self._tokens / name, skipped) if kind == "train" else {}
+        for index, row in enumerate(json_lines(self._folders[kind] / name, MOST_FILE_BYTES, skipped)):
             turns = tokens.get(sample_of(row), {})
-            said = attempt(partial(_said, row, turns), None, "a conversation", LeftOut())
+            said = attempt(partial(_said, row, turns), None, "a conversation", Skipped())
             if said is not None:
                 found[f"{kind} {int(step)}.{index}"] = said
         return found

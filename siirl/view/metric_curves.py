@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from siirl.runs.folder_reader import LeftOut
+from siirl.runs.folder_reader import Skipped
 from siirl.runs.run_files import MetricHistory
 
 MOST_POINTS, FEWEST_POINTS, MOST_NUMBERS = 2_000, 100, 400_000
 
 
-def curves(history: MetricHistory, left_out: LeftOut) -> dict[str, Any]:
+def curves(history: MetricHistory, skipped: Skipped) -> dict[str, Any]:
     """metric -> {"steps", "values", "of"}; "of": how many points there were, where some are left out."""
     most = min(MOST_POINTS, max(FEWEST_POINTS, MOST_NUMBERS // max(1, len(history.series))))
     out, thinned = {}, 0
@@ -23,7 +23,7 @@ def curves(history: MetricHistory, left_out: LeftOut) -> dict[str, Any]:
             out[name]["of"] = len(steps)
             thinned += 1
     if thinned:
-        left_out.add(
+        skipped.add(
             "curves",
             f"of {thinned} that ha{'ve' if thinned > 1 else 's'} more than {most} points, the lowest and the "
             "highest point of each stretch are shown",

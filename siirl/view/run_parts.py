@@ -14,7 +14,7 @@ from siirl.compiler.plan import Plan
 from siirl.guarded_files import who_may_change
 from siirl.observe.curve import METRICS_FILE
 from siirl.observe.trace import TRACE_DIR, TRACE_FILE
-from siirl.runs.folder_reader import LeftOut, attempt, numbered, whole
+from siirl.runs.folder_reader import Skipped, attempt, numbered, whole
 from siirl.runs.run_files import JOB_FILE, HistoryReader, MetricHistory, read_job, recent_history
 from siirl.runs.run_state import RunState
 from siirl.runs.run_state import read_run as read_state
@@ -72,8 +72,8 @@ class RunParts:
     def read(self, name: str) -> Part | None:
         """A part by its name, of PARTS or a block of texts; None if there is none of that name."""
         if name.startswith(TEXTS):
-            left_out = LeftOut()
-            return _part(self._read_episodes().texts(name.removeprefix(TEXTS), left_out), left_out)
+            skipped = Skipped()
+            return _part(self._read_episodes().texts(name.removeprefix(TEXTS), skipped), skipped)
         if name not in PARTS:
             return None
         with self._locks["history" if name in OF_HISTORY else name]:
@@ -89,20 +89,20 @@ class RunParts:
             return part
 
     def _read(self, name: str) -> Part:
-        read: dict[str, Callable[[LeftOut], Any]] = {
+        read: dict[str, Callable[[Skipped], Any]] = {
             OVERVIEW: self._overview,
             "alerts": self._alerts,
             "dag": self._dag,
             "timeline": self._timeline,
             "memory": self._memory,
-            "curves": lambda left_out: curves(self._read_history(left_out), left_out),
-            "clock": lambda left_out: clock(self._read_history(left_out)),
+            "curves": lambda skipped: curves(self._read_history(skipped), skipped),
+            "clock": lambda skipped: clock(self._read_history(skipped)),
             "settings": self._settings,
-            "episodes": lambda left_out: self._read_episodes().listed(left_out),
-            "health": lambda left_out: health(self._state(left_out), left_out),
+            "episodes": lambda skipped: self._read_episodes().listed(skipped),
+            "health": lambda skipped: health(self._state(skipped), skipped),
         }
-        left_out = LeftOut()
-        return _part(read[name](left_out), left_out)
+        skipped = Skipped()
+        return _part(read[name](skipped), skipped)
 
     def _signature(self, name: str) -> Any:
         """What changes when the files of a part do; None: it is not looked for."""
@@ -112,56 +112,56 @@ class RunParts:
         if name in OF_HISTORY or name == "dag":
             return signatures([*own, self.folder / METRICS_FILE])
         if name == "timeline":
-            ranks = [path for _, path in numbered(self.folder / TRACE_DIR, "rank_", ".jsonl", LeftOut())]
+            ranks = [path for _, path in numbered(self.folder / TRACE_DIR, "rank_", ".jsonl", Skipped())]
             return signatures([*own, *ranks, self.folder / TRACE_FILE])
         return None
 
     def blocks(self) -> list[str]:
         """Names of the parts with texts, the newest first."""
-        return [f"{TEXTS}{kind} {step}" for step, kind, _ in self._read_episodes().files(LeftOut())]
+        return [f"{TEXTS}{kind} {step}" for step, kind, _ in self._read_episodes().files(Skipped())]
 
-    def _overview(self, left_out: LeftOut) -> dict[str, Any]:
-        job = read_job(self.folder, left_out)
-        return overview(self._state(left_out), job, self._read_plan(job), self._groups(job), left_out)
+    def _overview(self, skipped: Skipped) -> dict[str, Any]:
+        job = read_job(self.folder, skipped)
+        return overview(self._state(skipped), job, self._read_plan(job), self._groups(job), skipped)
 
-    def _alerts(self, left_out: LeftOut) -> list[dict[str, Any]]:
-        history = self._read_history(left_out)
-        return attempt(lambda: [asdict(alert) for alert in alerts(history)], [], "alerts", left_out)
+    def _alerts(self, skipped: Skipped) -> list[dict[str, Any]]:
+        history = self._read_history(skipped)
+        return attempt(lambda: [asdict(alert) for alert in alerts(history)], [], "alerts", skipped)
 
-    def _dag(self, left_out: LeftOut) -> dict[str, Any] | None:
-        job, history = read_job(self.folder, left_out), recent_history(self.folder, left_out)
-        return attempt(lambda: dag_of(job, history, left_out), None, "the plan of job.json", left_out)
+    def _dag(self, skipped: Skipped) -> dict[str, Any] | None:
+        job, history = read_job(self.folder, skipped), recent_history(self.folder, skipped)
+        return attempt(lambda: dag_of(job, history, skipped), None, "the plan of job.json", skipped)
 
-    def _timeline(self, left_out: LeftOut) -> dict[str, Any] | None:
-        job = read_job(self.folder, LeftOut())
+    def _timeline(self, skipped: Skipped) -> dict[str, Any] | None:
+        job = read_job(self.folder, Skipped())
         plan, groups = self._read_plan(job), self._groups(job)
-        return attempt(lambda: timeline(self.folder, plan, groups, left_out), None, "the trace", left_out)
+        return attempt(lambda: timeline(self.folder, plan, groups, skipped), None, "the trace", skipped)
 
-    def _settings(self, left_out: LeftOut) -> list[list[str]]:
-        job = read_job(self.folder, LeftOut())
+    def _settings(self, skipped: Skipped) -> list[list[str]]:
+        job = read_job(self.folder, Skipped())
         plan = self._read_plan(job)
-        return attempt(lambda: settings(self.folder, job, plan, left_out), [], "settings", left_out)
+        return attempt(lambda: settings(self.folder, job, plan, skipped), [], "settings", skipped)
 
-    def _memory(self, left_out: LeftOut) -> dict[str, Any] | None:
-        job, series = read_job(self.folder, LeftOut()), self._read_history(left_out).series
-        return attempt(lambda: memory_phases(job, series), None, "memory", left_out)
+    def _memory(self, skipped: Skipped) -> dict[str, Any] | None:
+        job, series = read_job(self.folder, Skipped()), self._read_history(skipped).series
+        return attempt(lambda: memory_phases(job, series), None, "memory", skipped)
 
-    def _state(self, left_out: LeftOut) -> RunState:
+    def _state(self, skipped: Skipped) -> RunState:
         state = read_state(self.folder, rewards=False)
         for what, why in state.unreadable.items():
-            left_out.add(what, why)
+            skipped.add(what, why)
         return state
 
-    def _read_history(self, left_out: LeftOut) -> MetricHistory:
+    def _read_history(self, skipped: Skipped) -> MetricHistory:
         """Only where the lock of OF_HISTORY is held: the reader changes what it gave before."""
-        return self._history.read(left_out)
+        return self._history.read(skipped)
 
     def _read_plan(self, job: dict[str, Any]) -> Plan | None:
         """The plan of the job, parsed once."""
         with self._locks["plan"]:
             text = job.get("plan")
             if text != self._plan[1]:
-                plan = attempt(lambda: Plan.from_json(str(text)), None, "the plan of job.json", LeftOut())
+                plan = attempt(lambda: Plan.from_json(str(text)), None, "the plan of job.json", Skipped())
                 self._plan = (plan, text)
             return self._plan[0]
 
@@ -170,12 +170,12 @@ class RunParts:
         size, per_machine = whole(job.get("world_size")) or 0, whole(job.get("local_world_size")) or 0
         if not 0 < size <= 1 << 20 or per_machine < 1:
             return {}
-        return attempt(lambda: rank_groups(plan, size, per_machine), {}, "groups", LeftOut())
+        return attempt(lambda: rank_groups(plan, size, per_machine), {}, "groups", Skipped())
 
     def _read_episodes(self) -> Episodes:
         """By the folders that the run's configuration names."""
         with self._locks["episodes of"]:
-            trainer = trainer_of(read_job(self.folder, LeftOut()))
+            trainer = trainer_of(read_job(self.folder, Skipped()))
             names = {kind: trainer.get(SAMPLE_KEYS[kind]) for kind in KINDS}
             if self._episodes is None or self._episodes[0] != names:
                 folders = {kind: self._samples(kind, name) for kind, name in names.items()}
@@ -202,5 +202,5 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _part(value: Any, left_out: LeftOut) -> Part:
-    return Part(value, tuple(f"{what}: {why}" for what, why in left_out.items()))
+def _part(value: Any, skipped: Skipped) -> Part:
+    return Part(value, tuple(f"{what}: {why}" for what, why in skipped.items()))

@@ -11,7 +11,7 @@ from siirl.compiler.plan import Plan
 from siirl.config.values import SECRET_KEYS
 from siirl.observe.logs import TAIL_BYTES, log_lines
 from siirl.observe.printable import printable
-from siirl.runs.folder_reader import LeftOut, attempt, content, mapping, whole, word
+from siirl.runs.folder_reader import Skipped, attempt, content, mapping, whole, word
 from siirl.runs.rank_now import doing
 from siirl.runs.run_files import latest_metrics, read_config, read_starts
 from siirl.runs.run_state import RunState, attempt_text
@@ -45,7 +45,7 @@ _HIDDEN = "ray_init.env_vars."
 
 def looked_at(folder: Path) -> list[list[str]]:
     """[name, value, key] of the settings that say most about a run."""
-    config = read_config(folder, LeftOut())
+    config = read_config(folder, Skipped())
     off = (None, "", [], 0, False)
     return [
         [name, _text(key, config[key]), key]
@@ -54,9 +54,9 @@ def looked_at(folder: Path) -> list[list[str]]:
     ]
 
 
-def settings(folder: Path, job: Mapping[str, Any], plan: Plan | None, left_out: LeftOut) -> list[list[str]]:
+def settings(folder: Path, job: Mapping[str, Any], plan: Plan | None, skipped: Skipped) -> list[list[str]]:
     """[key, value, "set" or "chosen" or "", why it was chosen] of all keys of a run, by name."""
-    config = read_config(folder, left_out)
+    config = read_config(folder, skipped)
     explicit = mapping(job.get("config")).get("explicit")
     by_user = {str(name) for name in explicit} if isinstance(explicit, list) else set()
     chosen: dict[str, list[tuple[str, str]]] = {}
@@ -64,7 +64,7 @@ def settings(folder: Path, job: Mapping[str, Any], plan: Plan | None, left_out: 
         for key, value in choice.keys.items():
             chosen.setdefault(key, []).append((f"{choice.model}: {value}", choice.reason))
     if len(config) > MOST_KEYS:
-        left_out.add("settings", f"the first {MOST_KEYS} of {len(config)} keys are shown")
+        skipped.add("settings", f"the first {MOST_KEYS} of {len(config)} keys are shown")
     rows = []
     for name in sorted(config)[:MOST_KEYS]:
         text, how, why = _text(name, config[name]), "set" if _is_set(name, by_user) else "", ""
@@ -123,19 +123,19 @@ def overview(
     job: dict[str, Any],
     plan: Plan | None,
     groups: Mapping[str, list[RankGroup]],
-    left_out: LeftOut,
+    skipped: Skipped,
 ) -> dict[str, Any]:
     """What ran, how far it is, in which state, by which command; where its ranks are or ended."""
-    _, start = read_starts(run.folder, LeftOut(), packages=True)
-    where = places(run.ranks, attempt(lambda: doing(plan, run.ranks), {}, "what ranks do", left_out))
+    _, start = read_starts(run.folder, Skipped(), packages=True)
+    where = places(run.ranks, attempt(lambda: doing(plan, run.ranks), {}, "what ranks do", skipped))
     if len(where) > MOST_PLACES:
-        left_out.add(
+        skipped.add(
             "ranks", f"they are in {len(where)} places, of which the {MOST_PLACES} furthest behind are shown"
         )
     shown = {kind: some for kind, some in groups.items() if kind != "alike" and run.ranks}
     for kind, some in shown.items():
         if len(some) > MOST_CELLS:
-            left_out.add(kind, f"the first {MOST_CELLS} of {len(some)} are shown")
+            skipped.add(kind, f"the first {MOST_CELLS} of {len(some)} are shown")
     commit = word(start.siirl.get("commit"))[:12]
     return {
         "name": _given_name(job) or run.folder.name,
@@ -152,7 +152,7 @@ def overview(
         "world_size": whole(job.get("world_size")),
         "commit": commit + (" (changed)" if start.siirl.get("changed") else ""),
         "packages": {name: start.packages[name] for name in SHOWN_PACKAGES if name in start.packages},
-        "settings": attempt(lambda: looked_at(run.folder), [], "settings", left_out),
+        "settings": attempt(lambda: looked_at(run.folder), [], "settings", skipped),
         "places": where[:MOST_PLACES],
         "groups": {kind: cells(some[:MOST_CELLS], where) for kind, some in shown.items()},
     }
@@ -165,17 +165,17 @@ def _given_name(job: dict[str, Any]) -> str:
     return "" if is_default else word(trainer_of(job).get("experiment_name"))
 
 
-def health(run: RunState, left_out: LeftOut) -> dict[str, Any]:
+def health(run: RunState, skipped: Skipped) -> dict[str, Any]:
     """Attempts, the last heartbeat, engines and what waits at them; errors that ranks left behind, first
     ones first, and the last lines of the logs.
     """
     if len(run.failures) > MOST_LOGS:
-        left_out.add("errors", f"those of {MOST_LOGS} of {len(run.failures)} ranks are shown")
+        skipped.add("errors", f"those of {MOST_LOGS} of {len(run.failures)} ranks are shown")
     failures = [
         {**{key: printable(str(value)) for key, value in asdict(failure).items()}, "rank": failure.rank}
         for failure in run.failures[:MOST_LOGS]
     ]
-    logs = attempt(lambda: _logs(run.folder / "logs", left_out), [], "logs", left_out)
+    logs = attempt(lambda: _logs(run.folder / "logs", skipped), [], "logs", skipped)
     return {
         "starts": run.starts,
         "attempts": [
@@ -183,7 +183,7 @@ def health(run: RunState, left_out: LeftOut) -> dict[str, Any]:
             for one in run.attempts
         ],
         "last_sign_s": run.last_sign_s or None,
-        "engines": attempt(lambda: _engines(latest_metrics(run.folder)), [], "engines", left_out),
+        "engines": attempt(lambda: _engines(latest_metrics(run.folder)), [], "engines", skipped),
         "errors": failures,
         "logs": logs,
     }
@@ -199,12 +199,12 @@ def _engines(latest: Mapping[str, float]) -> list[list[Any]]:
     ]
 
 
-def _logs(folder: Path, left_out: LeftOut) -> list[dict[str, Any]]:
+def _logs(folder: Path, skipped: Skipped) -> list[dict[str, Any]]:
     paths = (
         sorted(path for path in folder.glob("*.log") if _LOG.fullmatch(path.name)) if folder.is_dir() else []
     )
     paths.sort(key=lambda path: (len(path.name), path.name))
     if len(paths) > MOST_LOGS:
-        left_out.add("logs", f"the last lines of {MOST_LOGS} of {len(paths)} are shown")
-    texts = ((path, content(path, left_out, TAIL_BYTES)) for path in paths[:MOST_LOGS])
+        skipped.add("logs", f"the last lines of {MOST_LOGS} of {len(paths)} are shown")
+    texts = ((path, content(path, skipped, TAIL_BYTES)) for path in paths[:MOST_LOGS])
     return [{"name": printable(path.name), "lines": log_lines(text)} for path, text in texts]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.compiler.plan import Plan
-from siirl.runs.folder_reader import LeftOut
+from siirl.runs.folder_reader import Skipped
 from siirl.runs.rank_now import meeting_names
 from siirl.view.critical_path import OUTSIDE, Part, bounds, ranks_of_path
 from siirl.view.dag_share import step_edges
@@ -16,14 +16,14 @@ LAST_STEPS, MOST_SPANS, MOST_REPLAYED = 3, 20_000, 6_000
 
 
 def timeline(
-    output_dir: Path, plan: Plan | None, groups: Mapping[str, list[RankGroup]], left_out: LeftOut
+    output_dir: Path, plan: Plan | None, groups: Mapping[str, list[RankGroup]], skipped: Skipped
 ) -> dict[str, Any] | None:
     """Lanes of ranks with their intervals in the last steps, and of groups of ranks; None without a trace.
 
     With what bounds each step, and its rows and bytes on the edges of the plan, if there is one. Times are
     milliseconds since the first shown step began, on the clock of the trace.
     """
-    traces, shown = read_traces(output_dir, left_out)
+    traces, shown = read_traces(output_dir, skipped)
     steps = sorted({step for trace in traces for step in trace.steps})[-LAST_STEPS:]
     if not steps:
         return None
@@ -32,7 +32,7 @@ def timeline(
     bounds = [(*trace.steps[step], step) for trace in traces for step in steps if step in trace.steps]
     start = min(a for a, _, _ in bounds)
     meeting = meeting_names(plan)
-    lanes = _lanes(shown, start, left_out)
+    lanes = _lanes(shown, start, skipped)
     several = len(traces) > 1
     return {
         "steps": [
@@ -46,16 +46,16 @@ def timeline(
         "lanes": lanes,
         "chosen": len(traces) > len(shown),
         "groups": group_lanes(traces, groups, steps, start, meeting) if several else {},
-        **_replayed(traces, steps, start, plan, meeting, left_out),
+        **_replayed(traces, steps, start, plan, meeting, skipped),
     }
 
 
-def _lanes(traces: list[RankTrace], start: float, left_out: LeftOut) -> list[dict[str, Any]]:
+def _lanes(traces: list[RankTrace], start: float, skipped: Skipped) -> list[dict[str, Any]]:
     shown = [(trace, lane, span) for trace in traces for lane in trace.spans for span in trace.spans[lane]]
     shown = [item for item in shown if item[2].end_us > start or item[2].start_us >= start]
     if len(shown) > MOST_SPANS:
         shown.sort(key=lambda item: item[2].start_us - item[2].end_us)
-        left_out.add("timeline", f"the longest {MOST_SPANS} of {len(shown)} intervals are shown")
+        skipped.add("timeline", f"the longest {MOST_SPANS} of {len(shown)} intervals are shown")
         shown = shown[:MOST_SPANS]
     lanes: dict[tuple[int, int], dict[str, Any]] = {}
     for trace, lane, span in sorted(shown, key=lambda item: (item[0].rank, item[1], item[2].start_us)):
@@ -70,7 +70,7 @@ def _replayed(
     start: float,
     plan: Plan | None,
     meeting: Collection[str],
-    left_out: LeftOut,
+    skipped: Skipped,
 ) -> dict[str, Any]:
     """Step -> what bounds it ("bounds"), and what went along the edges of the plan ("edges")."""
     found: dict[str, Any] = {"bounds": [], "edges": {}}
@@ -82,7 +82,7 @@ def _replayed(
             if span.name not in OUTSIDE
         ]
         if len(spans) > MOST_REPLAYED and step != steps[-1]:
-            left_out.add(
+            skipped.add(
                 "timeline", f"what bounds a step of {len(spans)} intervals is said of the last one alone"
             )
         elif parts := [_part(rank, span, start) for rank, span in spans]:

@@ -14,7 +14,7 @@ from typing import Any
 from siirl.observe.printable import printable
 from siirl.observe.trace import TRACE_DIR, TRACE_FILE
 from siirl.runs.folder_reader import (
-    LeftOut,
+    Skipped,
     json_objects,
     json_value,
     mapping,
@@ -99,23 +99,23 @@ _BEGIN, _END, _WHOLE, _FIRST_LANE = b'{"ph":"B"', b'{"ph":"E"', b'{"ph":"X"', b'
 """As siirl.observe.trace writes a line."""
 
 
-def read_traces(output_dir: Path, left_out: LeftOut) -> tuple[list[RankTrace], list[RankTrace]]:
+def read_traces(output_dir: Path, skipped: Skipped) -> tuple[list[RankTrace], list[RankTrace]]:
     """(all ranks, those of them that can be shown one by one, with all of their intervals).
 
     Of the others only the outermost intervals are read: of thousands, that takes a tenth of the time.
     """
-    files = numbered(output_dir / TRACE_DIR, "rank_", ".jsonl", left_out)
+    files = numbered(output_dir / TRACE_DIR, "rank_", ".jsonl", skipped)
     if not files:
-        traces = [_read(rank, events) for rank, events in _merged_events(output_dir / TRACE_FILE, left_out)]
+        traces = [_read(rank, events) for rank, events in _merged_events(output_dir / TRACE_FILE, skipped)]
         return traces, traces
     if len(files) > MOST_FILES:
-        left_out.add("timeline", f"the first {MOST_FILES} of {len(files)} ranks are read")
+        skipped.add("timeline", f"the first {MOST_FILES} of {len(files)} ranks are read")
         files = files[:MOST_FILES]
     chosen = set(range(len(files)))
     if len(files) > MOST_RANKS:
-        left_out.add("timeline", f"{MOST_RANKS} of {len(files)} ranks are shown one by one, evenly chosen")
+        skipped.add("timeline", f"{MOST_RANKS} of {len(files)} ranks are shown one by one, evenly chosen")
         chosen = {index * len(files) // MOST_RANKS for index in range(MOST_RANKS)}
-    most, of_files, traces = MOST_BYTES // len(files), LeftOut(), []
+    most, of_files, traces = MOST_BYTES // len(files), Skipped(), []
     for index, (rank, path) in enumerate(files):
         lines, cut = whole_lines(path, most, of_files)
         last_us = 0.0
@@ -124,10 +124,10 @@ def read_traces(output_dir: Path, left_out: LeftOut) -> tuple[list[RankTrace], l
             lines = outermost(lines)
         traces.append(_read(rank, json_objects(lines, path, of_files), cut, last_us))
     for what, why in list(of_files.items())[:MOST_NAMED]:
-        left_out.add(what, why)
+        skipped.add(what, why)
     if len(of_files) > MOST_NAMED:
         more = f"of {len(of_files) - MOST_NAMED} more ranks, too, not all is read"
-        left_out.add("trace", f"{more}: the last {most >> 10} KiB of each")
+        skipped.add("trace", f"{more}: the last {most >> 10} KiB of each")
     return traces, [traces[index] for index in sorted(chosen)]
 
 
@@ -157,15 +157,15 @@ def outermost(lines: Iterable[bytes]) -> list[bytes]:
     return kept
 
 
-def _merged_events(path: Path, left_out: LeftOut) -> list[tuple[int, Iterable[dict[str, Any]]]]:
+def _merged_events(path: Path, skipped: Skipped) -> list[tuple[int, Iterable[dict[str, Any]]]]:
     found: dict[int, deque[dict[str, Any]]] = {}
     taken = 0
     try:
-        with opened(path, left_out) as packed, gzip.open(packed) as file:
+        with opened(path, skipped) as packed, gzip.open(packed) as file:
             for line in file:
                 taken += len(line)
                 if taken > MOST_MERGED_BYTES:
-                    left_out.add(path, f"only its first {MOST_MERGED_BYTES >> 20} MiB are read")
+                    skipped.add(path, f"only its first {MOST_MERGED_BYTES >> 20} MiB are read")
                     break
                 try:
                     event = json.loads(line.strip().removesuffix(b","))
@@ -177,7 +177,7 @@ def _merged_events(path: Path, left_out: LeftOut) -> list[tuple[int, Iterable[di
     except FileNotFoundError:
         return []
     except (OSError, EOFError, zlib.error) as error:
-        left_out.add(path, f"it is damaged: {type(error).__name__}")
+        skipped.add(path, f"it is damaged: {type(error).__name__}")
     return sorted(found.items())
 
 

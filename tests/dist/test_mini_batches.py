@@ -47,5 +47,5 @@ def test_mini_batches_are_runs_of_all_rows_in_the_order_of_their_ids(by_rank, na
     assert together == [every[first : first + BATCH.mini_rows] for first in range(0, len(every), 4)]
 
 
-def test_ids_are_gathered_only_where_some_are_left_out(by_rank):
+def test_ids_are_gathered_only_where_some_are_skipped(by_rank):
     assert [gathered for _, gathered in by_rank] == [2] * 4, "ids left out, and no rows at all"

@@ -78,7 +78,7 @@ def normalised(rows: list[Row]) -> None:
         row.advantage = [spread if max(scores) > min(scores) else 0.0] * len(row.response)
 
 
-def left_out(rows: list[Row]) -> None:
+def skipped(rows: list[Row]) -> None:
     """RLOO: above the mean of the others."""
     for row in rows:
         scores = group_scores(rows, row)
@@ -156,7 +156,7 @@ REINFORCE = ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9
 ALGORITHMS = {
     "grpo": Algorithm(normalised, with_kl, over_tokens, loss_keys("vanilla", "token-mean", *KL)),
     "rloo": Algorithm(
-        left_out,
+        skipped,
         clipped,
         sums_over_rows,
         loss_keys("vanilla", "seq-mean-token-sum", "algorithm.adv_estimator=rloo"),

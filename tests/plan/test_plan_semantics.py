@@ -74,7 +74,7 @@ def test_old_log_probs_are_computed_only_if_a_batch_is_cut_into_mini_batches():
         ),  # rows are drawn
     ],
 )
-def test_the_first_mini_batch_is_left_out_where_the_loss_alone_reads_its_old_log_probs(overrides, op):
+def test_the_first_mini_batch_is_skipped_where_the_loss_alone_reads_its_old_log_probs(overrides, op):
     assert template_plan(2, *overrides).nodes["actor_old_log_prob"].op == op
 
 
@@ -127,7 +127,7 @@ def test_what_depends_on_a_pruned_node_waits_for_what_the_pruned_node_waited_for
     assert plan.nodes["calculate_advantages"].dependencies == ("function_reward", "rollout_actor")
 
 
-def test_a_chain_of_pruned_nodes_is_left_out_whole():
+def test_a_chain_of_pruned_nodes_is_skipped_whole():
     dag = DagBuilder("chain")
     ids = add_agent(dag)
     first = custom(dag, "first", [ids["reward"]], ["score"], ["a"])

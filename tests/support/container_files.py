@@ -66,7 +66,7 @@ def undeclared(found: list[Instruction], known: set[str]) -> Iterator[str]:
             declared |= set(re.findall(r"(?:^|\s)(\w+)=", one.text))
 
 
-def is_left_out(name: str, patterns: list[str]) -> bool:
+def is_skipped(name: str, patterns: list[str]) -> bool:
     """Whether .dockerignore's patterns keep a file or folder from the build."""
     parents = [name, *(str(parent) for parent in Path(name).parents)]
     out = False

@@ -56,7 +56,7 @@ def check_parameters(
     But those of experts, which vLLM joins, and of Gemma's head, which it has under another name.
     """
     weights = {name: tensor.cpu().to(dtype).float() for name, tensor in weights.items()}
-    left_out = "lm_head" if "gemma3" in (folder / "config.json").read_text() else "experts"
-    for name in (name for name in shares(weights, 0) if left_out not in name):
+    skipped = "lm_head" if "gemma3" in (folder / "config.json").read_text() else "experts"
+    for name in (name for name in shares(weights, 0) if skipped not in name):
         for rank, held in enumerate(engine.read_tensor(name)):
             assert torch.equal(held, shares(weights, rank)[name]), (name, rank)

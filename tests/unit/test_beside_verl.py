@@ -22,7 +22,7 @@ def log(*steps: tuple[int, float, float]) -> str:
     return "\n".join(["step:0 - val/reward:0.1", "Training Progress: 33%", *lines])
 
 
-def test_warm_up_is_left_out_of_both_and_means_are_compared(tmp_path, monkeypatch, capsys):
+def test_warm_up_is_skipped_of_both_and_means_are_compared(tmp_path, monkeypatch, capsys):
     result, console, out = (tmp_path / name for name in ("result.json", "verl.log", "out.json"))
     result.write_text(json.dumps({"commit": "c", "metrics": {"time/step_s": {"all": [2.0, 4.0]}}}))
     console.write_text(log((1, 90.0, 99.0), (2, 9.0, 20.0), (3, 4.0, 8.0), (4, 5.0, 10.0)))

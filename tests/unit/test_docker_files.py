@@ -10,7 +10,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from container_files import Instruction, instructions, is_left_out, undeclared
+from container_files import Instruction, instructions, is_skipped, undeclared
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -104,11 +104,11 @@ def test_extras_and_files_are_those_of_the_project(path):
     names = [name for one in read(path) if one.keyword == "COPY" for name in one.words()[:-1]]
     assert names and all((ROOT / name).exists() for name in names)
     for name in (name for name in names if name != "."):
-        assert not is_left_out(name, ignored), name
+        assert not is_skipped(name, ignored), name
     if "." in names:  # what the image calls afterwards is in it
         needed = ("pyproject.toml", "Makefile", "README.md", "LICENSE", "siirl", "dag_templates", "examples")
-        assert [name for name in needed if is_left_out(name, ignored)] == []
-        assert is_left_out(".git", ignored) and is_left_out("siirl/dag/__pycache__", ignored)
+        assert [name for name in needed if is_skipped(name, ignored)] == []
+        assert is_skipped(".git", ignored) and is_skipped("siirl/dag/__pycache__", ignored)
 
 
 @each_file

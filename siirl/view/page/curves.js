@@ -157,12 +157,12 @@ function chart(metric, lines, look, zoom) {
     point(box.left + box.width / 2, box.top + 20);
     event.preventDefault();
   });
-  const left_out = lines.find(line => line.of);
+  const thinned = lines.find(line => line.of);
   return make("figure", { "data-metric": metric }, make("figcaption", {}, metric), picture,
     make("div", { class: "legend" }, lines.length > 1 ? lines.map(line => {
       const stroke = { x1: 0, x2: 22, y1: 4, y2: 4, stroke: line.color, "stroke-width": 2.5, "stroke-dasharray": line.dash || null };
       return make("span", {}, draw("svg", { class: "key", viewBox: "0 0 22 8", "aria-hidden": "true" }, draw("line", stroke)), line.label);
-    }) : null, left_out ? make("span", {}, left_out.points.length + " of " + left_out.of + " points") : null));
+    }) : null, thinned ? make("span", {}, thinned.points.length + " of " + thinned.of + " points") : null));
 }
 
 // A cell that no spreadsheet takes for a formula.

@@ -114,7 +114,7 @@ function tip(text, x, y) {
 }
 
 // What was left out of the parts that are shown.
-function leftOut(parts) {
+function notShown(parts) {
   const notes = [...new Set(parts.flatMap(([name, index]) => (PARTS.get(index + " " + name) || { notes: [] }).notes))];
   return notes.length ? [make("h2", {}, "Left out"), make("ul", { class: "box notes" }, notes.map(note => make("li", {}, note)))] : [];
 }
@@ -165,7 +165,7 @@ function show(id, focus) {
   const at = scrollY, wanted = needed(shown), missing = wanted.filter(([name, index]) => !PARTS.has(index + " " + name));
   let content;
   try {
-    content = missing.length ? [make("p", { class: "faint", role: "status" }, "reading...")] : [shown.show(), leftOut(wanted)];
+    content = missing.length ? [make("p", { class: "faint", role: "status" }, "reading...")] : [shown.show(), notShown(wanted)];
   } catch (error) {
     content = make("p", { class: "box down" }, "This section cannot be shown: " + error.message);
   }

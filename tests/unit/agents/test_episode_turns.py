@@ -312,7 +312,7 @@ MARKED = (  # of which [THINK], [/THINK] and the end of turn are tokens
     ("heard_text", "heard"),
     [("whole", ["[THINK]5[/THINK]4", "[THINK]no"]), ("answer", ["4", ""])],
 )
-def test_nothing_that_others_hear_is_joined_over_a_token_that_was_left_out(heard_text, heard):
+def test_nothing_that_others_hear_is_joined_over_a_token_that_was_skipped(heard_text, heard):
     vocabulary, read, acted = TemplateTokenizer(MARKED), [], []
     lines = {"a": [("[THINK]5[/THINK]4", "stop"), ("[THINK]no", "length")], "b": [("yes", "stop")] * 2}
 

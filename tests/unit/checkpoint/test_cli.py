@@ -48,7 +48,7 @@ def test_words_that_say_nothing_are_refused_with_what_was_perhaps_meant(words, t
 
 
 @pytest.mark.parametrize("own", [[], ["dag.workflow_path=dag_templates/grpo.yaml"]])
-def test_check_says_ok_and_what_is_left_out_of_a_file_that_the_user_has_named(own, capsys):
+def test_check_says_ok_and_what_is_skipped_of_a_file_that_the_user_has_named(own, capsys):
     """Of the algorithm's own template nobody had asked for the reference."""
     assert main([*CHECK, *GOOD, *own]) == 0
     out = capsys.readouterr().out
@@ -198,7 +198,7 @@ def test_plan_prints_and_writes_everything(capsys, tmp_path):
     assert files[2].read_bytes().startswith(b"\x89PNG")
 
 
-def test_plan_needs_no_model_but_says_that_the_estimate_is_left_out(capsys):
+def test_plan_needs_no_model_but_says_that_the_estimate_is_skipped(capsys):
     assert main(["plan", *GOOD, "actor_rollout_ref.model.path=/no/such/model"]) == 0
     assert "skipped: /no/such/model/config.json cannot be read" in capsys.readouterr().out
 

@@ -145,7 +145,7 @@ def brute_force(base):
             yield time.step_s
 
 
-def test_what_does_not_fit_is_left_out_and_said(keys, capsys):
+def test_what_does_not_fit_is_skipped_and_said(keys, capsys):
     small = [key for key in keys if "device_memory" not in key] + ["trainer.device_memory_gib=20"]
     layouts, out = searched(capsys, [*small, "trainer.n_gpus_per_node=2"])
     assert layouts == [] and "none fits" in out and "0 fit" in out

@@ -60,12 +60,12 @@ def test_a_dag_with_nodes_that_only_move_rows_has_the_plan_of_one_without(seed):
     dag, ranks = load_dag_file(TEMPLATES / template), draw.choice((1, 2, 4))
     plain, _ = compile_plan(dag, cfg, ranks)
     mixed, _ = compile_plan(with_idle_nodes(dag, draw), cfg, ranks)
-    left_out = mixed.pruned.keys() - plain.pruned.keys()
-    assert left_out and all(name.startswith("idle_") for name in left_out)
+    skipped = mixed.pruned.keys() - plain.pruned.keys()
+    assert skipped and all(name.startswith("idle_") for name in skipped)
     assert replace(mixed, pruned=plain.pruned) == plain
 
 
-def test_the_note_says_why_a_rebalance_node_is_left_out(tmp_path, capsys):
+def test_the_note_says_why_a_rebalance_node_is_skipped(tmp_path, capsys):
     text = (TEMPLATES / "grpo.yaml").read_text()
     text = text.replace("dependencies: [rollout_actor]", "dependencies: [even]", 1)
     even = "{node_id: even, node_type: COMPUTE, node_role: DATA_REBALANCE, dependencies: [rollout_actor]}"

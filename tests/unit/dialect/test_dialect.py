@@ -275,7 +275,7 @@ def test_calls_that_reasoning_mentions_are_none():
     assert read_turn(dialect, f"cut off {call}", dialect.opens, hermes).calls == ()
 
 
-def test_only_the_stop_token_that_ended_a_turn_is_left_out_of_its_text():
+def test_only_the_stop_token_that_ended_a_turn_is_skipped_of_its_text():
     tokenizer = tokenizer_of(CHATML, added=("<|im_start|>", "<|im_end|>", "[THINK]", "[/THINK]"))
     dialect = derive(tokenizer, ChatTemplate(tokenizer, {}), {})
     ids = tokenizer.encode("[THINK]5[/THINK]4<|im_end|>", add_special_tokens=False)

@@ -121,7 +121,7 @@ def test_one_mistake_is_one_problem(mistake, capsys):
     assert "problems:" not in error, error
 
 
-def test_a_check_that_reads_a_refused_key_is_left_out_whichever_it_is():
+def test_a_check_that_reads_a_refused_key_is_skipped_whichever_it_is():
     """For any key: no check trips over its unknown value, and none takes it for a value."""
     cfg = load_config(
         [

@@ -438,7 +438,7 @@ nodes:
 """
 
 
-def test_a_workflow_becomes_a_command_that_says_which_nodes_are_left_out(tmp_path, capsys):
+def test_a_workflow_becomes_a_command_that_says_which_nodes_are_skipped(tmp_path, capsys):
     path = tmp_path / "workflow.yaml"
     path.write_text(WORKFLOW)
     keys = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]

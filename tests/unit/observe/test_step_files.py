@@ -8,7 +8,7 @@ import pytest
 from siirl.observe.loggers import EVENTS, make_sinks
 from siirl.observe.sinks import RunInfo, SampleSink
 from siirl.observe.step_files import StepFiles
-from siirl.runs.folder_reader import LeftOut
+from siirl.runs.folder_reader import Skipped
 from siirl.view.episodes import Episodes
 
 
@@ -72,17 +72,17 @@ def test_samples_are_thinned_out_but_not_in_a_folder_that_somebody_named(tmp_pat
 
 
 def test_the_page_goes_on_over_samples_that_are_removed_while_it_reads(tmp_path):
-    folder, left_out = tmp_path / "train", LeftOut()
+    folder, skipped = tmp_path / "train", Skipped()
     sink = SampleSink(tmp_path, {"train": folder})
     row = {"prompt": "1+1=", "response": "2", "score": 1.0, "data_source": "sums", "sample_index": 0}
     for step in (1, 11, 21):
         sink.text(step, "train", [row])
     page = Episodes({"train": folder}, tmp_path / "tokens")
-    assert [entry["step"] for entry in page.listed(left_out)] == [21, 11, 1]
+    assert [entry["step"] for entry in page.listed(skipped)] == [21, 11, 1]
     for path in folder.glob("step_11.*"):
         path.unlink()
-    assert [entry["step"] for entry in page.listed(left_out)] == [21, 1]
-    assert page.texts("train 11", left_out) == {} and len(page.texts("train 21", left_out)) == 1
+    assert [entry["step"] for entry in page.listed(skipped)] == [21, 1]
+    assert page.texts("train 11", skipped) == {} and len(page.texts("train 21", skipped)) == 1
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -81,7 +81,7 @@ SCORED = [
 ]
 
 
-def test_a_response_is_scored_by_its_answer_and_not_over_tokens_that_were_left_out():
+def test_a_response_is_scored_by_its_answer_and_not_over_tokens_that_were_skipped():
     marked = tokenizer_of(THINKS, added=("<|im_start|>", "<|im_end|>", "[THINK]", "[/THINK]"))
     sources, texts, truths, scores = zip(*SCORED, strict=True)
     ids = [marked.encode(text) for text in texts]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from siirl.runs import run_files
-from siirl.runs.folder_reader import LeftOut, json_value, mapping
+from siirl.runs.folder_reader import Skipped, json_value, mapping
 from siirl.runs.run_files import HistoryReader, MetricHistory, read_history
 
 
@@ -30,50 +30,50 @@ def test_only_what_was_added_is_read(path, monkeypatch):
     reader, taken = HistoryReader(path.parent), []
     part = run_files.part
     monkeypatch.setattr(run_files, "part", lambda *args: taken.append(args[1]) or part(*args))
-    history = reader.read(LeftOut())
+    history = reader.read(Skipped())
     assert history.series == {"loss": {1: 0.5}} and history.broken == {"loss": {2}}
     end = path.stat().st_size
     add(path, line(3, loss=0.25)[:10])
     taken.clear()
-    assert reader.read(LeftOut()).series == {"loss": {1: 0.5}}, "a line that is being written waits"
+    assert reader.read(Skipped()).series == {"loss": {1: 0.5}}, "a line that is being written waits"
     add(path, line(3, loss=0.25)[10:])
-    assert reader.read(LeftOut()).series == {"loss": {1: 0.5, 3: 0.25}}
+    assert reader.read(Skipped()).series == {"loss": {1: 0.5, 3: 0.25}}
     assert min(taken) == end
 
 
 def test_a_run_that_was_resumed_or_began_anew_is_read_as_it_is_now(path):
     reader = HistoryReader(path.parent)
-    assert reader.read(LeftOut()).series == {}, "there is no file yet"
+    assert reader.read(Skipped()).series == {}, "there is no file yet"
     path.write_text("".join(line(step, loss=step) for step in range(1, 6)))
-    reader.read(LeftOut())
+    reader.read(Skipped())
     add(path, line(3, loss=-3.0))
-    assert reader.read(LeftOut()).series == {"loss": {1: 1, 2: 2, 3: -3.0}}, "resumed from step 2"
+    assert reader.read(Skipped()).series == {"loss": {1: 1, 2: 2, 3: -3.0}}, "resumed from step 2"
     path.write_text(line(1, loss=7.0))
-    assert reader.read(LeftOut()).series == {"loss": {1: 7.0}}, "shorter: it is another one"
+    assert reader.read(Skipped()).series == {"loss": {1: 7.0}}, "shorter: it is another one"
     path.unlink()
-    assert reader.read(LeftOut()).series == {}
+    assert reader.read(Skipped()).series == {}
 
 
 @pytest.mark.parametrize("chunk", [64, 100, 1 << 20])
 def test_pieces_of_any_size_give_the_same_history(path, monkeypatch, chunk):
     lines = [line(step, loss=step / 3) for step in range(1, 50)]
     path.write_text("".join(lines))
-    wanted = read_history(path.parent, LeftOut())
+    wanted = read_history(path.parent, Skipped())
     monkeypatch.setattr(run_files, "CHUNK_BYTES", chunk)
-    assert read_history(path.parent, LeftOut()) == wanted and len(wanted.times) == 49
+    assert read_history(path.parent, Skipped()) == wanted and len(wanted.times) == 49
 
 
 def test_what_is_damaged_or_too_long_is_said_each_time(path, monkeypatch):
     path.write_text(line(1, loss=1.0) + "{broken\n" + line(2, loss=2.0))
     reader = HistoryReader(path.parent)
     for _ in range(2):
-        left_out = LeftOut()
-        assert reader.read(left_out).series == {"loss": {1: 1.0, 2: 2.0}}
-        assert "1 damaged line skipped" in next(iter(left_out.values()))
+        skipped = Skipped()
+        assert reader.read(skipped).series == {"loss": {1: 1.0, 2: 2.0}}
+        assert "1 damaged line skipped" in next(iter(skipped.values()))
     monkeypatch.setattr(run_files, "MOST_BYTES", len(line(2, loss=2.0)) + 3)
-    left_out = LeftOut()
-    assert read_history(path.parent, left_out).series == {"loss": {2: 2.0}}
-    assert "first" in " ".join(left_out.values())
+    skipped = Skipped()
+    assert read_history(path.parent, skipped).series == {"loss": {2: 2.0}}
+    assert "first" in " ".join(skipped.values())
 
 
 def test_lines_that_are_read_together_give_the_history_of_lines_one_by_one(path):
@@ -93,5 +93,5 @@ def test_lines_that_are_read_together_give_the_history_of_lines_one_by_one(path)
         alone = MetricHistory()
         for text in lines:
             alone.add(mapping(json_value(text.encode())))
-        together = read_history(path.parent, LeftOut())
+        together = read_history(path.parent, Skipped())
         assert together == alone and list(together.times) == list(alone.times)

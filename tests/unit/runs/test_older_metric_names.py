@@ -10,7 +10,7 @@ from siirl.observe.curve import read_series
 from siirl.observe.loggers import make_sinks
 from siirl.observe.metrics import OLDER_NAMES, todays_name, with_older_names
 from siirl.observe.sinks import JsonlSink, RunInfo
-from siirl.runs.folder_reader import LeftOut
+from siirl.runs.folder_reader import Skipped
 from siirl.runs.run_compare import compared
 from siirl.runs.run_files import latest_metrics, read_history, recent_history, scan_metrics
 from siirl.view.alerts import alerts
@@ -62,10 +62,10 @@ def test_other_names_are_their_own(name):
 @pytest.mark.parametrize("name", ["agent_1/rollout/lag", "agent_1/rollout/staleness"])
 def test_every_reader_of_a_run_gives_todays_names(tmp_path, name):
     folder, today = written(tmp_path, name), "agent_1/rollout/staleness"
-    history = read_history(folder, LeftOut())
+    history = read_history(folder, Skipped())
     points = dict(enumerate(STALE, 1))
-    assert history.series == recent_history(folder, LeftOut()).series == {today: points}
-    assert latest_metrics(folder) == {today: 2.0} and list(curves(history, LeftOut())) == [today]
+    assert history.series == recent_history(folder, Skipped()).series == {today: points}
+    assert latest_metrics(folder) == {today: 2.0} and list(curves(history, Skipped())) == [today]
     series = read_series(folder / "metrics.jsonl")
     assert series[today] == points and series["agent_1/rollout/lag"] is series[today]
     assert list(series) == ["time_s", today]
@@ -87,14 +87,14 @@ def test_a_run_of_before_is_compared_with_one_of_today(tmp_path):
 
 @pytest.mark.parametrize("name", ["reward/shaped", "reward/total"])
 def test_the_reward_of_a_run_of_before_is_its_total(tmp_path, name):
-    scan = scan_metrics(written(tmp_path, name, [1.0, 2.0]), LeftOut())
+    scan = scan_metrics(written(tmp_path, name, [1.0, 2.0]), Skipped())
     assert scan.rewards == {"reward/total": {1: 1.0, 2: 2.0}}
 
 
 def test_where_a_line_has_both_names_todays_counts(tmp_path):
     lines = [{"step": step, "time_s": 1.0, "rollout/staleness": 2.0, "rollout/lag": 1.0} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, lines[-1]]))
-    assert read_history(tmp_path, LeftOut()).series == {"rollout/staleness": {1: 2.0, 2: 2.0}}
+    assert read_history(tmp_path, Skipped()).series == {"rollout/staleness": {1: 2.0, 2: 2.0}}
     assert read_series(tmp_path / "metrics.jsonl")["rollout/staleness"] == {1: 2.0, 2: 2.0}
 
 

@@ -13,7 +13,7 @@ from siirl.cli import main
 from siirl.launch.run_folder import held
 from siirl.observe.curve import read_series
 from siirl.observe.printable import UNPRINTABLE
-from siirl.runs.folder_reader import LeftOut
+from siirl.runs.folder_reader import Skipped
 from siirl.runs.run_files import latest_metrics, read_history, scan_metrics
 from siirl.runs.run_list import find_runs, size_on_disk
 from siirl.runs.run_state import read_run
@@ -113,9 +113,9 @@ def test_the_quick_scan_reads_the_numbers_that_the_json_has(seed, tmp_path):
         for step in range(30)
     }
     run = written(tmp_path).start().steps(values)
-    scan, series = scan_metrics(run.folder, LeftOut()), read_series(run.folder / "metrics.jsonl")
+    scan, series = scan_metrics(run.folder, Skipped()), read_series(run.folder / "metrics.jsonl")
     assert scan.rewards == {name: points for name, points in series.items() if name in names}
-    assert read_history(run.folder, LeftOut()).series == {
+    assert read_history(run.folder, Skipped()).series == {
         name: p for name, p in series.items() if name != "time_s"
     }
     assert (
@@ -176,7 +176,7 @@ def test_no_damage_ends_a_command_with_a_traceback(seed, tmp_path, capsys, templ
         assert main(command) in (0, 2)
     said = capsys.readouterr()
     assert UNPRINTABLE.search(said.out + said.err) is None
-    assert "one" in said.out or not any(find_runs(tmp_path / "one", LeftOut()))
+    assert "one" in said.out or not any(find_runs(tmp_path / "one", Skipped()))
 
 
 @pytest.fixture(scope="module")
@@ -206,11 +206,11 @@ def test_what_a_run_writes_is_not_searched_and_runs_in_runs_are_found(tmp_path):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "metrics.jsonl").touch()
     os.symlink(tmp_path / "run", tmp_path / "again")
-    found = {str(path.relative_to(tmp_path)) for path in find_runs(tmp_path, LeftOut())}
+    found = {str(path.relative_to(tmp_path)) for path in find_runs(tmp_path, Skipped())}
     assert found == {"run", "run/sweep/a", "plain/b/c/d/e"}
     os.makedirs(tmp_path / "plain/b/c/d/e/f")
     (tmp_path / "plain/b/c/d/e/f/metrics.jsonl").touch()
-    assert len(list(find_runs(tmp_path, LeftOut()))) == 3  # six folders down: too deep
+    assert len(list(find_runs(tmp_path, Skipped()))) == 3  # six folders down: too deep
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "run.yaml", "job.json", "x", ".hidden"])

@@ -35,7 +35,7 @@ def test_ranks_are_grouped_by_what_they_do_by_machine_and_by_rows():
     assert found["shards"][3].label == "ranks 6-7: shard 1"
 
 
-def test_kinds_of_groups_that_tell_nothing_are_left_out():
+def test_kinds_of_groups_that_tell_nothing_are_skipped():
     assert set(rank_groups(two_agents(), 8, 8)) == {"alike", "shards"}, "all on one machine"
     assert set(rank_groups(two_agents(), 8, 1)) == {"alike", "shards"}, "each rank on its own"
     assert set(rank_groups(None, 8, 2)) == {"machines"}

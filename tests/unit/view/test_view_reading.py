@@ -17,7 +17,7 @@ from siirl.launch.run_folder import LOCK
 from siirl.observe.position import record_end
 from siirl.observe.sinks import JsonlSink
 from siirl.observe.trace import TRACE_DIR, TraceFile, merge_trace
-from siirl.runs.folder_reader import LeftOut
+from siirl.runs.folder_reader import Skipped
 from siirl.runs.run_files import MetricHistory, read_history
 from siirl.runs.run_state import run_folder
 from siirl.view import episodes, trace_reader, view_page
@@ -125,9 +125,9 @@ def test_of_ranks_that_are_not_shown_the_outermost_intervals_are_those_of_a_whol
     trace.complete("micro_batch", 3.5, 3.9, {"tokens": 5})
     trace.close()
     shutil.copy(tmp_path / TRACE_DIR / "rank_1.jsonl", tmp_path / TRACE_DIR / "rank_0.jsonl")
-    (*_, whole), _ = trace_reader.read_traces(tmp_path, LeftOut())
+    (*_, whole), _ = trace_reader.read_traces(tmp_path, Skipped())
     monkeypatch.setattr(trace_reader, "MOST_RANKS", 1)
-    (*_, fast), shown = trace_reader.read_traces(tmp_path, LeftOut())
+    (*_, fast), shown = trace_reader.read_traces(tmp_path, Skipped())
     assert [trace.rank for trace in shown] == [0] and len(whole.spans) > 1 and list(fast.spans) == [0]
     outer = [span for span in whole.spans[0] if span.depth == 0]
     assert fast.spans[0] == outer and fast.label == whole.label
@@ -210,10 +210,10 @@ def test_a_curve_of_many_points_keeps_its_ends_and_extremes():
     assert len(kept) <= MOST_POINTS and kept == sorted(set(kept))
     assert {points[0], points[-1], (77_777, 9.0), (12_345, -9.0)} <= set(kept)
     history = MetricHistory(series={"loss": dict(points)})
-    left_out = LeftOut()
-    shown = curves(history, left_out)
+    skipped = Skipped()
+    shown = curves(history, skipped)
     assert shown["loss"]["of"] == 100_000 and len(shown["loss"]["steps"]) <= MOST_POINTS
-    assert left_out == {
+    assert skipped == {
         "curves": "of 1 that has more than 2000 points, the lowest and the highest point of each stretch are "
         "shown"
     }
@@ -232,7 +232,7 @@ def history_of(name, values, tmp_path):
     for step, value in enumerate(values, 1):
         sink.log(step, {name: value})
     sink.close()
-    return read_history(tmp_path, LeftOut())
+    return read_history(tmp_path, Skipped())
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_of_two_lines_for_a_step_the_later_counts(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step":1,"a":null}\n{"step":1,"a":2}\n{"step":2,"a":1}\n{"step":2,"a":3'
     )
-    history = read_history(tmp_path, LeftOut())
+    history = read_history(tmp_path, Skipped())
     assert history.series == {"a": {1: 2.0, 2: 1.0}} and not history.broken["a"]
 
 

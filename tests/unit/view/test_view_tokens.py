@@ -8,7 +8,7 @@ from page_browser import opened_tab
 from viewed_runs import HOSTILE, write_run
 
 from siirl.observe.sinks import SampleSink, write_json_lines
-from siirl.runs.folder_reader import LeftOut
+from siirl.runs.folder_reader import Skipped
 from siirl.view.episodes import MOST_TOKENS, read_tokens
 from siirl.view.view_page import export, read_run
 
@@ -56,9 +56,9 @@ def test_turns_have_the_tokens_and_the_credit_of_their_rows(tmp_path):
     assert listed == {"train 6.0": True, "train 6.1": True, "train 1.0": False} | {
         f"validation {step}.0": False for step in (1, 6)
     }
-    left_out = LeftOut()
-    found = read_tokens(folder / "rollouts" / "tokens" / "step_6.jsonl", left_out)
-    assert not left_out and set(found) == {(7, 3, None), (7, None, 30)}
+    skipped = Skipped()
+    found = read_tokens(folder / "rollouts" / "tokens" / "step_6.jsonl", skipped)
+    assert not skipped and set(found) == {(7, 3, None), (7, None, 30)}
     turn = found[7, 3, None][0, 0]
     assert (turn["credit"], turn["left_out"]) == (CREDIT, 2) and turn["numbers"] == NUMBERS
     assert turn["texts"][:3] == SAID[0][:3] and "\x1b" not in turn["texts"][3]
@@ -75,12 +75,12 @@ def test_turns_have_the_tokens_and_the_credit_of_their_rows(tmp_path):
         {"speaker": None, "turns": 3},
     ],
 )
-def test_a_damaged_row_is_left_out_and_noted(tmp_path, damage):
+def test_a_damaged_row_is_skipped_and_noted(tmp_path, damage):
     path = tmp_path / "step_6.jsonl"
     write_json_lines(path, [line_of(0, **damage), line_of(1)])
-    left_out = LeftOut()
-    found = read_tokens(path, left_out)
-    assert set(found[7, 3, None]) == {(1, 1)} and "1" in left_out["tokens"]
+    skipped = Skipped()
+    found = read_tokens(path, skipped)
+    assert set(found[7, 3, None]) == {(1, 1)} and "1" in skipped["tokens"]
 
 
 def test_numbers_that_are_none_and_endless_rows_are_borne(tmp_path):
@@ -92,7 +92,7 @@ def test_numbers_that_are_none_and_endless_rows_are_borne(tmp_path):
         "ratio": [None, "x", 1e400] + [1] * length,
     }
     path.write_text(json.dumps(line) + "\n")
-    [turn] = read_tokens(path, LeftOut())[7, 3, None].values()
+    [turn] = read_tokens(path, Skipped())[7, 3, None].values()
     assert turn["numbers"]["ratio"][:4] == [None, None, None, 1.0]
     assert len(turn["texts"]) == len(turn["numbers"]["ratio"]) == MOST_TOKENS
 

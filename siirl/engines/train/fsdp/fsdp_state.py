@@ -197,9 +197,9 @@ def _named(hf: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:
 def base_names(hf: PreTrainedModel, parts: FileParts) -> list[str]:
     """HF names of what a training state leaves out: with adapters, the weights that stay as they are."""
     stored = _stored(hf)
-    left_out = [plain_name(name) for name, _ in hf.named_parameters() if name not in stored]
-    buffers = _buffers(hf) if left_out else {}
-    return [part.name for name in left_out for part in parts[name]] + list(buffers)
+    skipped = [plain_name(name) for name, _ in hf.named_parameters() if name not in stored]
+    buffers = _buffers(hf) if skipped else {}
+    return [part.name for name in skipped for part in parts[name]] + list(buffers)
 
 
 def _stored(hf: PreTrainedModel) -> dict[str, nn.Parameter]:
