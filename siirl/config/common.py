@@ -12,17 +12,24 @@ STRATEGY: dict[str, Any] = {"choices": STRATEGIES, "synonyms": {"fsdp2": "fsdp"}
 """The rule of a key that picks the backend of a model."""
 ULYSSES = "ranks that share each sequence under fsdp: its tokens everywhere, its heads in attention"
 
+FLOATS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Short names of number types."""
+
+
+def _float_key(default: str, doc: str, choices: tuple[str, ...] = ("float32", "bfloat16")) -> Any:
+    """A field that holds a number type, under its own name or a short one."""
+    synonyms = {short: name for short, name in FLOATS.items() if name in choices}
+    return key(default, doc, choices=choices, synonyms=synonyms)
+
 
 @dataclass(frozen=True)
 class MixedPrecisionConfig:
     """Number types of FSDP compute and communication; master weights stay in fsdp_config.model_dtype."""
 
-    param_dtype: str = key(
-        "bfloat16", "type of gathered parameters and of compute", choices=("float32", "bfloat16", "float16")
+    param_dtype: str = _float_key(
+        "bfloat16", "type of gathered parameters and of compute", (*FLOATS.values(),)
     )
-    reduce_dtype: str = key(
-        "float32", "type in which gradients are reduced", choices=("float32", "bfloat16", "float16")
-    )
+    reduce_dtype: str = _float_key("float32", "type in which gradients are reduced", (*FLOATS.values(),))
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class FSDPConfig:
         "optimizer step, as those of models up to 2 GiB in fp32 are anyway",
         auto=True,
     )
-    model_dtype: str = key("float32", "type of the master weights", choices=("float32", "bfloat16"))
+    model_dtype: str = _float_key("float32", "type of the master weights")
     float8: bool = key(
         False,
         "the linear layers of the blocks multiply in FP8 (e4m3), with a scale for each token and feature",
@@ -73,7 +80,7 @@ class MegatronConfig:
     virtual_pipeline_model_parallel_size: int | None = key(None, "model chunks on each pipeline rank", low=1)
     sequence_parallel: bool = key(False, "split activations over the tensor parallel ranks")
     use_distributed_optimizer: bool = key(True, "shard optimizer states over data parallel ranks (ZeRO-1)")
-    param_dtype: str = key("bfloat16", "type of parameters in compute", choices=("bfloat16", "float32"))
+    param_dtype: str = _float_key("bfloat16", "type of parameters in compute", ("bfloat16", "float32"))
     seed: int = seed_key(1, "seed of Megatron's generators")
     param_offload: bool = key(True, "keep parameters in host memory between phases")
     grad_offload: bool = key(False, "keep gradients in host memory between phases")

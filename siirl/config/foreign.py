@@ -139,14 +139,18 @@ OTHER_DEFAULTS: dict[str, OtherDefault] = {
 
 
 def foreign(name: str) -> tuple[Foreign, str] | None:
-    """(what is known of a foreign key, its name here or ""), the first entry that fits; None if unknown."""
+    """(what is known of a foreign key, its name here or ""), the first entry that fits; None if unknown.
+
+    A group that has another name here is read on under that name.
+    """
     for pattern, entry in FOREIGN.items():
         found = re.fullmatch(_regular(pattern), name)
         if found:
             here = entry.here
             for part in found.groups() if "*" in here else ():
                 here = here.replace("*", part, 1)
-            return entry, here
+            moved = foreign(here) if here.endswith(name.rpartition(".")[2]) and here != name else None
+            return moved or (entry, here)
     return None
 
 

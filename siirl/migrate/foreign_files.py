@@ -13,17 +13,23 @@ from typing import Any
 import yaml
 
 from siirl.config.foreign import foreign
+from siirl.config.keys import Key
+from siirl.config.resolve import FOLLOWS, get
 from siirl.config.root import all_keys
-from siirl.errors import ConfigError
+from siirl.config.tree import default_config
+from siirl.config.values import convert, show
+from siirl.errors import ConfigError, UserError
+from siirl.migrate.defaults import OWN
 from siirl.migrate.script import read_script
 from siirl.migrate.shell_words import UNKNOWN
 from siirl.migrate.translate import MEGATRON_NAMES, translate
-from siirl.migrate.translation import Kind, Translation
+from siirl.migrate.translation import Kind, Setting, Translation, typed
 
 FILL_IN = "FILL_IN"
 PLACEHOLDER = re.compile(r"(?<!\$)\{[A-Za-z][\w ]*\}")
 SETTING = re.compile(r"[~+]*[\w.]+=")
 INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^}]*))?\}")
+SELECTION = re.compile(r"\$\{oc\.select:([\w.]+)(?:,(.*))?\}", re.DOTALL)
 SCALARS = {True: "true", False: "false", None: "null"}
 
 
@@ -35,6 +41,8 @@ class Source:
     arguments: tuple[str, ...]
     open: Mapping[str, tuple[str, ...]]
     """Text -> the settings that hold it: places to fill in, or variables that nobody set."""
+    whole: bool = False
+    """Whether it is a tree of all settings: a YAML file."""
 
 
 def read_source(path: Path, given: Mapping[str, str], settings: Sequence[str]) -> Source:
@@ -66,6 +74,8 @@ def read_source(path: Path, given: Mapping[str, str], settings: Sequence[str]) -
         for found in PLACEHOLDER.finditer(argument):
             left.setdefault(found[0], []).append(name)
         arguments.append(argument)
+    for guess in launch.variables.guesses:
+        left[guess] = ["the script's conditions: give the variable if it is not so"]
     return Source(launch.origin, tuple(arguments), {text: tuple(names) for text, names in left.items()})
 
 
@@ -82,8 +92,32 @@ def _of_python(path: Path, text: str) -> str:
 
 
 def translate_source(source: Source) -> Translation:
-    """The settings of a source for siirl."""
-    return translate(source.origin, source.arguments)
+    """The settings of a source for siirl; of a YAML file, those that differ from siirl's defaults."""
+    result = translate(source.origin, source.arguments)
+    if source.whole:
+        _leave_out_defaults(result)
+    return result
+
+
+def _leave_out_defaults(result: Translation) -> None:
+    """What a whole tree of settings sets to what siirl does without it, and does not choose by itself."""
+    defaults = default_config()
+    written = result.written()
+    twice = {setting.name for setting in result.of("kept", "changed", "added") if setting not in written}
+    for place, setting in enumerate(result.settings):
+        key = all_keys().get(setting.name)
+        if key is None or setting.name in {*twice, *OWN, *FOLLOWS} or key.rule.auto or key.is_map:
+            continue
+        if show(key, _converted(key, setting.value)) == show(key, get(defaults, setting.name)):
+            kind, why = "dropped", "siirl's default, too"
+            result.settings[place] = Setting(kind, "", "", setting.there or setting.name, why)
+
+
+def _converted(key: Key, text: str) -> Any:
+    try:
+        return convert(key, typed(key, text))
+    except UserError:
+        return text
 
 
 def _from_yaml(path: Path, text: str, settings: Sequence[str]) -> Source:
@@ -102,6 +136,7 @@ def _from_yaml(path: Path, text: str, settings: Sequence[str]) -> Source:
     leaves = dict(_leaves(tree, ""))
     if not any(map(_is_known, leaves)):
         raise ConfigError(_of_others(path, tree))
+    leaves = {name: _absolute(value, name) for name, value in leaves.items()}
     resolved = {name: _resolved(value, leaves, 0) for name, value in leaves.items()}
     origin = "siirl" if "dag" in tree or "ppo_dag_trainer" in defaults or "ray_init" in tree else "verl"
     named = next((name for name in defaults if name in MEGATRON_NAMES), None)
@@ -109,7 +144,7 @@ def _from_yaml(path: Path, text: str, settings: Sequence[str]) -> Source:
     arguments = [
         f"{name}={_text(value)}" for name, value in resolved.items() if not name.endswith("_target_")
     ]
-    return Source(origin, (*options, *arguments, *settings), {})
+    return Source(origin, (*options, *arguments, *settings), {}, whole=True)
 
 
 def _is_known(name: str) -> bool:
@@ -140,6 +175,14 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
+def _absolute(value: Any, name: str) -> Any:
+    """The value with ${.key}, which is beside it in its group, under the whole name."""
+    group = name.rpartition(".")[0]
+    return (
+        re.sub(r"(\$\{(?:oc\.select:)?)\.(?=\w)", rf"\1{group}.", value) if isinstance(value, str) else value
+    )
+
+
 def _resolved(value: Any, leaves: Mapping[str, Any], depth: int) -> Any:
     """The value with ${key} of the same file put in; what is not there stays."""
     if not isinstance(value, str) or depth > 20:
@@ -147,8 +190,11 @@ def _resolved(value: Any, leaves: Mapping[str, Any], depth: int) -> Any:
     whole = INTERPOLATION.fullmatch(value)
     if whole and whole[1] in leaves:
         return _resolved(leaves[whole[1]], leaves, depth + 1)
-    if whole and whole[2] is not None:
-        return yaml.safe_load(whole[2])
+    selection = SELECTION.fullmatch(value)
+    if selection and selection[1] in leaves:
+        return _resolved(leaves[selection[1]], leaves, depth + 1)
+    if selection:  # what is not there has the default, or no value
+        return _resolved(yaml.safe_load(selection[2] or "null"), leaves, depth + 1)
 
     def put_in(found: re.Match[str]) -> str:
         inner = leaves.get(found[1])
@@ -188,7 +234,7 @@ def page(
     for kind, heading in HEADINGS.items():
         found = translation.of(kind)
         if found:
-            lines += ["#", f"# {heading}:", *(f"#   {one_line(s.there)}: {s.why}" for s in found)]
+            lines += ["#", f"# {heading}:", *(f"#   {line}" for line in _by_reason(found))]
     if left:
         lines += ["#", "# to fill in:"]
         lines += [f"#   {one_line(text)} in {', '.join(names)}" for text, names in left.items()]
@@ -202,6 +248,15 @@ def page(
     options = "".join(f" {shlex.quote(option)}" for option in translation.options)
     lines += [")", f'siirl run{options} "${{SETTINGS[@]}}" "$@"']
     return "\n".join(lines)
+
+
+def _by_reason(settings: Sequence[Setting]) -> Iterator[str]:
+    """A line for each setting; one for all that share a reason, if they are many."""
+    shared: dict[str, list[str]] = {}
+    for setting in settings:
+        shared.setdefault(setting.why, []).append(one_line(setting.there))
+    for why, there in shared.items():
+        yield from [f"{', '.join(there)}: {why}"] if len(there) > 3 else [f"{one}: {why}" for one in there]
 
 
 def one_line(text: str) -> str:

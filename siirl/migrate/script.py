@@ -52,14 +52,15 @@ def read_script(text: str, given: Mapping[str, str], settings: Sequence[str] = (
     """The last training command that the script would run, its arguments expanded.
 
     given: environment variables. settings: what the user would write behind the script's name. Conditions are
-    followed where they are known; one that is not counts as true, unless its branch ends the script. A script
+    followed where they are known; one that is not counts as true, unless its branch ends the script, and is
+    noted where settings depend on it: a word that it compares is then what it is compared with. A script
     whose functions are never called is read as if each were. ConfigError if there is no training command.
     """
     if len(text) > LENGTH_LIMIT:
         raise ConfigError(
             f"the script has {len(text)} characters: launch scripts are shorter. Check the file."
         )
-    reader = _Reader(Variables({"HOME": "~", **given}, list(settings)))
+    reader = _Reader(Variables({"HOME": "~", "PWD": ".", **given}, list(settings)))
     reader.run(parse(text))
     if reader.launch is None:
         for body in list(reader.functions.values()):
@@ -106,11 +107,14 @@ class _Reader:
         self.said = ""
         self.depth = 0
 
-    def run(self, statements: Sequence[Statement]) -> None:
+    def run(self, statements: Sequence[Statement]) -> bool | None:
+        """Run statements in order; the outcome of the last one."""
+        outcome: bool | None = True
         for statement in statements:
             if self.stopped:
-                return
-            self.status(statement)
+                return None
+            outcome = self.status(statement)
+        return outcome
 
     def status(self, statement: Statement) -> bool | None:
         """Run one statement; True or False where its outcome is known."""
@@ -126,7 +130,7 @@ class _Reader:
             case Function():
                 self.functions[statement.name] = statement.body
             case Group():
-                self.run(statement.body)
+                return self.run(statement.body)
             case Loop():
                 pass
         return None
@@ -147,23 +151,42 @@ class _Reader:
 
     def _if(self, statement: If) -> None:
         for condition, body in statement.branches:
-            outcome: bool | None = True
-            for part in condition:
-                outcome = self.status(part)
+            outcome = self.run(condition)
             if outcome is None:
                 outcome = not any(map(_ends, body))
+                if any(map(_sets, (*body, *statement.otherwise))):
+                    self._guess(condition, outcome)
             if outcome:
-                return self.run(body)
-        return self.run(statement.otherwise)
+                self.run(body)
+                return
+        self.run(statement.otherwise)
+
+    def _guess(self, condition: Sequence[Statement], holds: bool) -> None:
+        """Note how a condition that is not known was read."""
+        last = condition[-1] if condition else None
+        while isinstance(last, Chain) and holds:  # all of it holds: the last part, too
+            last = last.items[-1][1]
+        parts = [part for part in last.parts if isinstance(part, str)] if isinstance(last, Command) else []
+        words = [expand_text(part, self.variables) for part in parts]
+        match words:
+            case ["[" | "[[" | "test", word, "=" | "==", value, *_] if holds and UNKNOWN.fullmatch(word):
+                self.variables.take(word, value)
+            case _:
+                shown = self.variables.shown(" ".join(words)) or "a condition"
+                self.variables.guesses.append(f"{shown}: read as if it {'held' if holds else 'did not hold'}")
 
     def _case(self, statement: Case) -> None:
         word = expand_text(statement.word, self.variables)
         unknown = bool(UNKNOWN.search(word))
         for patterns, body in statement.branches:
-            taken = any(_matches(word, expand_text(pattern, self.variables)) for pattern in patterns)
+            values = [expand_text(pattern, self.variables) for pattern in patterns]
+            taken = any(_matches(word, value) for value in values)
             if taken or (unknown and not any(map(_ends, body))):
-                return self.run(body)
-        return None
+                alone = UNKNOWN.fullmatch(word) and len(values) == 1 and not set(values[0]) & set("*?[")
+                if alone and _sets(statement):
+                    self.variables.take(word, values[0])
+                self.run(body)
+                return
 
     def _command(self, command: Command) -> bool | None:
         words: list[str] = []
@@ -245,6 +268,24 @@ def _ends(statement: Statement) -> bool:
     if isinstance(statement, Chain):
         return any(_ends(item) for _, item in statement.items)
     return isinstance(statement, Group) and any(map(_ends, statement.body))
+
+
+def _sets(statement: Statement) -> bool:
+    """Whether a statement sets a variable, as far as its own words say."""
+    match statement:
+        case Command(parts=(str() as first, *_)):
+            return first in DECLARING or ASSIGNMENT.fullmatch(first) is not None
+        case Command(parts=parts):
+            return bool(parts)
+        case Chain(items=items):
+            return any(_sets(item) for _, item in items)
+        case Group(body=body):
+            return any(map(_sets, body))
+        case If(branches=branches, otherwise=otherwise):
+            return any(map(_sets, (*(item for _, body in branches for item in body), *otherwise)))
+        case Case(branches=branches):
+            return any(_sets(item) for _, body in branches for item in body)
+    return False
 
 
 def _matches(word: str, pattern: str) -> bool:

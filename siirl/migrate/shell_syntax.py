@@ -258,7 +258,7 @@ class _Parser:
             self.at += 1
             closing = "}" if token == "{" else "\0)"
             body = self.block((closing,))
-            self.at += 1
+            self._close("{" if token == "{" else "(", closing)
             return Group(body)
         if token == "function" or (self._peek(1) == "\0(" and self._peek(2) == "\0)"):
             return self._function(token == "function")
@@ -274,8 +274,17 @@ class _Parser:
         if self._peek() == "else":
             self.at += 1
             otherwise = self.block(("fi",))
-        self.at += 1
+        self._close("if", "fi")
         return If(tuple(branches), otherwise)
+
+    def _close(self, opening: str, closing: str) -> None:
+        """Take the word that ends a statement. ConfigError at the end of the script: bash has none either."""
+        if self.at >= len(self.tokens):
+            raise ConfigError(
+                f"the script ends within {opening!r}: {closing.removeprefix(chr(0))!r} is missing, and bash "
+                "would not run it either. Correct the script."
+            )
+        self.at += 1
 
     def _case(self) -> Case:
         word = str(self._peek(1))
@@ -293,7 +302,7 @@ class _Parser:
             branches.append((tuple(patterns), self.block(("\0;;", "esac"))))
             while self._peek() in ("\0;;", "\0\n"):
                 self.at += 1
-        self.at += 1
+        self._close("case", "esac")
         return Case(word, tuple(branches))
 
     def _loop(self) -> Loop:

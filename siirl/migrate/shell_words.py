@@ -16,6 +16,8 @@ PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[0-9@*#?])(\[[^\]]*\])?(.*)", re.DOTA
 OPERATION = re.compile(r"(:?[-=+?]|##?|%%?|,,?|\^\^?)(.*)", re.DOTALL)
 ALL_ITEMS = re.compile(r"\$(@|\{@\}|\{\w+\[@\]\})")
 """Within double quotes, one word for each item: none for an empty list."""
+NPU_PROBE = re.compile(r"\bimport torch_npu\b.*\|\|\s*echo\s+([\w-]+)", re.DOTALL)
+"""Whether there is an NPU: there is none where siirl runs."""
 OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -39,11 +41,20 @@ class Variables:
     """Names that were read though nobody set them."""
     tested: set[str] = field(default_factory=set)
     """Those among them that conditions read."""
+    guesses: list[str] = field(default_factory=list)
+    """How conditions that depend on text that is not known were read."""
 
     def not_known(self, source: str) -> str:
         """A mark that stands for the text of `source`."""
         self.unknown.append(source)
         return f"\ue000{len(self.unknown) - 1}\ue001"
+
+    def take(self, mark: str, value: str) -> None:
+        """The text that a mark stands for is `value` from here on: a condition was read so."""
+        self.guesses.append(f"{self.shown(mark)}: read as {value!r}")
+        for name, text in self.values.items():
+            if isinstance(text, str):
+                self.values[name] = text.replace(mark, value)
 
     def shown(self, text: str) -> str:
         """The text with what is not known as the script has it."""
@@ -226,7 +237,8 @@ def _substitution(command: str, variables: Variables) -> str:
     command = command.strip()
     if command == "pwd" or re.search(r"\bdirname\b", command):
         return "."
-    return variables.not_known(f"$({command})")
+    without_npu = NPU_PROBE.fullmatch(command[command.find("import torch_npu") :])
+    return without_npu[1] if without_npu else variables.not_known(f"$({command})")
 
 
 def arithmetic(text: str, variables: Variables) -> str:

@@ -13,7 +13,7 @@ from siirl.config.values import check_available, closest, convert, show
 from siirl.errors import ConfigError, NotSupportedError, UserError
 from siirl.migrate.correction import GROUP, translate_correction
 from siirl.migrate.defaults import add_defaults, names_vision_model, refused_by_megatron
-from siirl.migrate.translation import Setting, Translation, scalar, typed, unquoted, value_of
+from siirl.migrate.translation import Setting, Translation, scalar, typed, unmet, unquoted, value_of
 
 MEGATRON_NAMES = ("ppo_megatron_trainer", "megatron_ppo_dag_trainer")
 PRESET_NAMES = ("ppo_trainer", "ppo_dag_trainer", *MEGATRON_NAMES)
@@ -26,6 +26,10 @@ GLOBAL_SIZES = {
     "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
     "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
 }
+COMPARED = "algorithm.gdpo_reward_"
+MANAGER = "reward_model.reward_manager"
+SWITCHES = ("enable", "enabled")
+OFF = ("false", "null", "none", "0", "")
 PROFILED = {
     f"{POLICY}.actor": "actor",
     f"{POLICY}.ref": "ref",
@@ -42,10 +46,15 @@ def translate(origin: str, arguments: Sequence[str]) -> Translation:
     given = list(_settings(_options(arguments, result), result))
     values = {name: value for _, name, value in given}
     for sign, name, value in given:
-        if not name.startswith(GROUP):
+        off = _switched_off(name, value, values)
+        if off:
+            result.add("dropped", f"{sign}{name}={value}", off)
+        elif not name.startswith((GROUP, COMPARED)):
             _translate_one(sign, name, value, result)
     for kind, there, why, name, value in translate_correction(values):
         result.add(kind, there, why, name, value)
+    _compared_rewards(values, result)
+    _reward_of_groups(result)
     _sizes_over_ranks(result)
     _one_machine(result)
     _without_effect_there(result)
@@ -54,7 +63,34 @@ def translate(origin: str, arguments: Sequence[str]) -> Translation:
     _profiled(values, result)
     add_defaults(origin, values, result)
     _images(result)
+    _refused_without_effect(result)
     return result
+
+
+def _switched_off(name: str, value: str | None, values: Mapping[str, str | None]) -> str:
+    """Why a key that siirl does not have asks for nothing: it has no value, or a group of theirs is off."""
+    if name in all_keys() or name in GLOBAL_SIZES or value is None:
+        return ""
+    parts = name.split(".")
+    groups = (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
+    for group in (group for group in groups if group not in all_groups()):
+        for switch in SWITCHES:
+            said = values.get(f"{group}.{switch}")
+            if said is not None and _plain_text(said) in OFF:
+                return f"{group}.{switch}={said}: the group does nothing"
+        if group.endswith(".lora") and _plain_text(values.get(f"{group}.rank") or "0") in OFF:
+            return f"{group}.rank is 0: the group does nothing"
+    nothing = _plain_text(value) in ("null", "none", "", "[]", "{}")
+    return "it asks for nothing" if nothing and foreign(name) is None else ""
+
+
+def _refused_without_effect(result: Translation) -> None:
+    """Values that siirl refuses under keys that do nothing in this run are no loss."""
+    for place, setting in enumerate(result.settings):
+        key = all_keys().get(setting.there.lstrip("+").partition("=")[0])
+        why = unmet(key, result) if key is not None and setting.kind == "impossible" else ""
+        if why:
+            result.settings[place] = replace(setting, kind="dropped", why=f"without effect: {why}")
 
 
 def _options(arguments: Sequence[str], result: Translation) -> list[str]:
@@ -107,12 +143,14 @@ def _translate_one(sign: str, name: str, value: str | None, result: Translation)
         result.add("dropped", there, "a key that is taken out has siirl's default")
         return
     known = foreign(name)
-    if name == "model_engine":
-        strategy = STRATEGIES.get(value)
+    role, _, engine = name.rpartition("model_engine")
+    if engine == "" and (not role or f"{role}strategy" in all_keys()):
+        strategy = STRATEGIES.get(_plain_text(value))
         if strategy is None:
-            result.add(
-                "impossible", there, f"the engines are {' and '.join(sorted(set(STRATEGIES.values())))}"
-            )
+            engines = " and ".join(sorted(set(STRATEGIES.values())))
+            result.add("impossible", there, f"the engines are {engines}")
+        elif role:
+            _keep(f"{role}strategy", strategy, there, "", result)
         elif strategy != "fsdp":
             _strategies(strategy, there, result)
         else:
@@ -124,7 +162,8 @@ def _translate_one(sign: str, name: str, value: str | None, result: Translation)
         if asks_nothing and not here and name in all_keys():  # of siirl too, where the value says something
             _keep(name, value, there, "", result)
         elif asks_nothing:
-            result.add("dropped", there, entry.why if here else "it asks for nothing")
+            nothing = "nothing" if _plain_text(value) in OFF else "what siirl does anyway"
+            result.add("dropped", there, entry.why if here else f"it asks for {nothing}")
         elif here:
             _keep(here, value, there, "" if entry.asks_nothing else entry.why, result)
         elif entry.harmless:
@@ -186,6 +225,54 @@ def _unavailable(key: Key, value: str) -> str:
 
 def _plain_text(value: str) -> str:
     return unquoted(value.strip()).lower()
+
+
+def _compared_rewards(values: Mapping[str, str | None], result: Translation) -> None:
+    """verl's lists of the rewards that gdpo compares, and of their weights, are one map here."""
+    given = {name: value for name, value in values.items() if name.startswith(COMPARED) and value}
+    lists = {
+        name: [unquoted(item.strip()) for item in text.strip("[] ").split(",")]
+        for name, text in given.items()
+    }
+    names = lists.get(f"{COMPARED}keys", [])
+    weights = lists.get(f"{COMPARED}weights", ["1"] * len(names))
+    there = " ".join(f"{name}={value}" for name, value in given.items())
+    if (
+        given
+        and len(names) == len(weights)
+        and all(type(scalar(weight)) in (int, float) for weight in weights)
+    ):
+        pairs = ",".join(f"{name}:{weight}" for name, weight in zip(names, weights, strict=True))
+        result.add("changed", there, "", "algorithm.gdpo_rewards", f"{{{pairs}}}")
+    elif given:
+        result.add("impossible", there, "each key needs a weight, a number")
+    for place, setting in enumerate(result.settings):
+        name, _, value = setting.there.lstrip("+").partition("=")
+        if name in ("reward.reward_manager.name", MANAGER) and _plain_text(value) == "gdpo":
+            why = "algorithm.gdpo_rewards reads what the function returns"
+            result.settings[place] = Setting("changed", MANAGER, "naive", setting.there, why)
+
+
+def _reward_of_groups(result: Translation) -> None:
+    """verl's sums of token rewards, by which groups are filtered, are the score unless more is in them."""
+    inside = {"reward_model.overlong_buffer.enable": ("seq_reward", "seq_final_reward")}
+    inside["algorithm.use_kl_in_reward"] = ("seq_final_reward",)
+    for place, setting in enumerate(result.settings):
+        metric = _plain_text(setting.value)
+        if setting.name != "algorithm.filter_groups.metric" or metric not in (
+            "seq_reward",
+            "seq_final_reward",
+        ):
+            continue
+        more = [
+            name for name, metrics in inside.items() if metric in metrics and value_of(result, name) is True
+        ]
+        if more:
+            why = f"a sum with what {' and '.join(more)} adds: groups are filtered by the score, or acc"
+            result.settings[place] = Setting("impossible", "", "", setting.there, why)
+        else:
+            why = "the sum of a row's rewards is its score"
+            result.settings[place] = replace(setting, kind="changed", value="score", why=why)
 
 
 def _sizes_over_ranks(result: Translation) -> None:
@@ -260,10 +347,14 @@ def _without_effect_there(result: Translation) -> None:
 
 def _asked_by_a_function(values: Mapping[str, str | None], result: Translation) -> None:
     """A reward function beside a served reward model asks that model in words, over verl's own client."""
-    asked = any(name.endswith("custom_reward_function.path") and value for name, value in values.items())
+    asked = any(
+        name.endswith("custom_reward_function.path") and _plain_text(value or "") not in OFF
+        for name, value in values.items()
+    )
     for place, setting in enumerate(result.settings):
         name = setting.there.partition("=")[0]
-        if asked and setting.kind == "dropped" and name.endswith("reward_model.rollout.name"):
+        names_engine = name.endswith("reward_model.rollout.name") and not _switched_off(name, "", values)
+        if asked and setting.kind == "dropped" and names_engine:
             why = (
                 "a reward function that asks a model: let the model grade, as a judge (reward_model.judge.*)"
             )

@@ -293,6 +293,88 @@ def test_the_other_defaults_differ_from_ours():
             [],
         ),
         ("verl", ["trainer.nodes=2"], [], ["trainer.nodes"]),
+        (
+            "verl",
+            [
+                "actor_rollout_ref.actor.model_engine=megatron",
+                "actor_rollout_ref.actor.fsdp_config.strategy=fsdp2",
+            ],
+            ["actor_rollout_ref.actor.strategy=megatron"],
+            [],
+        ),
+        ("verl", ["critic.model_engine=veomni"], [], ["critic.model_engine"]),
+        ("verl", ["actor_rollout_ref.actor.calculate_sum_pi_squared=True", "trainer.device=gpu"], [], []),
+        ("verl", ["+ray_kwargs.ray_init.runtime_env.py_executable=x"], [], []),
+        (
+            "verl",
+            ["critic.fsdp.dtype=bf16", "critic.fsdp.model_dtype=fp32", "critic.fsdp.strategy=fsdp2"],
+            ["critic.fsdp_config.mixed_precision.param_dtype=bf16", "critic.fsdp_config.model_dtype=fp32"],
+            [],
+        ),
+        ("verl", ["actor_rollout_ref.model.lora_alpha=0"], [], []),
+        (
+            "verl",
+            ["actor_rollout_ref.model.lora_alpha=0", "actor_rollout_ref.model.lora_rank=8"],
+            [],
+            ["actor_rollout_ref.model.lora_alpha"],
+        ),
+        (
+            "verl",
+            ["actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.lora.rank=0"],
+            ["actor_rollout_ref.model.lora_rank=32"],
+            [],
+        ),
+        (
+            "verl",
+            [
+                "algorithm.adv_estimator=gdpo",
+                '+algorithm.gdpo_reward_keys=["a", "b"]',
+                "+algorithm.gdpo_reward_weights=[1.0,0.5]",
+                "reward.reward_manager.name=gdpo",
+            ],
+            ["algorithm.gdpo_rewards={a:1.0,b:0.5}", "reward_model.reward_manager=naive"],
+            [],
+        ),
+        (
+            "verl",
+            ["+algorithm.gdpo_reward_keys=[a,b]", "+algorithm.gdpo_reward_weights=[1]"],
+            [],
+            ["algorithm.gdpo_reward_keys"],
+        ),
+        (
+            "verl",
+            ["algorithm.filter_groups.metric=seq_reward", "algorithm.filter_groups.enable=True"],
+            ["algorithm.filter_groups.metric=score"],
+            [],
+        ),
+        (
+            "verl",
+            ["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=True"],
+            [],
+            ["algorithm.filter_groups.metric"],
+        ),
+        (
+            "verl",  # siirl's own group: what is beside its switch is not off
+            [
+                "reward_model.enable=False",
+                "reward_model.sandbox_fusion_url=http://x",
+                "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+                "reward_model.reward_loop_source=importlib",
+            ],
+            ["reward_model.sandbox_fusion.url=http://x", "reward_model.overlong_buffer.enable=True"],
+            ["reward_model.reward_loop_source"],
+        ),
+        (
+            "verl",  # their groups: off, and on
+            [
+                "actor_rollout_ref.model.mtp.enable=False",
+                "actor_rollout_ref.model.mtp.method=mtp",
+                "distillation.enabled=True",
+                "distillation.nnodes=1",
+            ],
+            [],
+            ["distillation.enabled", "distillation.nnodes"],
+        ),
     ],
 )
 def test_a_setting_becomes(origin, words, written, impossible):
@@ -302,6 +384,7 @@ def test_a_setting_becomes(origin, words, written, impossible):
     for name in impossible:
         assert not any(word.startswith(f"{name}=") for word in result)
     assert set(lost(translation)) <= set(impossible)
+    assert len(result) == len(set(result))
 
 
 SCRIPT = """
@@ -371,6 +454,49 @@ def test_a_yaml_file_is_migrated_as_a_script_is(tmp_path, capsys):
         "accepts the command",
     ):
         assert text in page, page
+
+
+TREE = """
+actor_rollout_ref:
+  actor:
+    optim: {_target_: x, optimizer: AdamW, lr: 2.0e-06, weight_decay: 0.01, betas: [0.9, 0.999]}
+    checkpoint: {save_contents: [model], load_contents: '${.save_contents}', strict: true}
+    fsdp_config: {strategy: fsdp, model_dtype: fp32, qat: {enable: false, mode: w4a16}, forward_only: false}
+    calculate_sum_pi_squared: false
+  rollout:
+    name: vllm
+    n: 4
+    qat: '${oc.select:a.b,${oc.select:c.d,null}}'
+    disaggregation: {enabled: false, port: 1}
+  model:
+    lora_rank: 16
+    lora_alpha: 8
+    hf_config_path: null
+    lora: {rank: 0, alpha: 32, target_modules: [linear_qkv]}
+data: {train_batch_size: 1024, shuffle: true, made_up: null}
+algorithm: {adv_estimator: grpo, gamma: 1.0}
+distillation: {enabled: false, distillation_loss: {topk: 32}}
+reward:
+  {reward_model: {enable: false, nnodes: 0, rollout: {name: '???'}}, custom_reward_function: {path: null}}
+"""
+
+
+def test_a_whole_tree_of_defaults_becomes_what_differs(tmp_path, capsys):
+    (tmp_path / "whole.yaml").write_text(TREE)
+    assert main(["migrate", str(tmp_path / "whole.yaml")]) == 0
+    page = capsys.readouterr().out
+    settings = page.partition("SETTINGS=(")[2]
+    for text in (
+        "optim.lr=2e-06",
+        "lora_rank=16",
+        "lora_alpha=8",
+        "save_contents=[model]",
+        "load_contents=[model]",
+    ):
+        assert text in settings, page
+    for text in ("gamma", "weight_decay", "lora.", "alpha=32", "topk", "null"):
+        assert text not in settings, page
+    assert "algorithm.gamma=1.0" in page and "siirl's default, too" in page and "0 cannot be had" in page
 
 
 @pytest.mark.parametrize(

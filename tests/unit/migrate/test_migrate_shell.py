@@ -184,10 +184,65 @@ def test_a_random_script_is_read_as_bash_runs_it(seed):
     assert words == [*(f"{name}={value}" for name, value in settings), "more=1"], script
 
 
+PROBES = {
+    "an NPU": ("$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)", False),
+    "a host": ("$(hostname)", True),
+}
+BY_DEVICE = """D=${D:-PROBE}
+case "$D" in
+  gpu | npu) ;;
+  *) exit 1 ;;
+esac
+if [ "$D" = npu ] && [ "$E" = x ]; then exit 1; fi
+case "$D" in
+  gpu) N=8 ;;
+  npu) N=16 ;;
+esac
+A=(  # by device
+  n=$N device=$D)
+if [ "$D" = npu ]; then A+=(offload=True); else A+=(offload=False); fi
+L=(python3)
+if [ "${UV:-1}" != 0 ] && [ "${D:-gpu}" = gpu ] && { [ "$E" = x ] || [ "$E" = "" ]; }; then
+  L=(uv run python3)
+fi
+"${L[@]}" -m verl.trainer.main_ppo "${A[@]}" d=$PWD/x
+"""
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_what_only_a_machine_knows_is_read_as_one_device_throughout(probe):
+    """Also where one condition is a case and the next an if; what was taken for what is said."""
+    command, said = PROBES[probe]
+    launch = read_script(BY_DEVICE.replace("PROBE", command), {})
+    assert launch.arguments == ("n=8", "device=gpu", "offload=False", "d=./x")
+    assert launch.variables.guesses == ([f"{command}: read as 'gpu'"] if said else [])
+
+
+def test_a_condition_that_is_not_known_and_sets_something_is_said():
+    script = f"""if nvidia-smi --query; then X=1; fi
+if [ "$(hostname)" != a ]; then Y=2; else Y=3; fi
+if ! pip show x; then pip install x; fi
+{TRAINING} x=$X y=$Y"""
+    launch = read_script(script, {})
+    assert launch.arguments == ("x=1", "y=2")
+    assert [guess.partition(": ")[0] for guess in launch.variables.guesses] == [
+        "nvidia-smi --query",
+        "[ $(hostname) != a ]",
+    ]
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [
         ("echo hello", "no training command"),
+        *(
+            (f"{opening}\n{TRAINING} a=1", f"within '{word}': '{closing}' is missing")
+            for opening, word, closing in (
+                ("case x in\n x) if true; then X=1\n ;;\nesac", "if", "fi"),
+                ("case x in\n x) X=1 ;;\n", "case", "esac"),
+                ("f() { X=1", "{", "}"),
+            )
+        ),
         (f"exit 1\n{TRAINING} a=1", "the script ends before, by 'exit 1'"),
         *(
             (TRAINING.replace("verl.trainer.main_ppo", module) + " a=1", f"{module} .*max_lag=1")
