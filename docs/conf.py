@@ -22,6 +22,82 @@ html_extra_path = sorted(str(picture) for picture in Path(__file__).parent.glob(
 copybutton_prompt_text = "$ "
 
 
+SEARCHED = {
+    "adapter": ["lora"],
+    "advantage estimator": ["algorithms"],
+    "async": ["async"],
+    "asynchronous": ["async"],
+    "benchmark": ["evidence/gpu"],
+    "checkpoint": ["checkpoints"],
+    "colocated": ["backends", "tuning", "async"],
+    "context parallel": ["backends"],
+    "critic": ["algorithms"],
+    "dashboard": ["view"],
+    "dataset": ["data"],
+    "disaggregated": ["async", "backends"],
+    "docker": ["install"],
+    "DPO": ["given_responses"],
+    "early stopping": ["troubleshooting"],
+    "entropy": ["algorithms", "troubleshooting"],
+    "FP8": ["tuning"],
+    "FSDP": ["backends"],
+    "GRPO": ["algorithms", "your_task"],
+    "hang": ["troubleshooting"],
+    "KL": ["algorithms"],
+    "knowledge distillation": ["distillation"],
+    "kubernetes": ["launch"],
+    "learning rate": ["keys", "troubleshooting"],
+    "LLM as a judge": ["rewards"],
+    "LoRA": ["lora"],
+    "max_lag": ["async"],
+    "MCP": ["tools"],
+    "Megatron": ["backends"],
+    "MoE": ["backends", "models"],
+    "multi-agent": ["multi_agent"],
+    "multi-turn": ["environments", "multi_agent", "tutorials/tools"],
+    "off-policy": ["async"],
+    "OOM": ["troubleshooting", "tuning"],
+    "out of memory": ["troubleshooting", "tuning"],
+    "packing": ["tuning"],
+    "PPO": ["algorithms"],
+    "preemption": ["checkpoints"],
+    "Ray": ["launch"],
+    "resume": ["checkpoints"],
+    "reward function": ["rewards", "tutorials/reward"],
+    "reward model": ["rewards", "given_responses"],
+    "rollout correction": ["async", "algorithms_reference"],
+    "sandbox": ["security", "rewards"],
+    "self-play": ["multi_agent"],
+    "sequence packing": ["tuning"],
+    "sequence parallel": ["backends"],
+    "SFT": ["given_responses"],
+    "SGLang": ["backends"],
+    "slurm": ["launch"],
+    "staleness": ["async"],
+    "tensor parallel": ["backends"],
+    "throughput": ["tuning"],
+    "tool calling": ["environments", "tutorials/tools"],
+    "train-inference mismatch": ["troubleshooting"],
+    "TRL": ["given_responses", "evidence/peers"],
+    "verl": ["migration", "tutorials/verl"],
+    "vision": ["vision"],
+    "VLM": ["vision"],
+    "vLLM": ["backends"],
+    "wandb": ["view"],
+    "weight sync": ["backends", "tuning"],
+}
+"""What readers type into the search -> the pages that it must show first. The search itself ranks a page that
+says a word once as high as one that is about it."""
+
+
+def add_searched_words(app, docname, source):
+    """Main entries of the index, which the search ranks before all else."""
+    words = [word for word, pages in SEARCHED.items() if docname in pages]
+    title, _, text = source[0].partition("\n")
+    entries = "".join(f"\n```{{index}} ! single: {word}\n```\n" for word in words)
+    source[0] = f"{title}\n{entries}{text}"
+
+
 def name_files_of_the_repository(app, doctree):
     """What lies outside of this folder is no page: a link to it becomes its path."""
     for link in list(doctree.findall(nodes.reference)):
@@ -33,4 +109,5 @@ def name_files_of_the_repository(app, doctree):
 
 def setup(app):
     """Sphinx's entry."""
+    app.connect("source-read", add_searched_words)
     app.connect("doctree-read", name_files_of_the_repository)
