@@ -42,9 +42,9 @@ from siirl.compiler import serving
 from siirl.compiler.plan import RoutePlan
 from siirl.data import teams
 from siirl.data.assign import first_ranks, homes, row_costs
-from siirl.data.balance import deal_groups
+from siirl.data.balance import assign_groups
 from siirl.data.header import Header
-from siirl.data.loader import dealing_order
+from siirl.data.loader import assignment_order
 from siirl.data.pairing import Agreed
 from siirl.data.parcels import Parcel
 from siirl.data.route_comm import RouteComm
@@ -94,7 +94,7 @@ class World:
         for team, rows in zip(self.every, self.rows, strict=True):
             come = [letter for pair, letter in sorted(self.letters.items()) if pair[1] == team.number]
             gone = given[team.number]
-            self.dealt.append(teams.deal(team, rows, gone, come, target, self.firsts, row_cost))
+            self.dealt.append(teams.assign_rows(team, rows, gone, come, target, self.firsts, row_cost))
         self.answers = {
             (taker, giver): self.dealt[taker].answer(letter)
             for (giver, taker), letter in self.letters.items()
@@ -214,7 +214,7 @@ def reshard(ranks: int, rows: int, samples: int, lengths: str, parts: int) -> di
     everyone = tuple(range(ranks))
     source = Layout(everyone, everyone, "samples", "group")
     target = Layout(everyone, everyone, "samples", "prompt_cost", step if parts > 1 else 0)
-    prompts = dealing_order(total // samples, step // samples)
+    prompts = assignment_order(total // samples, step // samples)
     owner = np.empty(total, dtype=np.int64)
     owner[(prompts[:, None] * samples + np.arange(samples)).ravel()] = row_id // rows
     held = np.split(np.argsort(owner, kind="stable"), ranks)
@@ -257,7 +257,7 @@ def balance(shard: np.ndarray | None, row_id: np.ndarray, weight: np.ndarray, st
     worst = 0.0
     for part in (slice(first, first + step) for first in range(0, len(row_id), step)):
         mine = cost[part], group[part], shared[part]
-        where = deal_groups(*mine, ranks) if shard is None else shard[part]
+        where = assign_groups(*mine, ranks) if shard is None else shard[part]
         loads = np.bincount(where, mine[0] - mine[2], ranks)
         prompts = np.unique(np.stack([where, mine[1]], 1), axis=0, return_index=True)
         loads += np.bincount(prompts[0][:, 0], mine[2][prompts[1]], ranks)

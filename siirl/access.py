@@ -1,8 +1,8 @@
 """Connections that have not shown a server's token yet: how many there may be, how long, and a web server.
 
 Every server of ours counts its own. One who only connects costs the others nothing: when there are too many,
-the one that has waited longest is closed, of the address that has most; and each after STRANGER_S, however it
-spends them.
+the one that has waited longest is closed, of the address that has most; and each after UNAUTHENTICATED_S,
+however it spends them.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from collections.abc import Callable, Hashable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-MOST_STRANGERS = 64
+MOST_UNAUTHENTICATED = 64
 REQUEST_S = 30.0
-STRANGER_S = 30.0
+UNAUTHENTICATED_S = 30.0
 """From its connection to its token, which stands in the first kilobytes that a client sends."""
 
 
-class _Stranger(NamedTuple):
+class _Connection(NamedTuple):
     address: str
     close: Callable[[], object]
     until_s: float
@@ -32,17 +32,17 @@ class _Stranger(NamedTuple):
 class UnauthenticatedConnections:
     """Those at the door of one server. For any number of threads."""
 
-    def __init__(self, most: int = MOST_STRANGERS) -> None:
+    def __init__(self, most: int = MOST_UNAUTHENTICATED) -> None:
         self.most = most
-        self._waiting: dict[Hashable, _Stranger] = {}  # in the order in which they came
+        self._waiting: dict[Hashable, _Connection] = {}  # in the order in which they came
         self._lock = threading.Lock()
         self._looking = False
 
     def come(self, who: Hashable, address: str, close: Callable[[], object]) -> None:
         """One more, from an address; close ends its connection, from any thread. One may have to go."""
         with self._lock:
-            self._waiting[who] = _Stranger(address, close, time.monotonic() + STRANGER_S)
-            self._look_later(STRANGER_S)
+            self._waiting[who] = _Connection(address, close, time.monotonic() + UNAUTHENTICATED_S)
+            self._look_later(UNAUTHENTICATED_S)
             if len(self._waiting) <= self.most:
                 return
             ((crowd, _),) = Counter(one.address for one in self._waiting.values()).most_common(1)
@@ -56,7 +56,7 @@ class UnauthenticatedConnections:
             self._waiting.pop(who, None)
 
     def _look_later(self, wait_s: float) -> None:
-        """Whoever calls holds the lock. One thread at most, as long as there are strangers."""
+        """Whoever calls holds the lock. One thread at most, as long as some wait."""
         if not self._looking:
             self._looking = True
             timer = threading.Timer(wait_s, self._send_away)
@@ -85,7 +85,7 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def admitted(self) -> None:
         """The request has shown the token."""
-        self.server.strangers.left(self.connection)
+        self.server.unauthenticated.left(self.connection)
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: the terminal is the user's."""
@@ -103,21 +103,21 @@ class PageHandler(BaseHTTPRequestHandler):
 
 
 class BoundedServer(ThreadingHTTPServer):
-    """A thread for each connection, of which few are strangers. Threads end with the process."""
+    """A thread for each connection, of which few are unauthenticated. Threads end with the process."""
 
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], handler: type[PageHandler]) -> None:
         """OSError or OverflowError: the address cannot be listened on."""
-        self.strangers = UnauthenticatedConnections()
+        self.unauthenticated = UnauthenticatedConnections()
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        self.strangers.come(request, client_address[0], lambda: shut(request))
+        self.unauthenticated.come(request, client_address[0], lambda: shut(request))
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        self.strangers.left(request)
+        self.unauthenticated.left(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

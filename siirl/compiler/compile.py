@@ -12,7 +12,7 @@ from siirl.compiler.interactions.env_shorthand import with_environments
 from siirl.compiler.interactions.find import with_interactions
 from siirl.compiler.layouts import AgentRows, LayoutTable, NodePlacement, agent_rows, place_nodes
 from siirl.compiler.ledger_fields import with_ledger
-from siirl.compiler.memory.awake_engines import with_shares
+from siirl.compiler.memory.resident_engines import with_shares
 from siirl.compiler.models import plan_links, plan_models
 from siirl.compiler.plan import (
     Instruction,
@@ -297,7 +297,7 @@ def _tells(node: ResolvedNode) -> bool:
 def _node_plan(
     node: ResolvedNode, graph: Graph, more: dict[str, int], models: dict[str, ModelPlan]
 ) -> NodePlan:
-    lag = node.cfg.actor_rollout_ref.rollout.max_lag if node.op.may_lag else 0
+    max_lag = node.cfg.actor_rollout_ref.rollout.max_lag if node.op.may_be_stale else 0
     return NodePlan(
         name=node.id,
         agent=node.agent,
@@ -308,8 +308,8 @@ def _node_plan(
         overrides=node.overrides,
         options=node.options | more,
         own_needs=node.op.needs if node.spec.executable_ref else (),
-        max_lag=lag,
-        runs_in_background=lag > 0
+        max_lag=max_lag,
+        runs_in_background=max_lag > 0
         and "engine" in node.op.needs  # for itself: not by an interaction, whose episodes wait between steps
         and _is_undisturbed(models[str(node.model)], models.values()),
     )

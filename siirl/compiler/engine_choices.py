@@ -23,7 +23,7 @@ GRAPHS_BYTES = 4 * GIB
 SAMPLER_COPIES = 6
 """Of a step's logits in fp32 which vLLM has at once, its sorted words and their places counted as such."""
 ROLLOUT = "actor_rollout_ref.rollout"
-AWAKE, SHARE = f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.gpu_memory_utilization"
+FREE_CACHE, SHARE = f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.gpu_memory_utilization"
 EAGER, SEQUENCES = f"{ROLLOUT}.enforce_eager", f"{ROLLOUT}.max_num_seqs"
 TOKENS, MOST_TOKENS = f"{ROLLOUT}.max_num_batched_tokens", 16384
 """Of an engine step: prompts are read no faster by more, whose activations are taken from its KV cache."""
@@ -58,7 +58,7 @@ def choose_engines(draft: Draft, batches: Sequence[Sequence[tuple[ModelPlan, Cha
     for model in _engines(draft):
         _choose_sequences(draft, model)
         _choose_tokens(draft, model)
-    if not any(_choose_awake(draft, smaller) for smaller in batches):
+    if not any(_choose_resident(draft, smaller) for smaller in batches):
         for model in _engines(draft):
             _choose_share(draft, model)
 
@@ -109,7 +109,7 @@ def _share_of(draft: Draft, model: ModelPlan, with_rows: bool, graphs: bool) -> 
     return min(1.0, ceil(100 * held / (gib * GIB)) / 100)
 
 
-def _choose_awake(draft: Draft, smaller: Sequence[tuple[ModelPlan, Changes]]) -> bool:
+def _choose_resident(draft: Draft, smaller: Sequence[tuple[ModelPlan, Changes]]) -> bool:
     """Engines keep their memory between rollouts, if all may, and fit beside micro-batches with all rows of
     a step: all, or none. A cache that holds fewer costs more than waking.
 
@@ -126,7 +126,7 @@ def _choose_awake(draft: Draft, smaller: Sequence[tuple[ModelPlan, Changes]]) ->
         return False
     found: list[tuple[ModelPlan, Changes]] = []
     for model in beside:
-        changes: Changes = {AWAKE: False}
+        changes: Changes = {FREE_CACHE: False}
         if _share_is_free(draft, model):
             graphs = not draft.cfg(model).actor_rollout_ref.rollout.enforce_eager
             share = _share_of(draft, model, with_rows=True, graphs=graphs)
@@ -156,7 +156,7 @@ def _may_stay(draft: Draft, model: ModelPlan) -> bool:
         and not model.is_teacher
         and model.base is None
         and not draft.plan.nodes[model.node].max_lag
-        and draft.is_free(model, AWAKE)
+        and draft.is_free(model, FREE_CACHE)
         and draft.cfg(model).actor_rollout_ref.rollout.free_cache_engine
     )
 

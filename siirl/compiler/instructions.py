@@ -248,7 +248,7 @@ class _Section:
                 else self.shared.table.add(Layout(layout.ranks, layout.shards, name))
             )
             reader = self.shared.workflow.rollouts.get(agent, node)
-            surplus = reader.cfg.actor_rollout_ref.rollout.surplus if reader.op.may_lag else 0
+            surplus = reader.cfg.actor_rollout_ref.rollout.surplus if reader.op.may_be_stale else 0
             batch = batch_of(reader.cfg)
             ahead = math.ceil(surplus * batch.prompts / batch.generated)
             self.shared.loaders[name] = LoaderPlan(name, agent, reader.id, own, ahead)

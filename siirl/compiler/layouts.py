@@ -149,7 +149,7 @@ def place_nodes(
     """
     kept, above = workflow.nodes, graph.above
     places: dict[str, NodePlacement] = {}
-    dealt: set[tuple] = set()
+    assigned: set[tuple] = set()
     for node_id in graph.order:
         node = kept[node_id]
         agent = _data_agent(node, agents)
@@ -171,8 +171,8 @@ def place_nodes(
             check_groups(node, source)
             check_joins(node, source, workflow, places, table)
             check_rows_pair(node, agent, source, agents, workflow)
-            if rows is not None and _dealing(source) not in dealt:
-                dealt.add(_dealing(source))
+            if rows is not None and _assignment(source) not in assigned:
+                assigned.add(_assignment(source))
                 _check_full(node, source, rows)
     return places
 
@@ -248,8 +248,8 @@ def _compute_layout(
     return found
 
 
-def _dealing(layout: Layout) -> tuple:
-    """How rows are dealt to shards: what fills them for one node fills them for another."""
+def _assignment(layout: Layout) -> tuple:
+    """How rows are assigned to shards: what fills them for one node fills them for another."""
     return layout.ranks, layout.shards, layout.split, layout.mini_batch_rows
 
 

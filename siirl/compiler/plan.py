@@ -37,7 +37,7 @@ class NodePlan:
     max_lag: int = 0
     """Of a rollout: steps that the oldest token of a row may be older than the weights that it trains."""
     runs_in_background: bool = False
-    """Of a rollout with a lag: its engines go on while others train; no model beside them computes."""
+    """Of an asynchronous rollout: its engines go on while others train; no model beside them computes."""
 
     @property
     def spec(self) -> OpSpec:
@@ -127,7 +127,7 @@ class LinkPlan:
     """Of a teacher: what the weights count beside those that it has."""
 
     @property
-    def lags(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether the target is something else than the source at the beginning of a step."""
         return self.every_steps is not None and (self.every_steps, self.share) != (1, 1.0)
 

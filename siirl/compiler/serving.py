@@ -76,8 +76,8 @@ def _streams(policy: str, drivers: Ranks, heads: Ranks) -> list[StreamPlan]:
         return []
     helped, helpers = remote or local, idle or sorted(heads)
     shares: dict[int, dict[int, int]] = {rank: {rank: len(helped)} for rank in local}
-    for rank, dealt in zip(helped, _dealt(helpers, len(helped)), strict=True):
-        shares[rank] = shares.get(rank, {}) | dealt
+    for rank, divided in zip(helped, _divided(helpers, len(helped)), strict=True):
+        shares[rank] = shares.get(rank, {}) | divided
     return [_stream(policy, rank, shares[rank]) for rank in drivers]
 
 
@@ -86,19 +86,19 @@ def _stream(policy: str, driver: int, shares: dict[int, int]) -> StreamPlan:
     return StreamPlan(policy, driver, heads, tuple(shares[head] // common for head in heads))
 
 
-def _dealt(helpers: list[int], count: int) -> list[dict[int, int]]:
+def _divided(helpers: list[int], count: int) -> list[dict[int, int]]:
     """What each of `count` askers asks: helper -> its share, of `count` for a whole helper.
 
     Both are laid out on one line, in equal runs: so all helpers have the same load, and there are fewer
     streams than helpers and askers together.
     """
-    dealt, num_helpers = [], len(helpers)
+    divided, num_helpers = [], len(helpers)
     for asker in range(count):
         first, end = asker * num_helpers, (asker + 1) * num_helpers
-        dealt.append(
+        divided.append(
             {
                 helpers[place]: min(end, (place + 1) * count) - max(first, place * count)
                 for place in range(first // count, -(-end // count))
             }
         )
-    return dealt
+    return divided

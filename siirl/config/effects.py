@@ -16,7 +16,7 @@ def default_warnings(cfg: Config) -> Iterator[str]:
     yield from _unlike_its_paper(cfg)
     yield from _averaged_advantages(cfg)
     yield from _reference_of_another_type(cfg)
-    yield from _uncorrected_lag(cfg)
+    yield from _uncorrected_staleness(cfg)
     yield from _uncorrected_fp8(cfg)
 
 
@@ -63,7 +63,7 @@ def _reference_of_another_type(cfg: Config) -> Iterator[str]:
         )
 
 
-def _uncorrected_lag(cfg: Config) -> Iterator[str]:
+def _uncorrected_staleness(cfg: Config) -> Iterator[str]:
     """Tokens of older weights that count like those of the newest."""
     actor, max_lag = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.max_lag
     if max_lag and actor.recompute_old_log_prob and not actor.corrects_rollout:

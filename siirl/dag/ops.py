@@ -121,7 +121,7 @@ class OpSpec:
         return bool(self.collects)
 
     @property
-    def may_lag(self) -> bool:
+    def may_be_stale(self) -> bool:
         """Whether what it gives in a step may be of prompts of earlier ones, as responses go on from step to
         step: with rollout.max_lag."""
         return "in_flight" in self.needs

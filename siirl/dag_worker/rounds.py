@@ -13,25 +13,25 @@ from siirl.observe.spans import waiting
 def groups_wanted(worker: DAGWorker, ins: Repeat, num_rounds: int, num_sampled: int) -> int:
     """How many groups the next round is for; 0: the batch is full.
 
-    num_rounds, num_sampled: the rounds of this step so far, and the groups that they were for. With a lag
-    (rollout.max_lag) a round gives exactly so many, at most max_num_gen_batches batches in a step, and
+    num_rounds, num_sampled: the rounds of this step so far, and the groups that they were for. With
+    rollout.max_lag a round gives exactly so many, at most max_num_gen_batches batches in a step, and
     nothing is left over for the next one. Collective over ins.ranks; all of them get the same answer.
     SamplingError, on all of them, when the batch is not full and no round is left.
     """
     cfg, batch = worker.node_cfg(ins.node), batch_of(worker.node_cfg(ins.node))
     num_kept, needed, agent = _num_kept(worker, ins), batch.prompts, worker.plan.nodes[ins.node].agent
-    lag = max(node.max_lag for node in worker.plan.nodes.values() if node.agent == agent)
-    if lag and num_kept and not num_rounds:
+    max_lag = max(node.max_lag for node in worker.plan.nodes.values() if node.agent == agent)
+    if max_lag and num_kept and not num_rounds:
         raise DataError(
             f"the checkpoint holds {num_kept} groups that node {ins.node!r} left over in a run without "
-            f"staleness: how old they are is not known, and rollout.max_lag={lag} bounds it. Resume with "
+            f"staleness: how old they are is not known, and rollout.max_lag={max_lag} bounds it. Resume with "
             "max_lag=0, or start over with trainer.resume_mode=disable."
         )
-    assert num_kept <= needed or not lag, f"{num_kept - needed} groups would wait in node {ins.node!r}"
+    assert num_kept <= needed or not max_lag, f"{num_kept - needed} groups would wait in node {ins.node!r}"
     if num_kept >= needed:
         return 0
     most = cfg.algorithm.filter_groups.max_num_gen_batches * batch.generated
-    sampled = num_sampled if lag else num_rounds * batch.generated
+    sampled = num_sampled if max_lag else num_rounds * batch.generated
     if most and sampled >= most:
         raise SamplingError(
             f"node {ins.node!r}: of {sampled} prompts in {num_rounds} rounds only {num_kept} have responses "
@@ -40,7 +40,7 @@ def groups_wanted(worker: DAGWorker, ins: Repeat, num_rounds: int, num_sampled: 
             "reward is constant. Raise algorithm.filter_groups.max_num_gen_batches, data.gen_batch_size or "
             "actor_rollout_ref.rollout.n, or choose other prompts."
         )
-    return min(needed - num_kept, most - sampled) if most and lag else needed - num_kept
+    return min(needed - num_kept, most - sampled) if most and max_lag else needed - num_kept
 
 
 def _num_kept(worker: DAGWorker, ins: Repeat) -> int:

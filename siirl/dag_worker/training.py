@@ -382,7 +382,7 @@ class Training:
 
     def _is_saved(self, model: ModelPlan) -> bool:
         """Whether a checkpoint holds a model: in training, or a teacher of a policy's older weights."""
-        older = (link.target for link in self.worker.plan.links.values() if link.lags)
+        older = (link.target for link in self.worker.plan.links.values() if link.is_stale)
         return model.trains or model.name in older
 
     def _open_ledger(self) -> RowLedger:

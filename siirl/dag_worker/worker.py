@@ -171,7 +171,7 @@ class DAGWorker:
     def load(self, ins: Load, record: StepRecord) -> TensorDict:
         """The next training or validation batch; no rows once the validation prompts are used up.
 
-        For a rollout with a lag, as many training batches as it needs now.
+        For an asynchronous rollout, as many training batches as it needs now.
         """
         loader, plan = self.loaders[ins.loader], self.plan.loaders[ins.loader]
         if not record.validate:

@@ -7,13 +7,13 @@ number of rows (a rollout makes n of each prompt) starts a new *row set*; fields
 carried over.
 
 `row_id` is a row's position in the global batch. Mini-batches are runs of rows in the order of `row_id`, so
-the same rows take part in the same optimizer step on any number of ranks. A loader deals them so that each
-shard has about as many of every mini-batch (`dealing_order` in `siirl/data/loader.py`): which rank samples
+the same rows take part in the same optimizer step on any number of ranks. A loader assigns them so that each
+shard has about as many of every mini-batch (`assignment_order` in `siirl/data/loader.py`): which rank samples
 a prompt depends on the mini-batches, which step trains it does not.
 
 A layout has one order of rows on each rank: that of the `row_id` that came first. Columns that come later
 follow it, so the compiler keeps a `row_id` in a layout until the last reshard into it, and the transport
-refuses to deal rows beside columns whose `row_id` is gone. `tests/support/plan_rows.py` runs plans of
+refuses to assign rows beside columns whose `row_id` is gone. `tests/support/plan_rows.py` runs plans of
 random workflows row by row on every rank.
 
 In a reshard (`siirl/data/transport.py`) ranks first find out which rows go where (`pairing.py`), then those

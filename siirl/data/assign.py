@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from siirl.data.balance import NOWHERE, balance, deal_groups
+from siirl.data.balance import NOWHERE, assign_groups, balance
 from siirl.errors import DagError
 from siirl.types import Layout
 
@@ -156,8 +156,8 @@ def starts(
     start = np.array([shards[0] if shards else NOWHERE for shards in near])[shard]
     for of, shards in enumerate(near):
         if len(shards) > 1 and len(mine := np.flatnonzero(shard == of)):
-            dealt = deal_groups(cost[mine], group[mine], shared[mine], len(shards))
-            start[mine] = np.array(shards)[dealt]
+            assigned = assign_groups(cost[mine], group[mine], shared[mine], len(shards))
+            start[mine] = np.array(shards)[assigned]
     return start
 
 

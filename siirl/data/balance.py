@@ -6,7 +6,7 @@ from bisect import insort
 import numpy as np
 
 SLACK = 1.01
-"""So much more than the mean, or than by dealing all rows anew, the costliest shard may cost."""
+"""So much more than the mean, or than by assigning all rows anew, the costliest shard may cost."""
 PASSES = 4
 """Exchanges between the costliest and the cheapest shard that are tried, for each shard."""
 NOWHERE = -1
@@ -20,8 +20,8 @@ def balance(
 
     cost: [N]. group, shared: rows of a group on one shard cost `shared`, a part of their cost, once. start:
     the shard that has the row already, or NOWHERE. Rows of a group are moved together; where that does not
-    balance, in 2, 4, ... pieces, at last one by one. If nothing else does, all are dealt anew
-    (`deal_groups`).
+    balance, in 2, 4, ... pieces, at last one by one. If nothing else does, all are assigned anew
+    (`assign_groups`).
     """
     if num_shards == 1 or not len(cost):
         return np.zeros(len(cost), dtype=np.int64)
@@ -36,12 +36,12 @@ def balance(
         pieces *= 2
     if tried[-1][0] <= SLACK * least:
         return tried[-1][1]
-    anew = deal_groups(cost, group, shared, num_shards)
+    anew = assign_groups(cost, group, shared, num_shards)
     bound = SLACK * _loads(cost, group, shared, anew, num_shards).max()
     return next((found for load, found in tried if load <= bound), anew)
 
 
-def deal_groups(cost: np.ndarray, group: np.ndarray, shared: np.ndarray, num_shards: int) -> np.ndarray:
+def assign_groups(cost: np.ndarray, group: np.ndarray, shared: np.ndarray, num_shards: int) -> np.ndarray:
     """The shard of each row, wherever it is: groups whole, or in 2, 4, ... pieces, as rows at last.
 
     Whichever leaves the costliest shard the cheapest, and of equals the fewest pieces. Longest processing
@@ -53,7 +53,7 @@ def deal_groups(cost: np.ndarray, group: np.ndarray, shared: np.ndarray, num_sha
     best, lowest, pieces = None, None, 1
     while best is None or pieces < 2 * largest:
         unit = _numbered(_numbered(group) * pieces + place % pieces)
-        found = _deal(_once(cost, shared, unit), np.zeros(num_shards))[unit]
+        found = _assign(_once(cost, shared, unit), np.zeros(num_shards))[unit]
         load = _loads(cost, group, shared, found, num_shards).max()
         if lowest is None or load < lowest:
             best, lowest = found, load
@@ -89,7 +89,7 @@ def _levelled(
                 shard[one] = NOWHERE
         loads[over] = kept
     loose = np.flatnonzero(shard == NOWHERE)
-    shard[loose] = _deal(unit_cost[loose], loads)
+    shard[loose] = _assign(unit_cost[loose], loads)
     _exchange(unit_cost, shard, num_shards, most)
     return shard[unit]
 
@@ -122,7 +122,7 @@ def _exchange(unit_cost: np.ndarray, shard: np.ndarray, num_shards: int, most: f
         loads[low] += less[row, column]
 
 
-def _deal(unit_cost: np.ndarray, loads: np.ndarray) -> np.ndarray:
+def _assign(unit_cost: np.ndarray, loads: np.ndarray) -> np.ndarray:
     """The shard of each unit, longest processing time first. loads: what the shards have already."""
     heap = [(load, 0, shard) for shard, load in enumerate(loads.tolist())]
     heapq.heapify(heap)

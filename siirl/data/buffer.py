@@ -100,7 +100,7 @@ class RowBuffer:
         """Keep this shard's part of what the shards of an earlier run kept: whole groups, in order.
 
         states: those that `state` gave, in the order of the shards. Of as many shards as before each goes on
-        with its own: dealt anew, rows would be trained in other micro-batches, and sums be rounded otherwise.
+        with its own: else rows would be trained in other micro-batches, and sums be rounded otherwise.
         """
         parts = {at: rows for at, state in enumerate(states) if len(rows := rows_of_state(state))}
         self.num_rounds = max((state["num_rounds"] for state in states), default=0)
@@ -111,8 +111,8 @@ class RowBuffer:
             return
         rows = concat_rows(list(parts.values()))
         none = torch.empty(0, dtype=torch.int64)
-        dealt = len(states) != num_shards
-        mine = self._share(rows[ORDER].unique(), shard, num_shards) if dealt else none
+        is_reassigned = len(states) != num_shards
+        mine = self._share(rows[ORDER].unique(), shard, num_shards) if is_reassigned else none
         self.rows = take_rows(rows, torch.isin(rows[ORDER], mine))
 
     def _share(self, orders: Tensor, shard: int, num_shards: int) -> Tensor:

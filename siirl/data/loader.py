@@ -21,8 +21,8 @@ class PromptLoader:
     """Global batches of prompts, epoch after epoch without end; `next_batch` gives the rows of one shard.
 
     The global batch of a step depends on (dataset, batch_size, seed, shuffle, curriculum, mixture) alone.
-    Shard s of S holds those with the places floor(s*N/S) to floor((s+1)*N/S) - 1 in the dealing_order, so N
-    need not divide, and a shard may hold none: it has about as many of each mini-batch as any other. An
+    Shard s of S holds those with the places floor(s*N/S) to floor((s+1)*N/S) - 1 in the assignment_order, so
+    N need not divide, and a shard may hold none: it has about as many of each mini-batch as any other. An
     incomplete last batch is left out when drop_last, else given as it is. Ranks that hold the same shard
     build equal loaders and get equal rows. No communication.
     """
@@ -77,7 +77,7 @@ class PromptLoader:
             batch = self._next()
             self.epochs_given.append(self._epoch)
             first, last = (len(batch) * s // self.num_shards for s in (self.shard, self.shard + 1))
-            mine = np.sort(dealing_order(len(batch), self.mini_batch_size)[first:last])
+            mine = np.sort(assignment_order(len(batch), self.mini_batch_size)[first:last])
             rows += self.dataset.rows(batch[mine])
             ids += (number * self.batch_size + mine).tolist()
         columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in self.fields}
@@ -123,7 +123,7 @@ class PromptLoader:
         return np.random.default_rng([self.seed, self._epoch]).permutation(len(self.dataset))
 
 
-def dealing_order(num_prompts: int, mini_batch_size: int) -> np.ndarray:
+def assignment_order(num_prompts: int, mini_batch_size: int) -> np.ndarray:
     """Prompts of a batch in the order in which shards take them: the first of each mini-batch, the second ...
 
     So every shard has rows of each mini-batch, and none has to move for an optimizer step. Mini-batches are

@@ -145,18 +145,20 @@ def _pair_by_teams(
     given = {number: teams.given(rows[number], number, found) for number in own}
     letters = {(a, b): rows[a].letter(part) for a, parts in given.items() for b, part in parts.items()}
     received = _send(letters, pairs, every, talk)
-    dealt: dict[int, teams.Dealt] = {}
+    assigned: dict[int, teams.AssignedRows] = {}
     answers: dict[tuple[int, int], np.ndarray] = {}
     for number, team in own.items():
         come = {pair: letter for pair, letter in received.items() if pair[1] == number}
-        one = teams.deal(team, rows[number], given[number], [*come.values()], sides.target, firsts, row_cost)
+        one = teams.assign_rows(
+            team, rows[number], given[number], [*come.values()], sides.target, firsts, row_cost
+        )
         answers |= {(number, giver): one.answer(letter) for (giver, _), letter in come.items()}
-        dealt[number] = one
+        assigned[number] = one
     replies = _send(answers, [(taker, giver) for giver, taker in pairs], every, talk)
     leaving: dict[int, np.ndarray] = {}
     coming: tuple[int, ...] = ()
     for number, team in own.items():
-        one, table = dealt[number], rows[number].table
+        one, table = assigned[number], rows[number].table
         if talk.rank in team.source.ranks:
             away = [(given[number][taker], reply) for (taker, to), reply in replies.items() if to == number]
             shard = np.concatenate([one.shard, *(table.shard[part] for part, _ in away)])

@@ -1,9 +1,9 @@
-"""How rows are dealt when they are too many for every rank to know them all: by teams. Pure functions.
+"""How rows are assigned when they are too many for every rank to know them all: by teams. Pure functions.
 
 The shards of a route are cut into runs, and the ranks of a run are a team: they know each other's rows, and
 of the other teams only what their rows cost together. A team that has more than its part gives the surplus to
 those that lack as much: surplus and lack are laid out on one line each, in the order of the teams, and what
-overlaps is given. Then each team deals the rows that it has to its shards, as the ranks of a small route do.
+overlaps is given. Then each team assigns the rows that it has to its shards, as a small route's ranks do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -196,7 +196,7 @@ def _picked(rows: TeamRows, among: np.ndarray, amounts: Sequence[float]) -> list
 
 
 @dataclass(frozen=True)
-class Dealt:
+class AssignedRows:
     """The rows of a team after others have given it theirs, and it its own: [N] each, sorted by row_id."""
 
     row_id: np.ndarray
@@ -214,7 +214,7 @@ class Dealt:
         return self.there[np.searchsorted(self.row_id, row_id)]
 
 
-def deal(
+def assign_rows(
     team: Team,
     rows: TeamRows,
     given: Mapping[int, np.ndarray],
@@ -222,7 +222,7 @@ def deal(
     target: Layout,
     firsts: np.ndarray,
     row_cost: RowCost,
-) -> Dealt:
+) -> AssignedRows:
     """To the target shards of the team. given: rows that it gives away. letters: rows that it is given.
 
     DagError if two rows have one id.
@@ -254,7 +254,7 @@ def deal(
         of_part = cost[part], group[part], shared[part], start[part]
         there[part] = first + balance(*of_part, len(team.target_shards))
     shard, position = joined(rows.table.shard, come[1]), joined(rows.table.position, come[2])
-    return Dealt(row_id, shard, position, there, width)
+    return AssignedRows(row_id, shard, position, there, width)
 
 
 def first_ids(

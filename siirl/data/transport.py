@@ -72,7 +72,7 @@ class Transport:
         others on the CPU, and their object values have gone through JSON. Where a rank's rows are those that
         it had, columns are shared as they are. DagError if the ranks' rows contradict each other;
         DeadlineError after the groups' timeout; AssertionError for columns in the target without a row_id,
-        beside which rows would be dealt anew.
+        beside which rows would be assigned anew.
         """
         talk = self._talk(route)
         sides = sides_of(source, target, talk.rank)

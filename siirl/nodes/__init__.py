@@ -46,7 +46,7 @@ Interactions (`siirl/nodes/interaction.py`) go on in the same way: the delay lin
 (`EpisodesInFlight`, `siirl/nodes/episodes_in_flight.py`). An episode is a task of an event loop that outlives
 a step and runs in steps only. It asks a `ResumablePolicy`, which keeps what a paused turn had, waits for the
 next step's client, and asks for the rest. Streams, their clients and Serves are opened anew in each step, so
-a rank that serves knows of no lag; a driver takes back its own requests of a shared stream (`Pause`,
+a rank that serves knows of no staleness; a driver takes back its own requests of a shared stream (`Pause`,
 `siirl/engines/rollout/remote.py`). What both kinds share: who leaves and when a step may end
 (`deadlines.py`), and the prompts that are loaded ahead (`in_flight.py`).
 

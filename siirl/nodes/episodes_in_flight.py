@@ -52,7 +52,7 @@ class FinishedEpisodes:
     played: list[Played]
     """The episodes of each prompt, in the order of the prompts."""
 
-    lags: list[int]
+    staleness: list[int]
     """Of each episode, how many steps ago its first token was sampled."""
 
     num_partial: int
@@ -268,7 +268,7 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
         groups = [self.work.pop(order) for order in chosen]
         for order in chosen:
             del self._num_open[order], self._firsts[order], self._batches[order]
-        lags = [self._step - (one.first_step or self._step) for group in groups for one in group]
+        staleness = [self._step - (one.first_step or self._step) for group in groups for one in group]
         prompts = self.give_prompts(chosen)
         played = []
         for slot, group in zip(prompts["group_id"].tolist(), groups, strict=True):
@@ -279,7 +279,7 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
         num_restarted, self._num_restarted = self._num_restarted, 0
         num_partial = sum(one.first_step != one.last_step for group in groups for one in group)
         return FinishedEpisodes(
-            prompts, played, lags, num_partial, num_restarted, len(self._orders()), self._step_of
+            prompts, played, staleness, num_partial, num_restarted, len(self._orders()), self._step_of
         )
 
     def _all_lines(self) -> list[StreamGate]:

@@ -1,6 +1,6 @@
 """The rollout op: prompts in, n sampled responses of each out, at once or some steps later.
 
-Sources of the lag: "APRIL: Active partial rollouts in reinforcement learning" (2025), "AReaL" (2025).
+Sources: "APRIL: Active partial rollouts in reinforcement learning" (2025), "AReaL" (2025).
 """
 
 import hashlib
@@ -31,8 +31,8 @@ def rollout(
     """One row per sample: the prompt's fields repeated, and the response's. No communication but within the
     shard.
 
-    in_flight: of a rollout with a lag. Rows are then the prompts that were loaded, maybe several batches or
-    none; what it gives is of as many prompts as a batch has, or still lacks, of this step or some steps
+    in_flight: of an asynchronous rollout. Rows are then the prompts that were loaded, maybe several batches
+    or none; what it gives is of as many prompts as a batch has, or still lacks, of this step or some steps
     before. Without it, and in validation, which has prompts of its own, it is of these prompts.
     """
     params = sampling_params(ctx.cfg, ctx.dialect.stop_ids, ctx.validate)
@@ -41,7 +41,7 @@ def rollout(
         found = engine.generate(prompt_tokens(rows), params, seeds, seen_of(rows))
         samples = [sample for prompt in found for sample in prompt]
     else:
-        rows, samples = _with_lag(ctx, rows, engine, in_flight, params)
+        rows, samples = _asynchronous(ctx, rows, engine, in_flight, params)
     out = samples_of(rows, params.n, response_columns(samples))
     add_experts(ctx.cfg, out, [sample.experts for sample in samples])
     report(ctx, out)
@@ -50,7 +50,7 @@ def rollout(
     return out
 
 
-def _with_lag(
+def _asynchronous(
     ctx: OpContext,
     rows: TensorDict,
     engine: RolloutEngine,
@@ -63,11 +63,11 @@ def _with_lag(
     )
     taken: FinishedGroups = engine.share(in_flight.sample(params, ctx.step) if engine.leads else None)
     prompts = in_flight.give(taken)
-    lags = [ctx.step - (one.first_step or ctx.step) for one in taken.responses]
+    staleness = [ctx.step - (one.first_step or ctx.step) for one in taken.responses]
     num_partial = sum(len(set(one.steps)) > 1 for one in taken.responses)
     report_token_staleness(ctx, Counter(step for one in taken.responses for step in one.steps))
     dropped, left = in_flight.drain_dropped(), in_flight.num_more(ctx.step)
-    report_staleness(ctx, lags, num_partial, taken.num_restarted, dropped, left)
+    report_staleness(ctx, staleness, num_partial, taken.num_restarted, dropped, left)
     return prompts, [one.completion() for one in taken.responses]
 
 

@@ -9,7 +9,7 @@ keeps a group for a later step, a group trains in the step in which it leaves th
 line within the bound trains within it. The last step gives the groups that were loaded first, and no others
 have begun by then; prompts that a batch of the loader had too many stay unread, and are counted.
 
-Shards load whole batches and give parts of them: the groups that leave are dealt to the shards in turn, so
+Shards load whole batches and give parts of them: the groups that leave are assigned to the shards in turn, so
 that each has loaded all that it must give. All load the same batches. Where groups are dropped
 (rollout.stale=drop), the shard that lacks the most says how many, and what the others have too many waits.
 """
@@ -26,7 +26,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.data.buffer import ORDER, RowBuffer, rows_of_state
-from siirl.data.loader import PromptLoader, dealing_order
+from siirl.data.loader import PromptLoader, assignment_order
 from siirl.data.rows import take_rows
 from siirl.errors import DataError
 from siirl.nodes.deadlines import Oldest, is_enough, leaving
@@ -90,8 +90,8 @@ class InFlight(RowBuffer, ABC, Generic[Work]):
         window = [owners[at % self._batch_size] for at in range(self._first, self._first + self._wanted)]
         self._num_leaving = window.count(loader.shard)
         before = sum(owner < loader.shard for owner in window)
-        dealt = dealing_order(self._wanted, loader.mini_batch_size)
-        self._group_ids = sorted(dealt[before : before + self._num_leaving].tolist())
+        assigned = assignment_order(self._wanted, loader.mini_batch_size)
+        self._group_ids = sorted(assigned[before : before + self._num_leaving].tolist())
         self._steady = _least(owners, loader.shard, self._step_size)
         ahead = min(self._surplus, last_step - step)
         self._num_active = self._num_leaving + int(ahead * self._steady)
@@ -212,7 +212,7 @@ class InFlight(RowBuffer, ABC, Generic[Work]):
             self._dropped += dict(zip(gone[ORDER].tolist(), numbers, strict=True)).values()
 
     def _load_work(self, states: Sequence[dict[str, Any]]) -> None:
-        """Take what there is of all groups besides their prompts, before they are dealt to the shards."""
+        """Take what there is of all groups besides their prompts, before they are assigned to the shards."""
 
     def _in_turn(self, orders: Sequence[int]) -> list[int]:
         """ORDERs as they are worked on: what was begun first comes first."""
@@ -221,13 +221,14 @@ class InFlight(RowBuffer, ABC, Generic[Work]):
     def _active(self) -> list[int]:
         """The ORDERs of the groups that are in work: those that leave and the surplus.
 
-        While the number of shards stays the same, what is begun has the lowest ORDERs. Dealt to others it may
-        lie behind what nobody has begun, and must leave before that: later it would be too old, or left over.
+        While the number of shards stays the same, what is begun has the lowest ORDERs. Assigned to others it
+        may lie behind what nobody has begun, and must leave before that: later it would be too old, or left
+        over.
         """
         return sorted(self._in_turn(self._orders())[: self._num_active])
 
     def _share(self, orders: Tensor, shard: int, num_shards: int) -> Tensor:
-        """See RowBuffer: dealt in the turn in which the shards will give them."""
+        """See RowBuffer: assigned in the turn in which the shards will give them."""
         owners = _owners(self._batch_size, num_shards)
         in_turn = enumerate(self._in_turn(orders.tolist()), self._first)
         mine = [order for place, order in in_turn if owners[place % self._batch_size] == shard]

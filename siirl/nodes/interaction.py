@@ -82,7 +82,7 @@ class Interaction:
     experts: dict[int, list[bytes | None]] = field(default_factory=dict)
     """Agent -> what the tokens of each of these were computed by."""
     step_of: dict[str, dict[int, int]] = field(default_factory=dict)
-    """With a lag: rollout model -> version of weights -> the training step that sampled with it."""
+    """Asynchronous: rollout model -> version of weights -> the training step that sampled with it."""
     told: bool = False
     """The log has said that episodes ended because a context was full."""
     told_of_tools: bool = False
@@ -207,9 +207,9 @@ def interaction(
 ) -> TensorDict:
     """Play n episodes of each prompt; the rows of this agent, those of the others are kept for `turns`.
 
-    in_flight: of an interaction with a lag. Rows are then the prompts that were loaded, maybe several batches
-    or none; what it gives is of as many prompts as a batch has, of this step or some steps before. Without
-    it, and in validation, which plays its own prompts while others wait, it is of these prompts.
+    in_flight: of an asynchronous interaction. Rows are then the prompts that were loaded, maybe several
+    batches or none; what it gives is of as many prompts as a batch has, of this step or some steps before.
+    Without it, and in validation, which plays its own prompts while others wait, it is of these prompts.
     Communicates with the engines of policies on other ranks, and over ctx.group, the ranks that play.
     RolloutError if every episode of all these ranks fails, or user code raises (then a UserCodeError); as
     Streams.open does, too. A rank whose own episodes all fail goes on without rows.
@@ -221,11 +221,11 @@ def interaction(
         with interaction.streams.open() as policies:
             played = run_all(game_of(interaction, policies, ctx.validate), episodes, prompts)
     else:
-        rows, played = _with_lag(ctx, rows, interaction, in_flight, n)
+        rows, played = _asynchronous(ctx, rows, interaction, in_flight, n)
     return give_rows(ctx, interaction, rows, played, n)
 
 
-def _with_lag(
+def _asynchronous(
     ctx: OpContext, rows: TensorDict, shared: Interaction, in_flight: EpisodesInFlight, n: int
 ) -> tuple[TensorDict, list[Played]]:
     """The prompts that leave now, and their episodes."""
@@ -241,7 +241,7 @@ def _with_lag(
         )
     shared.step_of = left.step_of
     dropped = in_flight.drain_dropped()
-    report_staleness(ctx, left.lags, left.num_partial, left.num_restarted, dropped, left.num_in_flight)
+    report_staleness(ctx, left.staleness, left.num_partial, left.num_restarted, dropped, left.num_in_flight)
     return left.prompts, left.played
 
 

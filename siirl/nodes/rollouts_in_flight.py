@@ -68,7 +68,7 @@ class RolloutsInFlight(InFlight[PartialCompletion]):
         for batch, orders in self._admitted(rows, step):
             for slot, order in orders.items():
                 self._seeds[order] = seed_of(batch, slot)
-                self._begin_anew(order)
+                self._start_over(order)
 
     def sample(self, params: SamplingParams, step: int) -> FinishedGroups:
         """Let responses go on until a batch of groups can leave. On the first rank of the shard.
@@ -176,7 +176,7 @@ class RolloutsInFlight(InFlight[PartialCompletion]):
                 self._seeds[order] = group[0]["seed"]
                 self.work[order] = [PartialCompletion.of_state(one) for one in group]
                 if len(group) != self._n:
-                    self._begin_anew(order)
+                    self._start_over(order)
 
     def _prompts(self) -> dict[int, list[int]]:
         """ORDER -> the tokens of its prompt."""
@@ -225,10 +225,10 @@ class RolloutsInFlight(InFlight[PartialCompletion]):
         ]
         self._take_back(stale)
         for order in stale:
-            self._begin_anew(order)
+            self._start_over(order)
         return len(stale)
 
-    def _begin_anew(self, order: int) -> None:
+    def _start_over(self, order: int) -> None:
         """With the seed that it had."""
         self.work[order] = [PartialCompletion() for _ in range(self._n)]
 

@@ -53,7 +53,7 @@ SERVICES: dict[str, Callable[[LocalNode, OnRank], Any]] = {
 
 
 def _in_flight(node: LocalNode, rank: OnRank) -> InFlight | None:
-    """What the node keeps from step to step: it takes the place of its buffer. None without a lag."""
+    """What the node keeps from step to step: it takes the place of its buffer. None without staleness."""
     rollout = node.cfg.actor_rollout_ref.rollout
     if not node.plan.max_lag:
         return None

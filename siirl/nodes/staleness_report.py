@@ -1,4 +1,4 @@
-"""What a rollout with a lag reports, of responses as of episodes."""
+"""What an asynchronous rollout reports, of responses as of episodes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ TOO_OLD = "older than max_lag (rollout.stale=drop)"
 
 def report_staleness(
     ctx: OpContext,
-    lags: Sequence[int],
+    staleness: Sequence[int],
     num_partial: int,
     num_restarted: int,
     dropped: Sequence[int],
@@ -17,16 +17,16 @@ def report_staleness(
 ) -> None:
     """How old the responses are: the mean, the oldest, and the share of each age.
 
-    lags: of each response, how many steps ago its first token was sampled. num_partial: those that were
+    staleness: of each response, how many steps ago its first token was sampled. num_partial: those that were
     sampled in several steps. num_restarted: groups that were restarted. dropped: the sample_index
     of each that was given up. num_left: those that stay.
     """
     ctx.lost.extend((prompt, -1, TOO_OLD) for prompt in dropped)
-    ctx.metrics.mean("rollout/staleness", sum(lags), len(lags))
-    ctx.metrics.max("rollout/staleness_max", max(lags, default=0))
-    for lag in range(ctx.cfg.actor_rollout_ref.rollout.max_lag + 1):
-        ctx.metrics.mean(f"rollout/staleness_{lag}", lags.count(lag), len(lags))
-    ctx.metrics.mean("rollout/partial", num_partial, len(lags))
+    ctx.metrics.mean("rollout/staleness", sum(staleness), len(staleness))
+    ctx.metrics.max("rollout/staleness_max", max(staleness, default=0))
+    for age in range(ctx.cfg.actor_rollout_ref.rollout.max_lag + 1):
+        ctx.metrics.mean(f"rollout/staleness_{age}", staleness.count(age), len(staleness))
+    ctx.metrics.mean("rollout/partial", num_partial, len(staleness))
     ctx.metrics.sum("rollout/restarted", num_restarted)
     ctx.metrics.sum("rollout/dropped", len(dropped))
     ctx.metrics.sum("rollout/in_flight", num_left)

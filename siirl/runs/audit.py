@@ -277,14 +277,14 @@ def staleness_is_bounded(ledger: Ledger) -> Problems:
     for agent, step, version in _each(policy, "agent", "step", "first_version"):
         steps_of[agent][version] = max(step, steps_of[agent].get(version, 0))
     for place, (agent, step, version) in enumerate(_each(sampled, "agent", "step", "first_version")):
-        lag, known = ledger.agent(agent).get("max_lag", 0), steps_of[agent]
+        max_lag, known = ledger.agent(agent).get("max_lag", 0), steps_of[agent]
         if version < 0 or not known or version < min(known):
             continue
         made = max(at for number, at in known.items() if number <= version)
-        if step - made > lag:
+        if step - made > max_lag:
             yield (
                 f"{_row(ledger, sampled, place)}: its oldest token is of the weights of step {made} "
-                f"(version {version}), {step - made} steps before; max_lag is {lag}"
+                f"(version {version}), {step - made} steps before; max_lag is {max_lag}"
             )
 
 

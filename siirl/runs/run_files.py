@@ -218,9 +218,9 @@ class HistoryReader:
 
     def __init__(self, folder: Path):
         self._path = folder / METRICS_FILE
-        self._begin_anew(0)
+        self._start_over(0)
 
-    def _begin_anew(self, inode: int) -> None:
+    def _start_over(self, inode: int) -> None:
         self._inode, self._place, self._bad, self._left_bytes = inode, 0, 0, 0
         self._history = MetricHistory()
 
@@ -231,7 +231,7 @@ class HistoryReader:
         except OSError:
             about = None
         if about is None or about.st_ino != self._inode or about.st_size < self._place:
-            self._begin_anew(about.st_ino if about else 0)
+            self._start_over(about.st_ino if about else 0)
             self._left_bytes = max(0, about.st_size - MOST_BYTES) if about else 0
             self._place = self._left_bytes
         while (lines := self._lines(unreadable)) is not None:

@@ -49,7 +49,7 @@ def batch_lines(plan: Plan, configs: dict[str, Config]) -> list[str]:
             f"step{refilled}, {verb} by {count_of(shards, 'shard')} of {share} prompts"
             f"{_window(configs[model.node])}"
         )
-        lines += _lag(plan.nodes[model.node], configs[model.node], batch, bool(entry))
+        lines += _staleness(plan.nodes[model.node], configs[model.node], batch, bool(entry))
         speakers = speakers_of(plan, model.agent)
         trainers = [m for m in plan.models.values() if m.agent == model.agent and m.trains]
         if trainers and speakers:
@@ -96,7 +96,7 @@ def _old_log_probs(plan: Plan, trainer: ModelPlan, cfg: Config) -> list[str]:
     return [f"old log-probs of {count - 1} of {count} mini-batches: the first one's are its own log-probs"]
 
 
-def _lag(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool) -> list[str]:
+def _staleness(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool) -> list[str]:
     """What is in work besides a batch, and how old it may be."""
     if not node.max_lag:
         return []

@@ -291,8 +291,8 @@ def _label(plan: Plan, parent: str, child: str) -> str:
     runs = {ins.node for ins in plan.instructions if isinstance(ins, Run)}
     if not {parent, child} <= runs:
         return ""
-    lag = plan.nodes[parent].max_lag
-    age = f"up to {lag} step{'s' if lag > 1 else ''} old" if lag else ""
+    max_lag = plan.nodes[parent].max_lag
+    age = f"up to {max_lag} step{'s' if max_lag > 1 else ''} old" if max_lag else ""
     return "\n".join(filter(None, (age, _moved(plan, parent, child))))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from siirl.compiler.backends import backend_of
 from siirl.compiler.choices import choice_lines
 from siirl.compiler.instructions import ROUTING
-from siirl.compiler.memory.awake_engines import awake_shares, shares_text
 from siirl.compiler.memory.estimate import read_shape
+from siirl.compiler.memory.resident_engines import resident_shares, shares_text
 from siirl.compiler.plan import (
     Collect,
     Free,
@@ -303,8 +303,8 @@ def _instructions(plan: Plan) -> list[str]:
             case Until(node, _):
                 rows.append(["until", ranks, f"{node} has enough rows"])
             case Run(node, _, _, source, target, _):
-                lag = plan.nodes[node].max_lag
-                age = f", rows up to {count_of(lag, 'step')} old" if lag else ""
+                max_lag = plan.nodes[node].max_lag
+                age = f", rows up to {count_of(max_lag, 'step')} old" if max_lag else ""
                 where = source if source == target else f"{source} -> {target}"
                 rows.append(["run", ranks, f"{node} on {where}{age}"])
             case Free():
@@ -335,16 +335,16 @@ def _groups(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan, configs: dict[str, Config], device_gib: float | None) -> list[str]:
-    return [*memory_table(plan, configs, device_gib), *_awake(plan, configs)]
+    return [*memory_table(plan, configs, device_gib), *_resident(plan, configs)]
 
 
-def _awake(plan: Plan, configs: dict[str, Config]) -> list[str]:
-    """What engines that are awake at once take of their devices."""
+def _resident(plan: Plan, configs: dict[str, Config]) -> list[str]:
+    """What engines that are resident at once take of their devices."""
     return [
         f"ranks {format_ranks(ranks)}: while {entry} plays its episodes, engines take {shares_text(shares)} "
         "of the device"
         for entry, talk in plan.interactions.items()
-        for ranks, shares in awake_shares(talk, plan.models, configs).items()
+        for ranks, shares in resident_shares(talk, plan.models, configs).items()
     ]
 
 

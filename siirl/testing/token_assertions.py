@@ -80,14 +80,14 @@ def rows_are_of_their_own_policy(trial: Trial) -> Verdict:
     """What a policy trains was sampled under its own weights of that step: equal ids of another agent, or
     another context, have other log-probs."""
     told = []
-    lags = {node.agent: node.max_lag for node in nodes_of(trial, lambda one: one.spec.is_rollout)}
+    max_lags = {node.agent: node.max_lag for node in nodes_of(trial, lambda one: one.spec.is_rollout)}
     for record in calls(trial, lambda node: node.spec.is_rollout):
-        if wrong := _wrong_version(trial, record, lags.get(record.agent, 0)):
+        if wrong := _wrong_version(trial, record, max_lags.get(record.agent, 0)):
             return wrong
     for record in calls(trial, trains_policy):
         if record.before is None or not record.has("rollout_log_prob", "response_mask"):
             continue
-        if record.round or lags.get(record.agent, 0) or not _said(trial, f"agent_{record.agent}.rollout"):
+        if record.round or max_lags.get(record.agent, 0) or not _said(trial, f"agent_{record.agent}.rollout"):
             continue
         mask_BT = record.column("response_mask").bool()
         off = _largest(record.before - record.column("rollout_log_prob"), mask_BT)
@@ -104,7 +104,7 @@ def rows_are_of_their_own_policy(trial: Trial) -> Verdict:
     return passed("; ".join(told)) if told else not_here("no policy trains what its engine has just sampled")
 
 
-def _wrong_version(trial: Trial, record: NodeRecord, lag: int) -> Verdict | None:
+def _wrong_version(trial: Trial, record: NodeRecord, max_lag: int) -> Verdict | None:
     """Of a rollout whose tokens are of weights that its policy did not have, or too old ones."""
     model = f"agent_{record.agent}.actor"
     if not record.has("weight_version", "response_mask") or model not in record.versions:
@@ -114,11 +114,11 @@ def _wrong_version(trial: Trial, record: NodeRecord, lag: int) -> Verdict | None
         return None
     now = record.versions[model]
     updates = max((x.versions[model] for x in trial.alone.records() if model in x.versions), default=0)
-    oldest = now - lag * max(1, updates)
+    oldest = now - max_lag * max(1, updates)
     if int(version_B.min()) < oldest or int(version_B.max()) > now:
         return failing(
             f"node {record.node!r} in step {record.step}: tokens of version {int(version_B.min())} to "
-            f"{int(version_B.max())}, where its policy has {now} and rollout.max_lag={lag}",
+            f"{int(version_B.max())}, where its policy has {now} and rollout.max_lag={max_lag}",
             "Send weights to the engines after each update; rows that wait belong to asynchronous rollouts.",
         )
     return None

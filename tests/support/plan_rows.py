@@ -17,7 +17,7 @@ from siirl.compiler.plan import Collect, Free, Instruction, Load, Plan, Repeat, 
 from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.data.assign import assign, split_weights, tabulate
-from siirl.data.loader import dealing_order
+from siirl.data.loader import assignment_order
 from siirl.types import FieldKey, Layout
 
 Origin = tuple[int, ...]
@@ -133,7 +133,7 @@ class Interpreter:
         for rank in ins.ranks:
             shard = layout.shard_of(rank)
             first_of, last_of = (size * of // layout.num_shards for of in (shard, shard + 1))
-            mine = sorted(dealing_order(size, mini)[first_of:last_of].tolist())
+            mine = sorted(assignment_order(size, mini)[first_of:last_of].tolist())
             origins = tuple((first + place,) for place in mine)
             numbers = {
                 "row_id": tuple(mine),

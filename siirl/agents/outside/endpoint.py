@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from siirl.access import MOST_STRANGERS, UnauthenticatedConnections, is_same
+from siirl.access import MOST_UNAUTHENTICATED, UnauthenticatedConnections, is_same
 from siirl.agents.outside import chat_wire, completions_wire, messages_wire, responses_wire
 from siirl.agents.outside.chat_wire import returned_reward, reward_of
 from siirl.agents.outside.content import BadRequest, parsed, understood
@@ -99,7 +99,7 @@ class Endpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
-        self._strangers = UnauthenticatedConnections(MOST_STRANGERS + 8 * limits.max_concurrent)
+        self._unauthenticated = UnauthenticatedConnections(MOST_UNAUTHENTICATED + 8 * limits.max_concurrent)
         self._places = asyncio.Semaphore(limits.max_concurrent)
         self._sessions: dict[str, Session] = {}  # by token
         self._told: set[str] = set()
@@ -162,7 +162,7 @@ class Endpoint:
             self._looking = asyncio.create_task(self._look(self._queue))
 
     def _connection(self) -> asyncio.Protocol:
-        """What answers one that comes: a stranger, until it shows the token of a session.
+        """What answers one that comes: unauthenticated, until it shows the token of a session.
 
         One that went without is forgotten when it is the oldest: it cannot be closed any more.
         """
@@ -171,7 +171,7 @@ class Endpoint:
         loop = asyncio.get_running_loop()
         # Of many that come at once the first is not connected yet when the last one does.
         close = partial(loop.call_soon_threadsafe, loop.call_later, CLOSE_S, protocol.force_close)
-        self._strangers.come(protocol, HOST, close)
+        self._unauthenticated.come(protocol, HOST, close)
         return protocol
 
     async def _end(self) -> None:
@@ -258,7 +258,7 @@ class Endpoint:
             try:
                 if session is None or session.over:
                     raise BadRequest("no episode that goes on has this token", "invalid_api_key", 401)
-                self._strangers.left(request.protocol)
+                self._unauthenticated.left(request.protocol)
                 session.count_requests()
                 return await answer(session, request)
             except BadRequest as error:
@@ -279,7 +279,7 @@ class Endpoint:
         if not is_same(_shown(request), self._queue.token):
             refusal = chat_wire.error_body("this is not the token of the run", "invalid_api_key")
             return web.json_response(refusal, status=401)
-        self._strangers.left(request.protocol)
+        self._unauthenticated.left(request.protocol)
         try:
             info = await self._queue.take(_wait_s(await _json(request, b"{}")))
         except BadRequest as error:

@@ -12,7 +12,7 @@ from siirl.dialect.tool_formats import ToolParser
 from siirl.errors import EpisodeFailed
 
 MOST_CLIENTS = 3
-"""To so many an episode is dealt, one after the other, if they leave it."""
+"""To so many an episode is assigned, one after the other, if they leave it."""
 
 
 def starter(command: str | Callable[[SessionInfo], Any]) -> Start:

@@ -58,7 +58,7 @@ class Backend(ABC):
     """It can have weights written where its first sync put them (rollout.replace_weights)."""
 
     device_share = False
-    """On a GPU it takes a share of the device (rollout.gpu_memory_utilization) while it is awake."""
+    """On a GPU it takes a share of the device (rollout.gpu_memory_utilization) while it does not sleep."""
 
     takes_images = False
     """Of a rollout: prompts may have images."""

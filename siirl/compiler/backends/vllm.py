@@ -137,13 +137,13 @@ def scored_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) ->
     row = rollout.prompt_length + rollout.response_length
     tokens = row if cfg.trainer.device == "cpu" else min(row, rollout.max_num_batched_tokens)
     each = shape.vocabulary * (BYTES[rollout.dtype] + 2 * BYTES["float32"])
-    asleep = 0
+    sleeping = 0
     if rollout.free_cache_engine and cfg.trainer.device != "cpu":
-        asleep, _ = engine_bytes(model, cfg, shape, rows)
+        sleeping, _ = engine_bytes(model, cfg, shape, rows)
     return [
         *teacher_lines(model, cfg, shape, rows),
         MemoryLine(model.name, "log-probs of a row", tokens * each, ("generate",)),
-        MemoryLine(model.name, "weights while it sleeps", asleep, (), host=True),
+        MemoryLine(model.name, "weights while it sleeps", sleeping, (), host=True),
     ]
 
 

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 from siirl.compiler import agent_steps, profiled_nodes, teachers
 from siirl.compiler.checks import (
+    dataset_responses,
     engine_abilities,
     fields,
-    given_responses,
-    lag_checks,
     reward_checks,
     sampling_rounds,
+    staleness_checks,
 )
 from siirl.compiler.interactions.find import check_agents_of
-from siirl.compiler.memory.awake_engines import check_awake
+from siirl.compiler.memory.resident_engines import check_resident
 from siirl.compiler.resolved_node import check_node_config
 from siirl.compiler.workflow import Workflow
 from siirl.config.checks import contradictions
@@ -46,9 +46,9 @@ CHECKS = (
     Check("nodes", KEPT, sampling_rounds.check_sampling),
     Check("nodes", KEPT, sampling_rounds.check_resampling),
     Check("nodes", KEPT, reward_checks.check_named_values),
-    Check("nodes", KEPT, lag_checks.check_lag),
-    Check("nodes", KEPT, given_responses.check_given),
-    Check("nodes", KEPT, given_responses.check_pairs),
+    Check("nodes", KEPT, staleness_checks.check_staleness),
+    Check("nodes", KEPT, dataset_responses.check_given),
+    Check("nodes", KEPT, dataset_responses.check_pairs),
     Check("nodes", ("kept", "whole"), teachers.check_teachers),
     Check("nodes", KEPT, agent_steps.check_windows),
     Check("nodes", KEPT, engine_abilities.check_images),
@@ -62,11 +62,11 @@ CHECKS = (
     Check("nodes", KEPT, profiled_nodes.check_profiled),
     Check("nodes", ("kept", "whole"), fields.check_readers),
     Check("nodes", KEPT, check_node_configs),
-    Check("engines", ("interactions", "models", "configs"), check_awake),
+    Check("engines", ("interactions", "models", "configs"), check_resident),
     Check("places", ("nodes", "graph", "places"), sampling_rounds.check_rounds),
-    Check("plan", ("plan",), lag_checks.check_loaders),
-    Check("plan", ("plan",), given_responses.check_order),
-    Check("plan", ("plan", "run"), given_responses.check_validation),
+    Check("plan", ("plan",), staleness_checks.check_loaders),
+    Check("plan", ("plan",), dataset_responses.check_order),
+    Check("plan", ("plan", "run"), dataset_responses.check_validation),
     Check("plan", ("plan", "configs"), engine_abilities.check_kept_kv),
     Check("plan", ("plan", "configs"), engine_abilities.check_weights_in_place),
 )

@@ -253,8 +253,8 @@ def _messages(
         whole = stays_whole(shape.params, shards, role_group(cfg, model.role).fsdp_config)
         gathers = steps if whole else micro_batches
         each = width + ((0 if whole else width) + 4) * model.trains  # again in backward, and gradients
-        dealt = shape.moe_layers * shape.expert_params * layers / shape.layers if dims.ep > 1 else 0.0
-        _add(work, {_way(shards, machine): gathers * (params - dealt) * each * received})
+        sharded = shape.moe_layers * shape.expert_params * layers / shape.layers if dims.ep > 1 else 0.0
+        _add(work, {_way(shards, machine): gathers * (params - sharded) * each * received})
         if dims.ep > 1:
             passes = (2 + _recomputes(model, cfg)) if model.trains else 1
             split = tokens / dims.cp * shape.hidden * width

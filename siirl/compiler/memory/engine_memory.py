@@ -53,10 +53,10 @@ def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     if on_another:
         return [in_host]
     share = rollout.device_share
-    awake: tuple[Activity, ...] = ("generate",) if rollout.free_cache_engine else ALWAYS
+    resident: tuple[Activity, ...] = ("generate",) if rollout.free_cache_engine else ALWAYS
     beside = ENGINE_CONTEXT_BYTES if rollout.enforce_eager else ENGINE_GRAPHS_BYTES
     return [
-        MemoryLine(model.name, ENGINE_PARTS[0], 0, awake, share=share),
+        MemoryLine(model.name, ENGINE_PARTS[0], 0, resident, share=share),
         MemoryLine(model.name, ENGINE_PARTS[1], beside),
         in_host,
     ]

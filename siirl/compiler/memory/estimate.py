@@ -39,7 +39,7 @@ LOGITS_CHUNK = 1 << 28
 KEPT_LOGITS_BYTES = 2 * GIB
 """Up to so many a training micro-batch keeps its logits for backward; else they are computed again."""
 ENGINE_GRAPHS_BYTES = 9 * GIB
-"""What a vLLM engine has beside its share, asleep too: CUDA graphs and workspace; 5.5 to 12 GiB measured."""
+"""What a vLLM engine has beside its share, sleeping too: CUDA graphs, workspace; 5.5 to 12 GiB measured."""
 ENGINE_CONTEXT_BYTES = 2 * GIB
 """The same of an engine without CUDA graphs (enforce_eager)."""
 ENGINE_PARTS = ("share of the device", "graphs and context")
@@ -223,14 +223,14 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     A model that stays whole gathers all layers; others two at a time. Embedding and head stay gathered in a
     mini-batch. Whole gradients go as the ranks' shards of them come: counted is what they are more. The
     gradient of a layer, which is large where there are experts, is whole before ranks reduce it. Experts that
-    are dealt over ranks are not gathered: a rank has its own in the compute type, those of one layer, or of
+    are sharded over ranks are not gathered: a rank has its own in the compute type, those of one layer, or of
     all that backward needs.
     """
     fsdp, name = role_group(cfg, model.role).fsdp_config, model.name
     master, compute = BYTES[fsdp.model_dtype], BYTES[fsdp.mixed_precision.param_dtype]
     shards = model.dims.weight_shards
-    dealt = shape.expert_params if model.dims.ep > 1 else 0
-    gathered = shape.params - dealt * shape.moe_layers
+    sharded = shape.expert_params if model.dims.ep > 1 else 0
+    gathered = shape.params - sharded * shape.moe_layers
     whole = stays_whole(shape.params, shards, fsdp)
     adapter = adapter_params(role_model(cfg, model.role), shape) if model.trains else 0
     own = (shape.params if model.base in (None, name) else 0) + adapter
@@ -243,13 +243,13 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
         if whole and (more := summed * reduced - -(-summed // shards) * master) > 0:
             lines.append(MemoryLine(name, "whole gradients", more, ("update",)))
         if shape.experts and not adapter:
-            whole_layer = (shape.layer_params - dealt) * (compute + reduced)
+            whole_layer = (shape.layer_params - sharded) * (compute + reduced)
             lines.append(MemoryLine(name, "gradients of a layer", whole_layer, ("update",)))
     if not whole:
-        gathered = 2 * (shape.layer_params - dealt) + shape.embedding_params
+        gathered = 2 * (shape.layer_params - sharded) + shape.embedding_params
     lines.append(MemoryLine(name, "gathered layers", gathered * compute, COMPUTING))
-    if dealt:
-        lines += _dealt_lines(model, cfg, shape, compute)
+    if sharded:
+        lines += _sharded_lines(model, cfg, shape, compute)
     fused, attended = role_model(cfg, model.role).fuses_layers, with_repeated_heads(shape, model.dims.cp)
     of_layer = kept_values(attended, fused)
     if (
@@ -272,7 +272,7 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     )
 
 
-def _dealt_lines(model: ModelPlan, cfg: Config, shape: ModelShape, width: int) -> list[MemoryLine]:
+def _sharded_lines(model: ModelPlan, cfg: Config, shape: ModelShape, width: int) -> list[MemoryLine]:
     """A rank's experts in the compute type: of a layer, and in an update of all that are not recomputed."""
     own, line = shape.expert_params // model.dims.ep * width, MemoryLine
     lines = [line(model.name, "experts in compute", own, ("forward",))]

@@ -12,7 +12,7 @@ from siirl.engines.rollout.base import check_keys
 from siirl.errors import EpisodeFailed, RolloutError
 from siirl.models.sizes import head_size
 
-WeightState = Literal["empty", "loading", "ready", "asleep"]
+WeightState = Literal["empty", "loading", "ready", "sleeping"]
 """Of an engine's weights: never synced; a sync began and did not complete; complete; given back by sleep."""
 
 COMPLETE = {"stop", "length"}
@@ -21,7 +21,7 @@ COMPLETE = {"stop", "length"}
 _NO_WEIGHTS = {
     "empty": "none have arrived yet",
     "loading": "the last sync did not complete",
-    "asleep": "it sleeps, and gave them back",
+    "sleeping": "it sleeps, and gave them back",
 }
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from siirl.access import MOST_STRANGERS, UnauthenticatedConnections, own_host, shut
+from siirl.access import MOST_UNAUTHENTICATED, UnauthenticatedConnections, own_host, shut
 from siirl.data.completions import Completion, Key, Request
 from siirl.deadline import Deadline
 from siirl.engines.rollout.base import Interrupt, RolloutStream, check_keys
@@ -90,7 +90,7 @@ class StreamServer:
         self.address = Address(model, rank, host, port, secrets.token_bytes(TOKEN_BYTES))
         self._news = threading.Condition()
         self._failure: str | None = None  # why nobody is answered any more
-        self._strangers = UnauthenticatedConnections(MOST_STRANGERS + 2 * num_clients)
+        self._unauthenticated = UnauthenticatedConnections(MOST_UNAUTHENTICATED + 2 * num_clients)
         self._closed = False
         self._arrived: dict[int, deque[Connection]] = defaultdict(deque)
         threading.Thread(target=self._accept, name=f"door of {model}", daemon=True).start()
@@ -176,17 +176,17 @@ class StreamServer:
             except OSError:  # closed; or a client went before it was let in, or there are too many open files
                 time.sleep(COLLECT_S)
                 continue
-            self._strangers.come(sock, peer[0], partial(shut, sock))
+            self._unauthenticated.come(sock, peer[0], partial(shut, sock))
             threading.Thread(target=self._read, args=(sock,), daemon=True).start()
 
     def _read(self, sock: socket.socket) -> None:
-        """Read what one client says, so that it can always send; strangers are sent away."""
+        """Read what one client says, so that it can always send; unauthenticated ones are sent away."""
         connection, channel = None, Channel(sock, FromClient)
         try:
             sock.settimeout(HELLO_S)
             if not hmac.compare_digest(channel.read(TOKEN_BYTES), self.address.token):
                 return
-            self._strangers.left(sock)
+            self._unauthenticated.left(sock)
             _configure(sock, self._deadline_s)
             hello = channel.receive()
             if not isinstance(hello, Hello):
@@ -203,7 +203,7 @@ class StreamServer:
         except (ChannelClosed, OSError):
             pass
         finally:
-            self._strangers.left(sock)
+            self._unauthenticated.left(sock)
             channel.close()
             if connection is not None:
                 self._put(connection, None)

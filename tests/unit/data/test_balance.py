@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from siirl.data.assign import homes, starts
-from siirl.data.balance import NOWHERE, balance, deal_groups
+from siirl.data.balance import NOWHERE, assign_groups, balance
 from siirl.types import Layout
 
 
@@ -48,7 +48,7 @@ def test_the_costliest_shard_costs_as_much_as_if_all_rows_were_dealt_anew():
         cost, group, shared, start, num_shards = random_rows(rng)
         shard = balance(cost, group, shared, start, num_shards)
         assert shard.shape == cost.shape and shard.min() >= 0 and shard.max() < num_shards, case
-        anew = deal_groups(cost, group, shared, num_shards)
+        anew = assign_groups(cost, group, shared, num_shards)
         highest = loads_of(cost, group, shared, shard, num_shards).max()
         assert highest <= 1.02 * loads_of(cost, group, shared, anew, num_shards).max(), case
         assert np.array_equal(shard, balance(cost, group, shared, start, num_shards)), "it is one function"

@@ -12,7 +12,7 @@ from siirl.data import teams
 from siirl.data.assign import RowTable, homes, starts
 from siirl.data.balance import balance
 from siirl.data.header import Header
-from siirl.data.loader import dealing_order
+from siirl.data.loader import assignment_order
 from siirl.errors import DagError
 from siirl.types import Layout
 
@@ -48,7 +48,7 @@ def rows_of(rng: np.random.Generator, num_ranks: int, split: str, num_batches: i
         prompt[:] = 100
     row_id = np.arange(len(group)) * (3 if rng.random() < 0.3 else 1) + 5
     place = np.empty(num_groups, dtype=np.int64)
-    place[dealing_order(num_groups, num_groups // num_batches)] = np.arange(num_groups)
+    place[assignment_order(num_groups, num_groups // num_batches)] = np.arange(num_groups)
     shard = place[group] * source.num_shards // num_groups
     if rng.random() < 0.2:
         shard = rng.permutation(source.num_shards)[shard]
@@ -107,8 +107,8 @@ def test_rows_of_equal_cost_stay(monkeypatch):
     ranks = tuple(range(16))
     for mini in (0, 256):
         source, target = Layout(ranks, ranks, "rows"), Layout(ranks, ranks, "rows", "cost", mini)
-        owner = dealing_order(512, mini or 512) * 16 // 512
-        owner[dealing_order(512, mini or 512)] = np.arange(512) * 16 // 512
+        owner = assignment_order(512, mini or 512) * 16 // 512
+        owner[assignment_order(512, mini or 512)] = np.arange(512) * 16 // 512
         headers = [Header(np.flatnonzero(owner == rank), np.full((32, 1), 90), None) for rank in ranks]
         world = World(source, target, headers)
         assert len(world.every) == 8 and not world.letters

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from siirl.access import MOST_STRANGERS
+from siirl.access import MOST_UNAUTHENTICATED
 from siirl.data.completions import Completion, Request, SamplingParams
 from siirl.engines.rollout import remote
 from siirl.engines.rollout.base import RolloutStream
@@ -237,10 +237,10 @@ def test_many_strangers_are_few_and_keep_nobody_out():
         assert collected(client)
         until_s = time.monotonic() + 5  # before those who say nothing are sent away for that
         sent_away = []
-        while len(sent_away) < 150 - (MOST_STRANGERS + 2) and time.monotonic() < until_s:
+        while len(sent_away) < 150 - (MOST_UNAUTHENTICATED + 2) and time.monotonic() < until_s:
             sent_away, _, _ = select.select(strangers, [], [], 0.1)
         client.close()
-    assert len(sent_away) >= 150 - (MOST_STRANGERS + 2) and not errors
+    assert len(sent_away) >= 150 - (MOST_UNAUTHENTICATED + 2) and not errors
 
 
 def test_a_failure_of_the_engine_reaches_both_sides():

@@ -195,7 +195,7 @@ class Job:
         assert sorted(ids) == list(range(self.batch)), "group ids of a step are those of a batch"
 
     def check(self, left):
-        self.lags += left.lags
+        self.lags += left.staleness
         for at, prompt in enumerate(left.prompts["sample_index"].tolist()):
             group = left.played[at * self.n : at * self.n + self.n]
             slot = int(left.prompts["group_id"][at])
@@ -204,7 +204,7 @@ class Job:
             said = [tuple(m.content for m in one.episode.messages) for one in group]
             assert all(one[0] == f"{prompt}" for one in said)
             self.trained.append((prompt, *said))
-        for lag, one in zip(left.lags, left.played, strict=True):
+        for lag, one in zip(left.staleness, left.played, strict=True):
             versions = [v for context in one.contexts.values() for row in context.rows for v in row.versions]
             assert self.step - min(v for v in versions if v >= 0) == lag, "that of the oldest token"
             for agent, context in one.contexts.items():

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 from viewed_runs import write_run
 
-from siirl.access import MOST_STRANGERS
+from siirl.access import MOST_UNAUTHENTICATED
 from siirl.cli import main
 from siirl.errors import ConfigError
 from siirl.view import run_parts
@@ -99,13 +99,13 @@ def test_many_strangers_are_few_and_keep_nobody_out(served):
     with ExitStack() as stack:
         strangers = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port)))
-            for _ in range(MOST_STRANGERS + 40)
+            for _ in range(MOST_UNAUTHENTICATED + 40)
         ]
         assert ask(server, f"/{server.token}/")[0] == 200
         strangers[0].settimeout(5)
         assert strangers[0].recv(1) == b""
         deadline = time.monotonic() + 10  # threads of those who had to go are about to notice
-        while len(served_strangers() - of_other_tests) > MOST_STRANGERS + 1:
+        while len(served_strangers() - of_other_tests) > MOST_UNAUTHENTICATED + 1:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 

@@ -347,7 +347,7 @@ class ServedRollout(RolloutEngine):
             self._tell(Sleep(engine.keeps_weights))
         engine.weights_sleep = engine.cache_sleeps = True
         if not engine.keeps_weights:
-            self._state, self.weight_version = "asleep", -1
+            self._state, self.weight_version = "sleeping", -1
 
     def wake(self) -> None:
         """Take memory for the weights again, without values; the KV cache wakes to generate. Idempotent."""
@@ -356,7 +356,7 @@ class ServedRollout(RolloutEngine):
                 torch.cuda.empty_cache()  # what this worker has cached is not the engine's to take
                 self._tell(Wake("weights"))
             self._engine.weights_sleep = False
-            self._state = "empty" if self._state == "asleep" else self._state
+            self._state = "empty" if self._state == "sleeping" else self._state
 
     def close(self) -> None:
         """End the engine's process, for all its users; where the launcher keeps engines, it does that."""

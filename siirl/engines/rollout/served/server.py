@@ -105,7 +105,7 @@ class Renewal:
         self._updating = False
         self._without_weights = False
         """None have come since it changed its worker."""
-        self._asleep: frozenset[str] = frozenset()
+        self._sleeping: frozenset[str] = frozenset()
         self._sleep: dict[str, Any] | None = None
         """How it was told to sleep last."""
         self._rests = False
@@ -126,9 +126,9 @@ class Renewal:
             case _ if method.startswith(FINISHES):
                 self._updating = self._without_weights = False
             case "sleep":
-                self._sleep, self._asleep = dict(arguments), ALL
+                self._sleep, self._sleeping = dict(arguments), ALL
             case "wake":
-                self._asleep -= {arguments["part"]}
+                self._sleeping -= {arguments["part"]}
 
     def check_weights(self) -> None:
         """RolloutError if what it has are weights of a worker before."""
@@ -137,14 +137,14 @@ class Renewal:
 
     def renew(self, engine: Any) -> bool:
         """Make an engine (NativeEngine, or None before it was started) fit; whether it is."""
-        partly = bool(self._asleep) and self._asleep != ALL
+        partly = bool(self._sleeping) and self._sleeping != ALL
         if engine is None or not hasattr(engine, "renew") or not self.sound or self._updating or partly:
             return False
         engine.renew()
-        if self._sleep is not None and not self._asleep:
+        if self._sleep is not None and not self._sleeping:
             engine.sleep(**self._sleep)
-            self._asleep = ALL
-        self._without_weights, self._rests = True, bool(self._asleep)
+            self._sleeping = ALL
+        self._without_weights, self._rests = True, bool(self._sleeping)
         return True
 
 

@@ -79,7 +79,7 @@ def engine_arguments(
 def tokens_of_a_step(most: int, rows: int, longest: int) -> int:
     """Tokens of an engine's largest step: `most`, but no more than its rows can have.
 
-    vLLM warms up with a step of that many tokens, dealt evenly to the rows it may run at once, and what is
+    vLLM warms up with a step of that many tokens, divided evenly to the rows it may run at once, and what is
     left over to the last one. On a GPU its second model runner attends to them, and would read beyond a
     row's line of the block table where one has more than `longest` tokens.
     """

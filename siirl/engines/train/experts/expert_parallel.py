@@ -18,17 +18,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from siirl.errors import NotSupportedError
 
 _RANKS = "siirl_expert_ranks"
-"""Name under which a module of experts has the ranks that they are dealt to."""
+"""Name under which a module of experts has the ranks that they are sharded to."""
 
 
-def deal_experts(hf: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+def shard_experts(hf: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     """Cut the experts of a model on the meta device over the last axis of its mesh; the new parameters.
 
     Call it before FSDP shards the model, which then has to leave these out. No communication.
     NotSupportedError if there are none, or none that divide among the ranks.
     """
     group = mesh.get_group(mesh.ndim - 1)
-    dealt: set[nn.Parameter] = set()
+    sharded: set[nn.Parameter] = set()
     for module in modules_of_experts(hf):
         if module.num_experts % group.size():
             raise NotSupportedError(
@@ -37,13 +37,13 @@ def deal_experts(hf: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
             )
         setattr(module, _RANKS, group)
         for name, param in list(module.named_parameters()):  # with adapters, if it has some
-            dealt.add(_cut(module, name, param, mesh))
-    if not dealt:
+            sharded.add(_cut(module, name, param, mesh))
+    if not sharded:
         raise NotSupportedError(
             f"not supported yet: fsdp_config.expert_parallel_size={group.size()}: {type(hf).__name__} has no "
             "experts that transformers keeps in one tensor of a layer. Set it to 1."
         )
-    return dealt
+    return sharded
 
 
 def modules_of_experts(hf: nn.Module) -> Iterator[nn.Module]:
@@ -65,7 +65,7 @@ def _cut(module: nn.Module, name: str, param: nn.Parameter, mesh: DeviceMesh) ->
 
 
 def ranks_of(experts: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that the experts of a module are dealt to; None: each has, or gathers, all."""
+    """The ranks that the experts of a module are sharded to; None: each has, or gathers, all."""
     return getattr(experts, _RANKS, None)
 
 
@@ -119,7 +119,7 @@ def _exchanged(x_SD: Tensor, sent: list[int], received: list[int], group: dist.P
 
 
 def add_up_copies(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Sum the gradients of dealt experts over the copies of the model, as FSDP does with all others."""
+    """Sum the gradients of sharded experts over the copies of the model, as FSDP does with all others."""
     if mesh.ndim == 1:
         return
     for module in model.modules():

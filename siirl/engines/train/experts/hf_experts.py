@@ -21,7 +21,7 @@ GROUPED_EXPERTS = "siirl_grouped"
 def grouped_experts(experts: nn.Module, hidden_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
     """What the experts of each token make of it, by the router's weights: [N, D].
 
-    Collective where experts are dealt over ranks (expert_parallel).
+    Collective where experts are sharded over ranks (expert_parallel).
 
     experts: a module whose weights transformers has fused, [E, ...]. Every expert gets a gradient, of zeros
     if no token has chosen it, so that all ranks reduce the same tensors.

@@ -18,7 +18,7 @@ from siirl.compiler.memory.estimate import stays_whole
 from siirl.compiler.plan import ModelPlan
 from siirl.engines.train.adapters.frozen_base import join_shards, use_base
 from siirl.engines.train.adapters.lora import adapter_name, add_lora
-from siirl.engines.train.experts.expert_parallel import deal_experts
+from siirl.engines.train.experts.expert_parallel import shard_experts
 from siirl.engines.train.fsdp.float8 import use_float8
 from siirl.engines.train.fsdp.own_shards import Parts, can_be_read, parts_to_read, read_shards
 from siirl.engines.train.hf_model import (
@@ -101,7 +101,7 @@ def build_sharded(
             recompute_activations(hf, settings.model.gradient_checkpointing_kwargs)
     else:
         hf.requires_grad_(False)
-    model = _shard(hf, settings, mesh, deals_experts=plan.dims.ep > 1)
+    model = _shard(hf, settings, mesh, shards_experts=plan.dims.ep > 1)
     fresh = new_head(config, settings.head, settings.seed)
     parts = None if base is not None else _agreed_parts(settings, hf, group, fresh)
     source = _read_on_first_rank(settings, hf, group, trains, base is None and parts is None)
@@ -127,7 +127,7 @@ def reduce_dtype(settings: EngineSettings) -> torch.dtype:
 
 
 def _shard(
-    hf: PreTrainedModel, settings: EngineSettings, mesh: DeviceMesh, deals_experts: bool
+    hf: PreTrainedModel, settings: EngineSettings, mesh: DeviceMesh, shards_experts: bool
 ) -> PackedModel:
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(settings),
@@ -136,8 +136,8 @@ def _shard(
     )
     reshard = not lies_whole(hf, settings, mesh)
     layers = decoder_layers(hf)
-    dealt = deal_experts(hf, mesh) if deals_experts else set()
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=dealt)
+    sharded = shard_experts(hf, mesh) if shards_experts else set()
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=sharded)
     model = PACKED_MODELS[settings.head](hf)
     for layer in layers:
         shard(layer, reshard_after_forward=reshard)

@@ -8,23 +8,23 @@ from siirl.compiler.workflow import Workflow
 from siirl.errors import DagError, NotSupportedError, UserError
 
 
-def check_lag(kept: Workflow) -> Iterator[UserError]:
-    """What refuses rollouts with a lag: nothing that trains, and what needs all rows of a step's prompts."""
+def check_staleness(kept: Workflow) -> Iterator[UserError]:
+    """What refuses asynchronous rollouts: nothing trains, or all rows of a step's prompts are needed."""
     for plan in kept.interactions.values():
         yield from _of_an_interaction(plan, kept)
     for node in kept.nodes.values():
         rollout = node.cfg.actor_rollout_ref.rollout
         if not node.op.is_rollout or not rollout.max_lag:
             continue
-        lag = f"{node}: actor_rollout_ref.rollout.max_lag={rollout.max_lag}"
+        asked = f"{node}: actor_rollout_ref.rollout.max_lag={rollout.max_lag}"
         if kept.run.trainer.rollout_only:
-            yield DagError(f"{lag} with trainer.rollout_only=true: no weights change. Remove it.")
-        elif not node.op.may_lag and node.id not in kept.stages:
+            yield DagError(f"{asked} with trainer.rollout_only=true: no weights change. Remove it.")
+        elif not node.op.may_be_stale and node.id not in kept.stages:
             yield DagError(
-                f"{lag} with rollout.name={rollout.name}: it samples nothing that could go on. Remove it."
+                f"{asked} with rollout.name={rollout.name}: it samples nothing that could go on. Remove it."
             )
         else:
-            yield from _of_its_rows(node, lag, kept)
+            yield from _of_its_rows(node, asked, kept)
 
 
 def _of_an_interaction(plan: InteractionPlan, kept: Workflow) -> Iterator[UserError]:
@@ -60,25 +60,25 @@ def _played_with(node: ResolvedNode, kept: Workflow) -> set[int]:
     return {node.agent}
 
 
-def _of_its_rows(node: ResolvedNode, lag: str, kept: Workflow) -> Iterator[UserError]:
+def _of_its_rows(node: ResolvedNode, asked: str, kept: Workflow) -> Iterator[UserError]:
     for other in kept.nodes.values():
         if node.id in kept.graph.above[other.id] and other.op.repeats and node.id in kept.stages:
             yield NotSupportedError(
-                f"not supported yet: {lag} in an interaction above {other}: a round is of as many prompts "
+                f"not supported yet: {asked} in an interaction above {other}: a round is of as many prompts "
                 "as the batch lacks then, maybe one, and if all its episodes fail the run ends. Set "
                 "algorithm.filter_groups.enable=false, or max_lag to 0."
             )
         elif node.id in kept.graph.above[other.id] and other.op.draws:
             yield NotSupportedError(
-                f"not supported yet: {lag} above {other}, which draws among the responses of a step's "
+                f"not supported yet: {asked} above {other}, which draws among the responses of a step's "
                 "prompts: here they are of several. Set algorithm.use_pf_ppo=false, or max_lag to 0."
             )
         mixed = {key.agent for key in other.reads} | {other.agent}
-        strangers = sorted(mixed - _played_with(node, kept))
-        if node.agent in mixed and strangers:
-            others = " and ".join(map(str, strangers))
+        apart = sorted(mixed - _played_with(node, kept))
+        if node.agent in mixed and apart:
+            others = " and ".join(map(str, apart))
             yield NotSupportedError(
-                f"not supported yet: {lag}, and {other} reads rows of agent {others} beside those of agent "
+                f"not supported yet: {asked}, and {other} reads rows of agent {others} beside those of agent "
                 f"{node.agent}: with staleness they are of different prompts. Set max_lag to 0."
             )
 

@@ -1,4 +1,4 @@
-"""Rollout engines that are awake at once on a device: the policies of a conversation. Pure."""
+"""Rollout engines that are resident at once on a device: the policies of a conversation. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,14 +22,14 @@ def with_shares(
     models: Mapping[str, ModelPlan],
     nodes: Mapping[str, ResolvedNode],
 ) -> dict[str, ResolvedNode]:
-    """The nodes, where engines that are awake together divide what is left of a device if nobody set a share.
+    """The nodes; engines that are resident together divide what is left of a device if nobody set a share.
 
     What somebody set stays. The new shares are overrides of the nodes that the engines are built from.
     """
     configs = {node_id: node.cfg for node_id, node in nodes.items()}
     lowered: Shares = {}
     for talk in interactions.values():
-        for shares in awake_shares(talk, models, configs).values():
+        for shares in resident_shares(talk, models, configs).values():
             free = [name for name in shares if not share_is_set(configs[models[name].node])]
             taken = sum(share for name, share in shares.items() if name not in free)
             for name in free:
@@ -51,7 +51,7 @@ def share_is_set(cfg: Config) -> bool:
     )
 
 
-def awake_shares(
+def resident_shares(
     talk: InteractionPlan, models: Mapping[str, ModelPlan], configs: Mapping[str, Config]
 ) -> dict[Ranks, Shares]:
     """Ranks -> model -> share of the device that its engine takes while the episodes are played.
@@ -79,20 +79,20 @@ def awake_shares(
     return {tuple(ranks): {name: shares[name] for name in names} for names, ranks in by_models.items()}
 
 
-def check_awake(
+def check_resident(
     interactions: Mapping[str, InteractionPlan],
     models: Mapping[str, ModelPlan],
     configs: Mapping[str, Config],
 ) -> Iterator[UserError]:
     """PlacementError if the engines of a conversation want more of a device than there is."""
     for entry, talk in interactions.items():
-        for ranks, shares in awake_shares(talk, models, configs).items():
+        for ranks, shares in resident_shares(talk, models, configs).items():
             if sum(shares.values()) <= MOST_OF_A_DEVICE + 1e-9:
                 continue
             fits = int(100 * MOST_OF_A_DEVICE / len(shares)) / 100
             yield PlacementError(
                 f"while node {entry!r} plays its episodes, the engines on ranks {format_ranks(ranks)} are "
-                f"awake together and take {shares_text(shares)} of the device "
+                f"resident together and take {shares_text(shares)} of the device "
                 f"(rollout.gpu_memory_utilization): at most {MOST_OF_A_DEVICE} fits. Set "
                 f"{SHARE}={fits}, or a share for each in the config "
                 "of its rollout node; or place the agents on ranks of their own; or let them share a policy "

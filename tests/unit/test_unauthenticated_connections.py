@@ -98,20 +98,20 @@ SAYS = {
 @pytest.mark.parametrize("what", SAYS)
 @pytest.mark.parametrize("server", [page, stream, programs])
 def test_a_stranger_is_closed_in_time_whatever_it_says(server, what, monkeypatch):
-    monkeypatch.setattr(access, "STRANGER_S", 0.7)
+    monkeypatch.setattr(access, "UNAUTHENTICATED_S", 0.7)
     with server() as port:
         assert until_closed_s(port, SAYS[what]()) < 12
 
 
 def test_one_that_has_shown_its_token_takes_as_long_as_it_needs(monkeypatch):
-    monkeypatch.setattr(access, "STRANGER_S", 0.5)
+    monkeypatch.setattr(access, "UNAUTHENTICATED_S", 0.5)
     with page() as port, socket.create_connection(("127.0.0.1", port)) as sock:
         sock.sendall(b"GET /known HTTP/1.0\r\n\r\n")
         assert sock.makefile("rb").read().endswith(b"hello")
 
 
 def test_each_has_its_own_time_and_one_thread_looks(monkeypatch):
-    monkeypatch.setattr(access, "STRANGER_S", 0.4)
+    monkeypatch.setattr(access, "UNAUTHENTICATED_S", 0.4)
     gone, door = [], UnauthenticatedConnections(99)
     before = threading.active_count()
     for number in range(20):

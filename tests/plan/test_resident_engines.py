@@ -6,8 +6,8 @@ import pytest
 from plan_cases import add_agent, compiled, config, template_plan
 
 from siirl.compiler.compile import compile_plan
-from siirl.compiler.memory.awake_engines import awake_shares, shares_text
 from siirl.compiler.memory.estimate import fsdp_lines, model_shape
+from siirl.compiler.memory.resident_engines import resident_shares, shares_text
 from siirl.config import with_overrides
 from siirl.dag.spec import DagBuilder
 from siirl.errors import PlacementError
@@ -70,7 +70,9 @@ def test_engines_that_fit_or_take_turns_are_planned(dag, overrides):
 )
 def test_engines_divide_a_device_where_nobody_set_a_share(first, second, shares):
     plan, configs = compile_plan(talk(first, second).build(), config(*VLLM), 2)
-    assert list(awake_shares(plan.interactions["rollout_0"], plan.models, configs)[0, 1].values()) == shares
+    assert (
+        list(resident_shares(plan.interactions["rollout_0"], plan.models, configs)[0, 1].values()) == shares
+    )
     for node, share in zip(("rollout_0", "rollout_1"), shares, strict=True):
         own = with_overrides(config(*VLLM), plan.nodes[node].overrides).actor_rollout_ref.rollout
         assert own.engine_kwargs.vllm.get("gpu_memory_utilization", own.gpu_memory_utilization) == share
@@ -78,7 +80,7 @@ def test_engines_divide_a_device_where_nobody_set_a_share(first, second, shares)
 
 def test_the_plan_names_the_share_of_each_engine_that_is_awake():
     plan, configs = compile_plan(talk().build(), config(*VLLM, f"{SHARE}=0.45"), 2)
-    shares = awake_shares(plan.interactions["rollout_0"], plan.models, configs)
+    shares = resident_shares(plan.interactions["rollout_0"], plan.models, configs)
     assert shares == {(0, 1): {"agent_0.rollout": 0.45, "agent_1.rollout": 0.45}}
     assert shares_text(shares[0, 1]) in report(plan, configs)
 
