@@ -53,7 +53,7 @@ ENGINE_SHARE = 0.85
 _MOST_DOUBLINGS = 7
 """Micro-batches of up to so many doublings of one row are weighed."""
 _SHARES = (0.25, 0.5, 0.75)
-"""Of the ranks, for rollouts on ranks of their own."""
+"""Of the ranks, for disaggregated rollouts."""
 _REASONS, _PARTS = 3, 3
 """That are shown: of what was refused, and of a step."""
 _SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"

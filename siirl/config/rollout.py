@@ -314,7 +314,7 @@ class RolloutConfig:
     agent: AgentConfig = group(AgentConfig, "agents that talk to others, to tools, or act in environments")
     weight_link: str = key(
         "auto",
-        "how the trainer's weights reach the engine; auto: shared memory on the same ranks, NCCL or gloo to "
+        "how the trainer's weights reach the engine; auto: shared memory where colocated, NCCL or gloo to "
         "others, from one rank; checkpoint: a folder in trainer.output_dir that all ranks must see",
         choices=("auto", "checkpoint"),
     )

@@ -80,14 +80,14 @@ def rows_are_of_their_own_policy(trial: Trial) -> Verdict:
     """What a policy trains was sampled under its own weights of that step: equal ids of another agent, or
     another context, have other log-probs."""
     told = []
-    max_lags = {node.agent: node.max_lag for node in nodes_of(trial, lambda one: one.spec.is_rollout)}
+    bound_of = {node.agent: node.max_lag for node in nodes_of(trial, lambda one: one.spec.is_rollout)}
     for record in calls(trial, lambda node: node.spec.is_rollout):
-        if wrong := _wrong_version(trial, record, max_lags.get(record.agent, 0)):
+        if wrong := _wrong_version(trial, record, bound_of.get(record.agent, 0)):
             return wrong
     for record in calls(trial, trains_policy):
         if record.before is None or not record.has("rollout_log_prob", "response_mask"):
             continue
-        if record.round or max_lags.get(record.agent, 0) or not _said(trial, f"agent_{record.agent}.rollout"):
+        if record.round or bound_of.get(record.agent, 0) or not _said(trial, f"agent_{record.agent}.rollout"):
             continue
         mask_BT = record.column("response_mask").bool()
         off = _largest(record.before - record.column("rollout_log_prob"), mask_BT)

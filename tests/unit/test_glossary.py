@@ -31,27 +31,55 @@ def names() -> dict[str, str]:
     return found
 
 
-def words(name: str) -> set[str]:
+def words(name: str) -> list[str]:
     """The words of an identifier: of MegatronScope megatron and scope, of mini_batch mini and batch."""
-    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
 def test_no_name_has_a_word_that_the_glossary_gives_up():
     given_up = {word for row in glossary() for word in row[2].split(", ") if word}
     assert len(given_up) > 5
-    wrong = {name: where for name, where in names().items() if words(name) & given_up}
+    wrong = {name: where for name, where in names().items() if given_up.intersection(words(name))}
     assert not wrong
 
 
+def given_up_in_the_field() -> list[str]:
+    rows = [line.strip("|").split("|") for line in PAGE[PAGE.index(FIELD) :].splitlines() if "|" in line][2:]
+    return [word.strip() for row in rows for word in row[1].split(",")]
+
+
+def names_of_keys() -> set[str]:
+    """What users write in a configuration: those that are older than a word of the field stay."""
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "siirl" / "config").glob("*.py"))
+    fields = (node.target for tree in trees for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
+    return {field.id for field in fields if isinstance(field, ast.Name)}
+
+
+def test_no_class_function_or_file_is_named_by_a_word_that_the_field_does_not_use():
+    bare = {re.sub("^(a|the|no) ", "", word) for word in given_up_in_the_field()}
+    refused = re.compile(rf"\b({'|'.join(sorted(bare))})s?\b")
+    files = {path.stem: str(path.relative_to(ROOT)) for path in (ROOT / "siirl").rglob("*.py")}
+    keys = names_of_keys()
+    assert "max_lag" in keys and refused.search(" ".join(words("LeftOut"))) and len(files) > 300
+
+    def wrong(name: str) -> bool:
+        return name.strip("_").lower() not in keys and bool(refused.search(" ".join(words(name))))
+
+    assert {name: where for name, where in (names() | files).items() if wrong(name)} == {}
+
+
 def texts() -> Iterator[tuple[str, str]]:
-    """(where it stands, a text that users read): lines of pages without code, and texts of siirl of several
-    words that are no docstring."""
+    """(where it stands, a text that users read): lines of pages without code, their titles too, and texts of
+    several words of siirl, those of its page too, that are no docstring."""
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         if page.name == "glossary.md":
             prose = prose[: prose.index(FIELD)]
         for line in prose.splitlines():
             yield page.name, re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)
+    for path in sorted((ROOT / "siirl").rglob("*.js")):
+        for text in re.findall(r'"([^"\n]* [^"\n]*)"', path.read_text()):
+            yield path.name, text
     for path in sorted((ROOT / "siirl").rglob("*.py")):
         tree = ast.parse(path.read_text())
         documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -67,8 +95,7 @@ READ_BY_MODELS = ("(image left out)", " left out)")
 
 
 def test_what_users_read_has_the_words_of_the_field():
-    rows = [line.strip("|").split("|") for line in PAGE[PAGE.index(FIELD) :].splitlines() if "|" in line][2:]
-    given_up = [word.strip() for row in rows for word in row[1].split(",")]
+    given_up = given_up_in_the_field()
     assert len(given_up) > 15
     refused = re.compile(rf"\b({'|'.join(given_up)})\b", re.IGNORECASE)
     assert refused.search("Its sign of life")

@@ -1,6 +1,6 @@
 """The time of a step, predicted from the plan: each instruction's work, on the clocks of its ranks. Pure.
 
-Ranks that wait for one another meet in the plan's instructions, so nodes on ranks of their own run beside
+Ranks that wait for one another meet in the plan's instructions, so disaggregated nodes run beside
 others, as they do in a run.
 """
 
