@@ -13,6 +13,7 @@ from siirl.config import (
     diff_keys,
     effect_warnings,
     from_dict,
+    load,
     load_config,
     print_config,
     to_dict,
@@ -46,6 +47,34 @@ trainer.project_name=siirl_deepscaler_grpo trainer.experiment_name=qwen3 trainer
 trainer.nnodes=1 trainer.save_freq=30 trainer.test_freq=10 trainer.total_epochs=30 trainer.resume_mode=auto
 trainer.max_actor_ckpt_to_keep=5 trainer.default_local_dir=/ckpts/qwen3 trainer.val_before_train=True
 """.split()
+
+
+AS_HYDRA = {
+    "nothing": [],
+    "the guide's": [f"++{text}" for text in GUIDE_SCRIPT if "logger" not in text],
+    "maps": [
+        "++data={train_batch_size: 8}",
+        "++data.max_prompt_length=3",
+        f"++{ROLLOUT}.engine_kwargs={{a: {{b: [1, 2]}}}}",
+    ],
+    "a value over a map": ["++algorithm=3", "++algorithm.gamma=0.5"],
+    "an interpolation": ["++trainer.nnodes=${trainer.n_gpus_per_node}", "++trainer.n_gpus_per_node=3"],
+    "one that comes twice": ["++trainer.seed=1", "++trainer.seed=null", "++trainer.logger=[a,'b c']"],
+}
+
+
+@pytest.mark.parametrize("preset", ["ppo_dag_trainer", "megatron_ppo_dag_trainer"])
+@pytest.mark.parametrize("overrides", AS_HYDRA.values(), ids=AS_HYDRA)
+def test_overrides_are_put_onto_a_preset_as_hydra_puts_them(preset, overrides):
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    with initialize_config_dir(str(load.PRESETS), version_base="1.3"):
+        wanted = OmegaConf.to_container(compose(preset, overrides))
+    if "${" in str(wanted):
+        wanted["trainer"]["nnodes"] = wanted["trainer"]["n_gpus_per_node"]
+    assert load._compose(overrides, preset) == wanted
+    assert load._compose([], preset) == load._compose([], f"{preset}.yaml"), "the preset is as it was"
 
 
 @pytest.mark.parametrize(
