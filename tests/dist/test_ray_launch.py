@@ -28,6 +28,7 @@ from siirl.launch.ray import RayTrainer
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.real_starts]
 SCRIPT = ROOT / "examples" / "run_qwen3-0.6b-1gpu.sh"
+AGAIN = ("trainer.max_restarts=1", "ray_init.wait_s=30")
 TWO = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "ray_init.wait_s=1", "trainer.max_restarts=0")
 
 
@@ -145,10 +146,11 @@ def test_the_main_job_runs_on_two_machines(cluster, tmp_path):
     assert (tmp_path / "out" / "logs" / "rank_1.log").is_file()
 
 
-def test_a_killed_worker_ends_the_run_and_is_named(connection, tmp_path, capfd):
-    assert launch(make_job(tmp_path, "killed_on_rank_1", *TWO)) == 1
+def test_killed_workers_are_named_and_started_again_as_often_as_is_allowed(connection, tmp_path, capfd):
+    assert launch(make_job(tmp_path, "killed_on_rank_1", *TWO, *AGAIN)) == 1
     errors = capfd.readouterr().err
-    assert re.search(r"rank 1 on \S+, in node 'rollout_actor', step 7: killed by SIGKILL", errors), errors
+    named = r"rank 1 on \S+, in node 'rollout_actor', step 7: killed by SIGKILL"
+    assert re.search(f"attempt 1 failed: {named}", errors) and len(re.findall(named, errors)) == 2, errors
     assert "out-of-memory killer" in errors and "| rank 1 before the kill" in errors
     assert nothing_is_reserved()
 
@@ -167,23 +169,18 @@ def test_killed_workers_are_started_again_until_a_user_error_ends_the_run(connec
     assert nothing_is_reserved()
 
 
+@pytest.mark.slow  # who counts as stopped or stuck has unit tests, without Ray (test_ray_health.py)
 @pytest.mark.parametrize(
     ("entry", "where", "why"),
     [
         ("stopped_once", "node 'reshard', step 5", "it was stopped by a signal (process state T)"),
-        pytest.param(
-            "stuck_once",
-            "node 'rollout', step 3",
-            "it has been in 'step/rollout' for",
-            marks=pytest.mark.slow,  # who counts as stuck has unit tests
-        ),
+        ("stuck_once", "node 'rollout', step 3", "it has been in 'step/rollout' for"),
     ],
 )
 def test_a_worker_that_lives_but_does_not_go_on_is_named_within_30_s_and_the_run_starts_again(
     connection, tmp_path, capfd, entry, where, why
 ):
-    keys = ("trainer.stuck_s=4", "trainer.max_restarts=1", "ray_init.wait_s=30")
-    assert launch(make_job(tmp_path, entry, *TWO, *keys)) == 0
+    assert launch(make_job(tmp_path, entry, *TWO, *AGAIN, "trainer.stuck_s=4")) == 0
     errors, out = capfd.readouterr().err, tmp_path / "out"
     assert re.search(rf"attempt 1 failed: rank 1 on \S+, in {where}: {re.escape(why)}", errors), errors
     assert f"  | {' ' * 2}File" in errors and f"in {entry}" in errors, "its stack"
