@@ -92,8 +92,8 @@ class Search:
     too_large: int = 0
     refused: dict[str, list[str]] = field(default_factory=dict)
     """What the checks said, without its numbers -> what they said of each layout."""
-    smallest: tuple[int, Changes] | None = None
-    """Bytes of the fullest phase of the layout that takes least, of those that are too large."""
+    smallest: tuple[int, Changes, str] | None = None
+    """Of those that are too large, the one that takes least: bytes, changes, and in which phase."""
 
     @property
     def plan(self) -> Plan:
@@ -262,7 +262,7 @@ def _weighed(
             continue
         found.too_large += 1
         if not engines and (found.smallest is None or most < found.smallest[0]):
-            found.smallest = most, sizes
+            found.smallest = most, sizes, "beside the engine"
     alike: dict[tuple[Any, ...], tuple[float, Changes]] = {}
     for seconds, sizes in sorted(known, key=_seconds):
         coarse = tuple(value for key, value in sizes.items() if not key.endswith(FINE_SIZES))
@@ -282,7 +282,7 @@ def _resized(found: Search, own: int, sizes: Changes) -> tuple[Plan, dict[str, C
         cfg = ROLES[model.role].engine_cfg(configs[model.node])
         dims = backend_of(model).dims(cfg, model.role, len(placed))
         models[name] = dataclasses.replace(model, ranks=placed, dims=dims)
-        if model.is_rollout and not is_set(configs[model.node], _SHARE):
+        if model.is_rollout:
             configs[model.node] = with_overrides(configs[model.node], {_SHARE: ENGINE_SHARE})
     return dataclasses.replace(found.plan, models=models), configs
 
@@ -349,9 +349,9 @@ def _budgets(model: ModelPlan, cfg: Config, doublings: int) -> Changes:
     }
 
 
-def _chosen_budgets(found: Search) -> Changes:
-    """Micro-batches that somebody set are chosen by the plan instead."""
-    keys = Changes()
+def _chosen_by_plan(found: Search) -> Changes:
+    """Micro-batches and an engine's share of the device that somebody set are chosen by the plan instead."""
+    keys: Changes = {_SHARE: AUTO} if is_set(found.cfg, _SHARE) else {}
     for model in found.trained:
         role, cfg = ROLES[model.role], found.base.node_cfgs[model.node]
         for batch in filter(None, (role.forward, role.train if model.trains else None)):
@@ -362,8 +362,8 @@ def _chosen_budgets(found: Search) -> Changes:
 
 def _compile_best(found: Search, layouts: Iterator[tuple[float, Changes]], away: Changes) -> None:
     """Compile and weigh layouts as a run is, until enough fit."""
-    budgets = away | _chosen_budgets(found)
-    before = found.tried
+    budgets = away | _chosen_by_plan(found)
+    before, least = found.tried, None
     for _, sizes in layouts:
         if found.tried - before >= (COMPILED if len(found.fitting) >= SHOWN else MOST_COMPILED):
             return
@@ -376,8 +376,11 @@ def _compile_best(found: Search, layouts: Iterator[tuple[float, Changes]], away:
             continue
         if found.fits(peak):
             found.fitting.append(Candidate(_differing(found.cfg, sizes | budgets), time, peak))
-        else:
-            found.too_large += 1
+            continue
+        found.too_large += 1
+        if least is None or peak.device < least:
+            least = peak.device
+            found.smallest = least, sizes | budgets, f"in {peak.node}"
 
 
 def _compiled(found: Search, changes: Changes) -> tuple[Plan, dict[str, Config]]:
@@ -418,8 +421,15 @@ def _pasted(changes: Changes) -> list[str]:
         if key == "dag.node_config":
             words += [f"{key}.{node}.placement={one['placement']}" for node, one in value.items()]
         else:
-            words.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+            words.append(f"{key}={_written(value)}")
     return words
+
+
+def _written(value: Any) -> str:
+    """A value as a command line has it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _lines_to_paste(words: list[str]) -> str:
@@ -450,6 +460,9 @@ def _text(found: Search, best: list[Candidate], said: list[str]) -> str:
     notes = best[0].time if best else time
     if not found.cfg.actor_rollout_ref.rollout.max_lag:
         lines.append("disaggregated rollouts are tried with rollout.max_lag: without, ranks take turns")
+    on_vllm = any(model.is_rollout and model.backend == "vllm" for model in found.plan.models.values())
+    if on_vllm and found.cfg.trainer.nnodes > 1:
+        lines.append(f"an engine has at most {found.cfg.trainer.n_gpus_per_node} GPUs: those of one machine")
     lines += [f"not counted: {line}" for line in notes.not_counted]
     lines += [f"assumed: {line}" for line in [*said, *notes.assumed]]
     return "\n".join(lines)
@@ -458,12 +471,12 @@ def _text(found: Search, best: list[Candidate], said: list[str]) -> str:
 def _why_none(found: Search) -> str:
     if found.smallest is None:
         return "none fits: shard the models over more devices (siirl plan says what takes the memory)"
-    num_bytes, sizes = found.smallest
+    num_bytes, sizes, where = found.smallest
     taken, there = gib_texts(num_bytes / GIB, found.gib)
     named = " ".join(_pasted(_differing(found.cfg, sizes))) or "the sizes as they are"
     return (
-        f"none fits: least is taken by {named}: {taken} of {there} GiB beside the "
-        "engine. More devices, offloaded parts (param_offload, optimizer_offload), or LoRA"
+        f"none fits: least is taken by {named}: {taken} of {there} GiB {where}. "
+        "More devices, offloaded parts (param_offload, optimizer_offload), or LoRA"
     )
 
 

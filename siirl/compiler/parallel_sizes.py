@@ -38,6 +38,8 @@ FSDP_SIZE, FSDP_EXPERTS, ULYSSES = "fsdp_size", "expert_parallel_size", "ulysses
 ENGINE_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _FOLLOWING = "actor_rollout_ref.ref"
 """Has the actor's sizes where nobody sets its own."""
+_OPTIONS = "override_transformer_config"
+_OWN_OPTIONS = f"{_FOLLOWING}.megatron.{_OPTIONS}"
 
 Configs = Mapping[str, Config]
 
@@ -49,12 +51,23 @@ def trainer_sizes(plan: Plan, configs: Configs, ranks: int) -> Iterator[Changes]
     """
     models = [model for model in plan.models.values() if not model.generates]
     follow: Changes = {key: None for model in models for key in _own_sizes(configs[model.node])}
-    models = [model for model in models if ROLES[model.role].group != _FOLLOWING]
+    following = [model for model in models if ROLES[model.role].group == _FOLLOWING]
+    models = [model for model in models if model not in following]
+    own = [model for model in following if _OWN_OPTIONS in configs[model.node].explicit]
     cut = [model for model in models if backend_of(model).five_sizes]
     sharded = [model for model in models if backend_of(model).gathers_weights]
     of_sharded = list(_fsdp_sizes(sharded, configs, ranks)) if sharded else [Changes()]
     for sizes in _megatron_sizes(cut, configs, ranks) if cut else (Changes(),):
-        yield from (follow | sizes | more for more in of_sharded)
+        splits = _splits_as_the_actor(own, configs, sizes)
+        yield from (follow | sizes | splits | more for more in of_sharded)
+
+
+def _splits_as_the_actor(models: Sequence[ModelPlan], configs: Configs, sizes: Changes) -> Changes:
+    """How the layers of models are cut that have the actor's sizes, and options of their own."""
+    actor, maps = f"{ROLES['actor'].group}.megatron.{_OPTIONS}.", f"{_FOLLOWING}.megatron.{_OPTIONS}."
+    own = {name for model in models for name in SPLIT_OPTIONS if _options(model, configs).get(name)}
+    splits = {key.removeprefix(actor): value for key, value in sizes.items() if key.startswith(actor)}
+    return {f"{maps}{name}": splits.get(name) for name in sorted(own | splits.keys())} if models else {}
 
 
 def engine_sizes(plan: Plan, configs: Configs, ranks: int) -> Iterator[Changes]:
@@ -130,11 +143,15 @@ def _of_group(
 ) -> Iterator[tuple[str, Any]]:
     """(key, value) of a model's sizes, and of how its layers are cut into stages."""
     keys = f"{ROLES[model.role].group}.megatron"
-    given = role_group(configs[model.node], model.role).megatron.override_transformer_config
+    given = _options(model, configs)
     yield from ((f"{keys}.{name}", value) for name, value in sizes.items())
     for name in SPLIT_OPTIONS:
         if name in split or given.get(name):
-            yield f"{keys}.override_transformer_config.{name}", split.get(name)
+            yield f"{keys}.{_OPTIONS}.{name}", split.get(name)
+
+
+def _options(model: ModelPlan, configs: Configs) -> Mapping[str, Any]:
+    return role_group(configs[model.node], model.role).megatron.override_transformer_config
 
 
 def _fsdp_sizes(models: Sequence[ModelPlan], configs: Configs, ranks: int) -> Iterator[Changes]:

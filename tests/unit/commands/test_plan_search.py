@@ -205,6 +205,7 @@ def test_a_run_that_its_sizes_alone_refuse_is_searched_and_the_reason_is_said(ke
     run = [*keys, *MEGATRON, "trainer.n_gpus_per_node=8", "trainer.nnodes=2", "data.train_batch_size=8"]
     run = [key for key in run if "mini_batch_size" not in key and "train_batch_size=128" not in key]
     layouts, out = searched(capsys, run)
+    assert "an engine has at most 8 GPUs: those of one machine" in out
     assert layouts and "as it is: refused: " in out and "8 prompts of a batch for 16" in out
     assert all(f"{ROLLOUT}.tensor_model_parallel_size=" in " ".join(words) for _, _, words in layouts)
 
@@ -218,3 +219,19 @@ def test_what_fits_only_with_parts_in_host_memory_is_shown_so(keys, capsys):
     layouts, out = searched(capsys, small)
     assert layouts and "more than 90% of a device" in out
     assert all("optimizer_offload=true" in " ".join(words) for _, _, words in layouts)
+
+
+def test_a_share_and_a_cut_of_layers_that_somebody_set_do_not_bound_the_search(keys, capsys):
+    """Stages of 12 and 16 layers, of the reference too, and an engine with nine tenths of each device."""
+    cut = "megatron.override_transformer_config.num_layers_in_first_pipeline_stage=12"
+    pipeline = "megatron.pipeline_model_parallel_size=2"
+    own = [f"actor_rollout_ref.{group}.{key}" for group in ("actor", "ref") for key in (cut, pipeline)]
+    run = [*keys, *MEGATRON, *own, "trainer.n_gpus_per_node=2", f"{ROLLOUT}.gpu_memory_utilization=0.9"]
+    layouts, out = searched(capsys, run)
+    assert "more than 90% of a device" in out
+    assert len(layouts) == 5 and all(
+        f"{ROLLOUT}.gpu_memory_utilization=auto" in words for *_, words in layouts
+    )
+    for group in ("actor", "ref"):
+        assert f"actor_rollout_ref.{group}.{cut.partition('=')[0]}=null" in layouts[0][2]
+    printed_is_accepted(capsys, run, layouts[:1])
