@@ -163,7 +163,7 @@ class LoaderPlan:
     layout: str
     """Where they are loaded (id): its ranks read them."""
     ahead: int = 0
-    """Batches that are loaded before their step, for a rollout whose responses go on from step to step."""
+    """Batches that are loaded before their step, for an asynchronous rollout."""
 
 
 @dataclass(frozen=True)

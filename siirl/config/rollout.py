@@ -271,7 +271,8 @@ class RolloutConfig:
     )
     free_cache_engine: bool = key(
         True,
-        "give device memory back between rollouts (hf: the weights move to host memory)",
+        "sleep mode: device memory is given back between rollouts (hf: the weights move to host memory); "
+        "false: the engine stays resident",
         auto=True,
     )
     tensor_model_parallel_size: int = key(1, "ranks that share one engine", low=1)
@@ -346,21 +347,22 @@ class RolloutConfig:
     )
     max_lag: int = key(
         0,
-        "training steps that the oldest token of a row may be older than the weights that it trains: "
-        "responses may take so many steps more, and go on where they stopped",
+        "asynchronous (partial) rollouts, with a staleness of at most so many training steps: so much older "
+        "may the oldest token of a row be than the weights that it trains; responses may take so many steps "
+        "more, and go on where they stopped",
         low=0,
     )
     surplus: float = key(
         None,
-        "prompts in work besides those of a batch, as a share of it; unset: max_lag",
+        "over-sampling: prompts in work besides those of a batch, as a share of it; unset: max_lag",
         when="max_lag",
         low=0,
     )
     stale: str = key(
         "wait",
-        "what becomes of a prompt whose responses would be older than max_lag in the next step; wait: the "
-        "step waits for them; restart: it does not, and they restart in the next one; drop: it does not, "
-        "they are given up, and others loaded in their place",
+        "staleness policy: what becomes of a prompt whose responses would be older than max_lag in the next "
+        "step; wait: the step waits for them; restart: it does not, and they restart in the next one; drop: "
+        "it does not, they are given up, and others loaded in their place",
         choices=("wait", "restart", "drop"),
         when="max_lag",
     )

@@ -1,4 +1,4 @@
-"""Prompts of an interaction whose episodes go on from step to step: a delay line of asyncio tasks.
+"""Prompts of an asynchronous interaction: a delay line of asyncio tasks.
 
 consumes: prompts, and in each step the engines. produces: the episodes of one batch of prompts, those that
 were begun first. waits for: the episodes, until a batch of groups is over. unblocked by: their ends.

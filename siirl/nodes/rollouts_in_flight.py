@@ -1,4 +1,4 @@
-"""Prompts of a rollout whose responses go on from step to step: what of them is there, and who leaves."""
+"""Prompts of an asynchronous rollout: what there is of their responses, and who leaves."""
 
 import sys
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Where responses may go on from step to step (rollout.max_lag), and where not. Pure."""
+"""Where rollouts may be asynchronous (rollout.max_lag), and where not. Pure."""
 
 from collections.abc import Iterator
 
