@@ -93,8 +93,53 @@ over the defaults below. `--cfg job` prints the outcome.
 In brackets: the type of a key, and its default. Some keys do nothing. **Later**: known, but its feature
 does not exist yet, so any value but the default is refused. **No effect**: accepted, because launch
 scripts set it, and answered by a warning. **Older name** of another key. **Replaced**: refused, with the
-key to use instead.
+key to use instead. They stand last in a group.
 """
+
+PLACES: dict[str, tuple[str, ...]] = {
+    "files, columns, prompt and response lengths, batch size": ("data", "data.columns"),
+    "the model, LoRA, kernels, gradient checkpointing": ("actor_rollout_ref.model",),
+    "the algorithm (advantage estimator, KL in the reward, credit among agents)": (
+        "algorithm",
+        "algorithm.credit",
+        "algorithm.filter_groups",
+    ),
+    "the loss (clipping, KL to a reference, entropy, mini-batches and micro-batches)": (
+        "actor_rollout_ref.actor",
+        "actor_rollout_ref.actor.policy_loss",
+    ),
+    "learning rate, its schedule, weight decay": ("actor_rollout_ref.actor.optim",),
+    "off-policy corrections, teachers": (
+        "actor_rollout_ref.actor.rollout_correction",
+        "actor_rollout_ref.actor.distill",
+        "teacher",
+    ),
+    "sampling, the rollout engine (vLLM, SGLang), its memory, staleness": ("actor_rollout_ref.rollout",),
+    "validation (sampling, how often, what is kept)": ("actor_rollout_ref.rollout.val_kwargs", "trainer"),
+    "turns, tools, agents, environments": (
+        "actor_rollout_ref.rollout.multi_turn",
+        "actor_rollout_ref.rollout.agent",
+        "actor_rollout_ref.serve",
+    ),
+    "rewards (a function, a reward model, a judge, a service)": (
+        "custom_reward_function",
+        "reward_model",
+        "reward_model.judge",
+        "reward_model.remote",
+    ),
+    "FSDP2 (sharding, number types, offload)": (
+        "actor_rollout_ref.actor.fsdp_config",
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision",
+    ),
+    "Megatron-Core (parallel sizes, number types, its own options)": ("actor_rollout_ref.actor.megatron",),
+    "steps, checkpoints, loggers, output folder, GPUs, machines": (
+        "trainer",
+        "actor_rollout_ref.actor.checkpoint",
+        "ray_init",
+    ),
+    "the workflow, profiles": ("dag", "profiler"),
+}
+"""What a user wants to set -> the groups that have it, for the list at the beginning of the page."""
 
 
 def bullet(text: str) -> str:
@@ -106,8 +151,18 @@ def bullet(text: str) -> str:
 
 def reference_page() -> str:
     """The text of docs/configuration.md."""
-    parts = [HEADER, *_sections(), _deviations()]
+    parts = [HEADER, _places_by_effect(), *_sections(), _deviations()]
     return "\n".join(parts)
+
+
+def _places_by_effect() -> str:
+    """A list: what a user wants to set, and the sections that have it."""
+    rows = [bullet(f"{wanted}: {', '.join(map(_link, groups))}") for wanted, groups in PLACES.items()]
+    return "\n".join(("## Find a key\n", *rows, ""))
+
+
+def _link(group: str) -> str:
+    return f"[`{group}`](#{group.replace('.', '')})"
 
 
 def _sections() -> Iterator[str]:
@@ -115,15 +170,39 @@ def _sections() -> Iterator[str]:
     below: dict[str, list[str]] = {}
     for name in _places():
         below.setdefault(name.rpartition(".")[0], []).append(name)
-    waiting = below[""][::-1]
+    waiting, written = below[""][::-1], dict[str, dict[str, str]]()
     while waiting:
         name = waiting.pop()
         waiting += below.get(name, [])[::-1]
         keys = [key for key in all_keys().values() if key.name.rpartition(".")[0] == name]
         if keys:
-            entries = "\n".join(map(_entry, keys))
+            keys.sort(key=lambda key: bool(_does_nothing(key)))
+            entries = {key.name.rpartition(".")[2]: _entry(key) for key in keys}
             acts = dict.fromkeys(f" Acts with `{key.rule.within}`." for key in keys if key.rule.within)
-            yield f"## {name}\n\n{_about(name)}{''.join(acts)}\n\n{entries}\n"
+            yield f"## {name}\n\n{_about(name)}{''.join(acts)}\n\n{_entries(name, entries, written)}\n"
+
+
+def _entries(group: str, entries: dict[str, str], written: dict[str, dict[str, str]]) -> str:
+    """The keys of a group; where most are those of a group of its kind, which is written, the others.
+
+    written: group -> its entries, of those that are written whole; this one is added to them.
+    """
+
+    def equal(other: dict[str, str]) -> list[str]:
+        return [name for name, entry in entries.items() if other.get(name) == entry]
+
+    kind = group.rpartition(".")[2]
+    like = {name: equal(other) for name, other in written.items() if name.rpartition(".")[2] == kind}
+    best = max(like, key=lambda name: len(like[name]), default="")
+    if not best or 2 * len(like[best]) < len(entries):
+        written[group] = entries
+        return "\n".join(entries.values())
+    names = ", ".join(f"`{name}`" for name in like[best])
+    parts = [
+        textwrap.fill(f"As in {_link(best)}: {names}.", 120, break_long_words=False, break_on_hyphens=False)
+    ]
+    others = [entry for name, entry in entries.items() if name not in like[best]]
+    return "\n".join([*parts, *(["", *others] if others else [])])
 
 
 def _places() -> dict[str, None]:
@@ -160,15 +239,23 @@ def _default(key: Key) -> str:
     return f"`{show(key, key.default)}`"
 
 
-def _status(key: Key) -> str:
-    """What the entry of a key says besides its meaning."""
+def _does_nothing(key: Key) -> str:
+    """Why a key is known though it changes nothing, if it is such a one."""
     rule = key.rule
+    if key.name in ALIASES:
+        return "**Older name**"
     if rule.later:
         return f" **Later**: {rule.later}."
     if rule.ignored:
         return f" **No effect**: {rule.ignored}."
-    if rule.replaced:
-        return f" **Replaced**: {rule.replaced}."
+    return f" **Replaced**: {rule.replaced}." if rule.replaced else ""
+
+
+def _status(key: Key) -> str:
+    """What the entry of a key says besides its meaning."""
+    rule = key.rule
+    if nothing := _does_nothing(key):
+        return nothing
     later = ", ".join(f"`{name}`" for name in rule.later_choices)
     if has_one_value(key):
         return f" Only `{rule.choices[0]}` so far (later: {later})."

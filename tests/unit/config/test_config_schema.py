@@ -12,7 +12,7 @@ import pytest
 from siirl.config import Config, effect_warnings, from_dict, to_dict, with_overrides
 from siirl.config.aliases import ALIASES
 from siirl.config.keys import walk
-from siirl.config.reference import DEVIATIONS, reference_page
+from siirl.config.reference import DEVIATIONS, PLACES, reference_page
 from siirl.config.resolve import FOLLOWS, REFERENCE, get, status
 from siirl.config.root import TOP_GROUPS, all_groups, all_keys, get_group_class
 from siirl.config.tree import default_config
@@ -83,6 +83,19 @@ def test_the_reference_page_is_current():
     committed = (ROOT / "docs" / "configuration.md").read_text()
     if committed != reference_page():
         pytest.fail("docs/configuration.md is out of date: run `make docs`")
+
+
+def test_the_reference_page_names_every_key_in_the_section_of_its_group():
+    sections = dict(part.split("\n", 1) for part in reference_page().split("\n## ")[1:])
+    absent = [
+        key for key in all_keys() if f"`{key.rpartition('.')[2]}`" not in sections[key.rpartition(".")[0]]
+    ]
+    assert absent == []
+    assert {group for groups in PLACES.values() for group in groups} <= set(sections)
+    assert set(TOP_GROUPS) - {group.partition(".")[0] for groups in PLACES.values() for group in groups} <= {
+        "critic",  # as the actor's
+        "frozen",
+    }
 
 
 def test_keys_that_do_nothing_say_so_in_the_same_words():
