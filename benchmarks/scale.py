@@ -45,10 +45,10 @@ from siirl.data.assign import first_ranks, homes, row_costs
 from siirl.data.balance import assign_groups
 from siirl.data.header import Header
 from siirl.data.loader import assignment_order
-from siirl.data.pairing import Agreed
 from siirl.data.parcels import Parcel
 from siirl.data.route_comm import RouteComm
 from siirl.data.store import FieldStore
+from siirl.data.transfer_plan import Agreed
 from siirl.data.transport import Transport
 from siirl.types import FieldKey, Layout
 
@@ -168,9 +168,9 @@ class OneTransport(Transport):
     def _talk(self, route: RoutePlan) -> RouteComm:
         return self.talk
 
-    def _bring(self, columns, specs, row_id, pairing, sides, talk) -> dict[int, Parcel]:
-        self.partners = len({*pairing.coming} - {sides.source_shard})
-        own = pairing.leaving.get(sides.target_shard, np.empty(0, dtype=np.int64))
+    def _bring(self, columns, specs, row_id, transfer, sides, talk) -> dict[int, Parcel]:
+        self.partners = len({*transfer.coming} - {sides.source_shard})
+        own = transfer.leaving.get(sides.target_shard, np.empty(0, dtype=np.int64))
         return {sides.source_shard: Parcel(row_id[own], specs, columns, own)}
 
 

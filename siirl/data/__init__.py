@@ -16,7 +16,7 @@ follow it, so the compiler keeps a `row_id` in a layout until the last reshard i
 refuses to assign rows beside columns whose `row_id` is gone. `tests/support/plan_rows.py` runs plans of
 random workflows row by row on every rank.
 
-In a reshard (`siirl/data/transport.py`) ranks first find out which rows go where (`pairing.py`), then those
+In a reshard (`siirl/data/transport.py`) ranks first find out which rows go where (`transfer_plan.py`); those
 that trade send each other parcels of rows, all fields side by side; a rank that keeps its rows sends
 nothing. Few rows are known to every rank, from headers (ids, groups, lengths), and each computes the same
 assignment. Many are known to teams of ranks (`teams.py`), which tell each other sums only, so what a rank

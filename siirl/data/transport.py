@@ -2,7 +2,7 @@
 
 A reshard has three parts, each at a fixed position on every rank of the route:
 1. all ranks agree on a few numbers, among them whether they have brought rows the same way before;
-2. if not, they find out which rows go where, and every rank from whom rows come to it (siirl.data.pairing);
+2. if not, they find out which rows go where, and from whom rows come to each (siirl.data.transfer_plan);
 3. ranks that trade send each other parcels: ids, and the columns side by side, object columns as JSON.
 """
 
@@ -19,10 +19,10 @@ from torch import Tensor
 from siirl.compiler.plan import RoutePlan
 from siirl.data.assign import RowCost, split_weights
 from siirl.data.header import ColumnSpec, Header, Specs, check_of, common_specs
-from siirl.data.pairing import Agreed, Pairing, pair
 from siirl.data.parcels import Parcel, join, pack, unpack
 from siirl.data.route_comm import RouteComm, RouteSides, sides_of
 from siirl.data.store import Column, FieldStore
+from siirl.data.transfer_plan import Agreed, TransferPlan, plan_transfer
 from siirl.errors import DagError
 from siirl.parallel.process_groups import ProcessGroupManager, name_ranks
 from siirl.types import FieldKey, Layout
@@ -38,7 +38,7 @@ class Brought:
     """This rank's there; None: the layout is not on it."""
     target_ids: np.ndarray | None
     leaving: dict[int, np.ndarray]
-    """See Pairing."""
+    """See TransferPlan."""
     arrived: dict[int, np.ndarray]
     """Source shard -> the positions of its rows among those of this rank in the target."""
 
@@ -82,10 +82,10 @@ class Transport:
         known = _known(store, mine, route, sides)
         agreed = _agree(mine, specs, known, keys, talk)
         if agreed.known and known is not None:
-            pairing = Pairing(known.leaving, tuple(known.arrived))
+            transfer = TransferPlan(known.leaving, tuple(known.arrived))
         else:
-            pairing = pair(mine, agreed, sides, talk, self._row_cost)
-        parts = self._bring(columns, specs, mine.row_id, pairing, sides, talk)
+            transfer = plan_transfer(mine, agreed, sides, talk, self._row_cost)
+        parts = self._bring(columns, specs, mine.row_id, transfer, sides, talk)
         if not set(target.ranks) <= set(source.ranks):
             specs = talk.donated(specs, agreed.donor)
         row_id, arrived = None, {}
@@ -99,7 +99,7 @@ class Transport:
                 }
                 store.put(TensorDict(theirs, batch_size=[len(row_id)]), agent, route.target, theirs)
         own = None if sides.source_shard is None else mine.row_id
-        store.routes[route.source, route.target] = Brought(own, row_id, pairing.leaving, arrived)
+        store.routes[route.source, route.target] = Brought(own, row_id, transfer.leaving, arrived)
 
     def _talk(self, route: RoutePlan) -> RouteComm:
         return RouteComm(self._groups, route)
@@ -123,24 +123,24 @@ class Transport:
         columns: Sequence[Column],
         specs: Specs,
         row_id: np.ndarray,
-        pairing: Pairing,
+        transfer: TransferPlan,
         sides: RouteSides,
         talk: RouteComm,
     ) -> dict[int, Parcel]:
         """The rows of my target shard, by source shard; those that this rank has already are not packed."""
         outgoing: dict[int, Tensor] = {}
-        for shard, positions in pairing.leaving.items():
+        for shard, positions in transfer.leaving.items():
             if receivers := sides.receivers(shard):
                 packed = pack(columns, specs, row_id, positions, self._device)
                 self.sent_bytes += packed.row_bytes * len(receivers)
                 outgoing |= dict.fromkeys(receivers, packed.data)
         parts: dict[int, Parcel] = {}
         senders: dict[int, int] = {}
-        for shard in pairing.coming:
+        for shard in transfer.coming:
             if shard != sides.source_shard:
                 senders[sides.first[shard]] = shard
             else:
-                own = next(part for to, part in pairing.leaving.items() if to == sides.target_shard)
+                own = next(part for to, part in transfer.leaving.items() if to == sides.target_shard)
                 parts[shard] = Parcel(row_id[own], specs, columns, own)
         trades = np.array([bool(outgoing or senders)], dtype=np.int64)
         if self.pairwise or talk.reduce(trades, dist.ReduceOp.MAX)[0]:

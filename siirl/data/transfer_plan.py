@@ -47,7 +47,7 @@ class Agreed:
 
 
 @dataclass(frozen=True)
-class Pairing:
+class TransferPlan:
     """For one rank."""
 
     leaving: dict[int, np.ndarray]
@@ -56,22 +56,24 @@ class Pairing:
     """The source shards with rows for its target shard; maybe none."""
 
 
-def pair(mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteComm, row_cost: RowCost) -> Pairing:
+def plan_transfer(
+    mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteComm, row_cost: RowCost
+) -> TransferPlan:
     """Collective over the route."""
     source, target = sides.source, sides.target
     number = 1 if agreed.held else teams.num_teams(agreed.most_rows, source, target)
     if number > 1 and target.split == "group":
-        found = _pair_by_counts(mine, agreed, sides, talk)
-        return found or _pair_by_rows(mine, agreed, sides, talk, row_cost)
+        found = _plan_by_counts(mine, agreed, sides, talk)
+        return found or _plan_by_rows(mine, agreed, sides, talk, row_cost)
     if number > 1:
         every = teams.make_teams(source, target, number)
-        return _pair_by_teams(mine, agreed, every, sides, talk, row_cost)
-    return _pair_by_rows(mine, agreed, sides, talk, row_cost)
+        return _plan_by_teams(mine, agreed, every, sides, talk, row_cost)
+    return _plan_by_rows(mine, agreed, sides, talk, row_cost)
 
 
-def _pair_by_rows(
+def _plan_by_rows(
     mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteComm, row_cost: RowCost
-) -> Pairing:
+) -> TransferPlan:
     """By what all ranks know of all rows."""
     words = talk.gather(mine.padded(agreed.num_words))
     headers = {rank: Header.decode(row) for rank, row in zip(talk.route.ranks, words, strict=True)}
@@ -84,10 +86,10 @@ def _pair_by_rows(
     held = {rank: headers[rank].held for rank in target.ranks}
     there = goes_to(assign(rows, source, target, held, row_cost), len(rows))
     leaving = by_shard(there, rows.position, rows.shard == sides.source_shard)
-    return Pairing(leaving, tuple(np.unique(rows.shard[there == sides.target_shard]).tolist()))
+    return TransferPlan(leaving, tuple(np.unique(rows.shard[there == sides.target_shard]).tolist()))
 
 
-def _pair_by_counts(mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteComm) -> Pairing | None:
+def _plan_by_counts(mine: Header, agreed: Agreed, sides: RouteSides, talk: RouteComm) -> TransferPlan | None:
     """Whole groups in global order: by how many rows each shard has. None where this does not tell, as
     shards are no runs of whole groups, or where ranks of a shard have other rows."""
     group, shard = mine.weight[:, 0], sides.source_shard
@@ -109,10 +111,10 @@ def _pair_by_counts(mine: Header, agreed: Agreed, sides: RouteSides, talk: Route
         first, last = _reached(begins[shard], ends[shard], total, num_shards)
         leaving = {to: order[there == to] for to in range(first, last + 1)}
     if sides.target_shard is None:
-        return Pairing(leaving, ())
+        return TransferPlan(leaving, ())
     first, last = _reached(begins, ends, total, num_shards)
     coming = np.flatnonzero((first <= sides.target_shard) & (sides.target_shard <= last))
-    return Pairing(leaving, tuple(coming.tolist()))
+    return TransferPlan(leaving, tuple(coming.tolist()))
 
 
 def _reached(begin, end, total: int, num_shards: int):
@@ -121,14 +123,14 @@ def _reached(begin, end, total: int, num_shards: int):
     return first, np.where(end > begin, shard_at(2 * end - 1, total, num_shards), first - 1)
 
 
-def _pair_by_teams(
+def _plan_by_teams(
     mine: Header,
     agreed: Agreed,
     every: Sequence[Team],
     sides: RouteSides,
     talk: RouteComm,
     row_cost: RowCost,
-) -> Pairing:
+) -> TransferPlan:
     """Shards of equal cost: by the rows of my teams, that of my source shard and that of my target shard, and
     what those of all teams cost."""
     firsts = _first_ids(mine, agreed, sides, talk)
@@ -167,7 +169,7 @@ def _pair_by_teams(
             leaving = by_shard(there, position, shard == sides.source_shard)
         if sides.target_shard in team.target_shards:
             coming = tuple(np.unique(one.shard[one.there == sides.target_shard]).tolist())
-    return Pairing(leaving, coming)
+    return TransferPlan(leaving, coming)
 
 
 def _own_rows(
