@@ -11,23 +11,11 @@ from siirl.config import Config
 from siirl.config.reward_weights import WeightedPart, parse_parts
 from siirl.config.values import closest
 from siirl.errors import ConfigError
-from siirl.rewards import code, countdown, ifeval_instructions, math_answer, questions, reward_service, rules
 from siirl.rewards.fusion import MAX_CONCURRENT, check_fusion
-from siirl.rewards.reward_registry import REWARDS, Executor
+from siirl.rewards.reward_registry import CUSTOM, REWARDS, Executor, register_built_in
 from siirl.rewards.reward_service import REMOTE, remote_settings
 
-BUILT_IN_MODULES = (
-    rules,
-    math_answer,
-    questions,
-    countdown,
-    ifeval_instructions,
-    code,
-    reward_service,
-)  # importing them registers their functions
-
-CUSTOM = "custom"
-"""The user's own function; of several, "custom.NAME" is one of them."""
+register_built_in()
 
 WEIGHTS = "custom_reward_function.weights"
 

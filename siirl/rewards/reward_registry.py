@@ -1,6 +1,7 @@
 """The reward functions that come with siirl, by name. No torch: reward workers import this."""
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ MOST_DIGITS = 40  # of a number that is written without an exponent
 
 REWARDS: dict[str, Reward] = {}
 
+CUSTOM = "custom"
+"""The user's own function; of several, "custom.NAME" is one of them."""
+
 
 def register_reward(
     name: str,
@@ -63,6 +67,18 @@ def register_reward(
         return fn
 
     return register
+
+
+BUILT_IN_MODULES = (
+    *("rules", "math_answer", "questions", "countdown", "ifeval_instructions", "code"),
+    "reward_service",
+)
+
+
+def register_built_in() -> None:
+    """Import the modules that register the functions of siirl."""
+    for name in BUILT_IN_MODULES:
+        importlib.import_module(f"siirl.rewards.{name}")
 
 
 @functools.cache

@@ -20,9 +20,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from siirl.rewards import by_data_source
 from siirl.rewards.cpu_limit import was_interrupted
-from siirl.rewards.reward_registry import REWARDS, ScoreFn
+from siirl.rewards.reward_registry import CUSTOM, REWARDS, ScoreFn, register_built_in
 from siirl.rewards.sample import Outcome, Sample, describe, failed, score_batch, score_sample
 from siirl.rewards.user_function import load_user_function
 from siirl.sandbox import frames
@@ -100,6 +99,7 @@ def main() -> None:
     """Serve the socket whose descriptor is argv[1], until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the pool ends us
     os.set_inheritable(int(sys.argv[1]), False)
+    register_built_in()
     shared = SharedFrames()
     keep(int(sys.argv[1]), shared)
     setup = _next(shared)
@@ -137,7 +137,7 @@ def _load(setup: dict[str, Any]) -> dict[str, ScoreFn]:
         name: functools.partial(REWARDS[name].fn, **kwargs) for name, kwargs in setup["kwargs"].items()
     }
     if custom := setup["custom"]:
-        for part, name in custom.get("names", {by_data_source.CUSTOM: custom["name"]}).items():
+        for part, name in custom.get("names", {CUSTOM: custom["name"]}).items():
             kwargs = custom["reward_kwargs"]
             function = load_user_function(custom["path"], name, kwargs, batch=setup["batch"])
             functions[part] = functools.partial(function, **kwargs)
@@ -157,7 +157,7 @@ def _score_each(functions: dict[str, ScoreFn], samples: list[Sample]) -> Iterato
 def _score_batch(functions: dict[str, ScoreFn], samples: list[Sample]) -> list[Outcome]:
     try:
         with this_process_only():
-            return score_batch(functions[by_data_source.CUSTOM], samples)
+            return score_batch(functions[CUSTOM], samples)
     except BaseException as error:  # noqa: BLE001 - the edge to user code
         return [failed(error)] * len(samples)
 
