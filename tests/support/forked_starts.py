@@ -61,7 +61,7 @@ MAY_DIFFER = frozenset(
     }
 )  # fmt: skip
 MAY_DIFFER_FROM = (
-    "AITER_", "GLOO_", "GROUP_", "LOCAL_", "MASTER_", "NCCL_", "NVTE_", "PYGAME_", "PYTEST_",
+    "AITER_", "CHAOS_", "GLOO_", "GROUP_", "LOCAL_", "MASTER_", "NCCL_", "NVTE_", "PYGAME_", "PYTEST_",
     "RAY_", "ROLE_", "SIIRL_", "TORCHELASTIC_",
     "TILELANG_", "TORCHINDUCTOR_", "TORCH_GLOO_", "TORCH_NCCL_", "TRITON_", "VLLM_",
 )  # fmt: skip
@@ -337,6 +337,9 @@ def _reset(words: Sequence[str], environment: Mapping[str, str], cwd: str) -> No
     sys.orig_argv[:] = words
     sys.path[:] = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *Nursery.path]
     sys.path_importer_cache.clear()
+    sys.modules.pop("sitecustomize", None)
+    with contextlib.suppress(ImportError):
+        __import__("sitecustomize")
     _streams("-u" in words[:2] or bool(environment.get("PYTHONUNBUFFERED")))
     tempfile.tempdir = None
     sys.modules["numpy"].random.seed()

@@ -113,4 +113,6 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+for name in CHANGED.keys() & sys.modules.keys():  # this process is a fork of one that has imported them
+    CHANGED[name](sys.modules[name])
 sys.meta_path.insert(0, Finder())
