@@ -18,6 +18,8 @@ html_theme = "furo"
 html_title = f"siirl {version}"
 html_copy_source = False
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_extra_path = sorted(str(picture) for picture in Path(__file__).parent.glob("view_*.png"))
 copybutton_prompt_text = "$ "
 
