@@ -1,4 +1,4 @@
-"""In a process that stands by to be the next worker of its rank: it imports, waits, and becomes it. No torch.
+"""In a warm standby of a worker, the next one of its rank: it imports, waits, and becomes it. No torch.
 
 See standbys.py, which starts it.
 """

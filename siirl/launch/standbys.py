@@ -1,4 +1,4 @@
-"""Processes that stand by: they have imported what a worker imports, and become one when the last has died.
+"""Warm standbys: they have imported what a worker imports, and become one when the last has died.
 
 Most of what a restart takes on a CPU is imports. So once an attempt has gone on for a while, there is such a
 process for each rank of this machine. It waits on a socket, uses no processor and no device, and ends with

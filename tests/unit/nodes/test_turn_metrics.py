@@ -1,4 +1,4 @@
-"""What a run reports of each speaker and turn: of KL, degenerate groups, scores of a validation."""
+"""What a run reports of each speaker and turn: of KL, zero-std groups, scores of a validation."""
 
 from types import SimpleNamespace
 
@@ -75,7 +75,7 @@ def test_kl_in_the_reward_is_reported_for_each_speaker(monkeypatch):
     assert values["reward/kl"] == pytest.approx((1.5 - 2 + 1) / 3)
 
 
-def test_degenerate_groups_are_counted_for_each_speaker_in_them():
+def test_zero_std_groups_are_counted_for_each_speaker_in_them():
     metrics = Metrics()
     speaker_U = torch.tensor([0, 1, 0, 0, 1, 1])
     group_U = torch.tensor([5, 5, 7, 7, 9, 9])
