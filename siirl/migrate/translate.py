@@ -1,5 +1,6 @@
 """From the settings of siiRL or verl to those of siirl: each one kept, changed, dropped, or impossible."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -26,6 +27,12 @@ GLOBAL_SIZES = {
     "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
     "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
 }
+SPEED_ALONE = re.compile(
+    r"\w*_fusion|\w+_fusion_impl|tp_comm_overlap\w*|overlap_\w+_comm|batch_p2p_comm|attention_backend|use_flash_attn"
+    r"|use_fused_\w+|deallocate_pipeline_outputs|delay_wgrad_compute|enable_cuda_graph|persist_layer_norm"
+    r"|moe_(enable_deepep|shared_expert_overlap|token_dispatcher_type)"
+)
+"""Options of a transformer that pick kernels, or when tensors travel."""
 COMPARED = "algorithm.gdpo_reward_"
 MANAGER = "reward_model.reward_manager"
 SWITCHES = ("enable", "enabled")
@@ -53,10 +60,12 @@ def translate(origin: str, arguments: Sequence[str]) -> Translation:
             _translate_one(sign, name, value, result)
     for kind, there, why, name, value in translate_correction(values):
         result.add(kind, there, why, name, value)
+    _loggers(values, result)
     _compared_rewards(values, result)
     _reward_of_groups(result)
     _sizes_over_ranks(result)
     _one_machine(result)
+    _experts_of_an_engine(result)
     _without_effect_there(result)
     _asked_by_a_function(values, result)
     _bounds_of_dppo(result)
@@ -69,7 +78,8 @@ def translate(origin: str, arguments: Sequence[str]) -> Translation:
 
 def _switched_off(name: str, value: str | None, values: Mapping[str, str | None]) -> str:
     """Why a key that siirl does not have asks for nothing: it has no value, or a group of theirs is off."""
-    if name in all_keys() or name in GLOBAL_SIZES or value is None:
+    known = foreign(name)
+    if name in all_keys() or name in GLOBAL_SIZES or value is None or (known and known[0].harmless):
         return ""
     parts = name.split(".")
     groups = (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
@@ -81,7 +91,7 @@ def _switched_off(name: str, value: str | None, values: Mapping[str, str | None]
         if group.endswith(".lora") and _plain_text(values.get(f"{group}.rank") or "0") in OFF:
             return f"{group}.rank is 0: the group does nothing"
     nothing = _plain_text(value) in ("null", "none", "", "[]", "{}")
-    return "it asks for nothing" if nothing and foreign(name) is None else ""
+    return "it asks for nothing" if nothing and known is None else ""
 
 
 def _refused_without_effect(result: Translation) -> None:
@@ -197,8 +207,10 @@ def _keep(name: str, value: str, there: str, why: str, result: Translation) -> N
     if value == "null" and (path or reason):
         default = "nothing is set" if path else f"the default here is {show(key, key.default)}"
         result.add("dropped", there, f"null there: {default}")
-    elif "needs kernels" in reason:  # the same numbers, by other kernels
-        result.add("dropped", there, reason)
+    elif (
+        reason and ".override_transformer_config." in name and SPEED_ALONE.fullmatch(name.rpartition(".")[2])
+    ):
+        result.add("dropped", there, "a matter of speed: siirl's layers compute the same numbers without it")
     elif reason:
         result.add("impossible", there, reason)
     elif key.rule.ignored:
@@ -227,6 +239,21 @@ def _plain_text(value: str) -> str:
     return unquoted(value.strip()).lower()
 
 
+def _loggers(values: Mapping[str, str | None], result: Translation) -> None:
+    """verl's logger of a file is what siirl always writes."""
+    names = [unquoted(item.strip()) for item in (values.get("trainer.logger") or "").strip("[] ").split(",")]
+    if "file" not in names:
+        return
+    left = f"[{','.join(name for name in names if name != 'file')}]"
+    for place, setting in enumerate(result.settings):
+        if setting.there.lstrip("+").startswith("trainer.logger=") and "file" in setting.there:
+            why = _unavailable(all_keys()["trainer.logger"], left)
+            kept = Setting(
+                "changed", "trainer.logger", left, setting.there, "metrics.jsonl is always written"
+            )
+            result.settings[place] = Setting("impossible", "", "", setting.there, why) if why else kept
+
+
 def _compared_rewards(values: Mapping[str, str | None], result: Translation) -> None:
     """verl's lists of the rewards that gdpo compares, and of their weights, are one map here."""
     given = {name: value for name, value in values.items() if name.startswith(COMPARED) and value}
@@ -243,7 +270,7 @@ def _compared_rewards(values: Mapping[str, str | None], result: Translation) -> 
         and all(type(scalar(weight)) in (int, float) for weight in weights)
     ):
         pairs = ",".join(f"{name}:{weight}" for name, weight in zip(names, weights, strict=True))
-        result.add("changed", there, "", "algorithm.gdpo_rewards", f"{{{pairs}}}")
+        result.add("changed", there, "each has a weight", "algorithm.gdpo_rewards", f"{{{pairs}}}")
     elif given:
         result.add("impossible", there, "each key needs a weight, a number")
     for place, setting in enumerate(result.settings):
@@ -308,6 +335,18 @@ def _one_machine(result: Translation) -> None:
     for place, setting in enumerate(result.settings):
         if setting.name == name:
             result.settings[place] = replace(setting, kind="changed", value=str(gpus), why=why)
+
+
+def _experts_of_an_engine(result: Translation) -> None:
+    """Experts that lie on the ranks of one engine are cut over them here, too: nothing is lost."""
+    ranks = value_of(result, f"{ROLLOUT}.tensor_model_parallel_size")
+    for place, setting in enumerate(result.settings):
+        name, _, value = setting.there.lstrip("+").partition("=")
+        size = scalar(_plain_text(value))
+        wanted = name in (f"{ROLLOUT}.expert_parallel_size", f"{ROLLOUT}.moe_tensor_parallel_size")
+        if wanted and type(size) is int and size <= ranks:
+            why = "an engine cuts its experts over its ranks, as its other weights"
+            result.settings[place] = replace(setting, kind="dropped", why=why)
 
 
 def _images(result: Translation) -> None:

@@ -58,7 +58,8 @@ def typed(key: Key, text: str) -> Any:
         items = [unquoted(item.strip()) for item in text[1:-1].split(",") if item.strip()]
         return [scalar(item) if not key.takes_text else item for item in items]
     if text.startswith("{") and key.is_map:
-        return {}
+        pairs = (item.partition(":") for item in text[1:-1].split(",") if item.strip())
+        return {unquoted(name.strip()): scalar(unquoted(value.strip())) for name, _, value in pairs}
     if key.takes_text and text.lower() not in ("null", "true", "false"):
         return text
     if key.takes_text and text.lower() in ("true", "false") and bool not in _options_of(key):
