@@ -26,7 +26,7 @@ from backends_gpu import SHAPES as BACKEND_SHAPES
 from grpo_gpu import COMMON, HERE, SHAPES, overrides
 
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.cost.device_kinds import H200, DeviceKind
+from siirl.compiler.cost.device_kinds import H200, DeviceKind, scaled
 from siirl.compiler.cost.lengths import Lengths, lengths_of
 from siirl.compiler.cost.step_time import StepTime, step_time
 from siirl.compiler.plan import Plan
@@ -40,6 +40,8 @@ FITTED = (
     "backends_gpu_speed_1.7B_1_shared",
 )
 """The files that the constants are fitted to; all others are held out."""
+EXPERTS = ("experts_gpu_30B-A3B-8_2_ep2",)
+"""The same for the constant of experts, by itself, as these are of H100s."""
 KINDS = (
     *("grpo_gpu_*", "shared_prompts_gpu_A_1", "one_pass_draws_gpu_*", "flash_four_gpu_A_1"),
     "one_call_gpu_A_1",
@@ -73,6 +75,7 @@ class Measured:
     """Metric -> median."""
     lengths: Lengths | None = None
     """Of rows; None: as long as the keys allow."""
+    card: str = "h200"
 
 
 def measured_runs(folder: Path) -> Iterator[Measured]:
@@ -101,6 +104,21 @@ def measured_runs(folder: Path) -> Iterator[Measured]:
             sizes, gpus = BACKEND_SHAPES[settings["shape"]].sizes, settings["gpus"]
             yield _measured(file.stem, run, result["keys"][run], folder, sizes, gpus, metrics, today)
     yield from _long_tails(folder)
+    yield from _experts(folder)
+
+
+def _experts(folder: Path) -> Iterator[Measured]:
+    """The runs of backends_gpu.py of a mixture of experts, on H100s."""
+    for file in sorted(RESULTS.glob("experts_gpu_*.json")):
+        result = json.loads(file.read_text())
+        settings = result["settings"]
+        sizes = BACKEND_SHAPES[settings["shape"]].sizes | {"model_type": "qwen3_moe"}
+        made = folder / settings["shape"]
+        made.mkdir(exist_ok=True)
+        for run, metrics in result["runs"].items():
+            keys = result["keys"][run]
+            found = _measured(file.stem, run, keys, made, sizes, settings["gpus"], metrics, today=True)
+            yield replace(found, card="h100", fitted=file.stem in EXPERTS)
 
 
 def _long_tails(folder: Path) -> Iterator[Measured]:
@@ -160,6 +178,7 @@ def _with_whole_pass(plan: Plan) -> Plan:
 
 def predicted(run: Measured, device: DeviceKind) -> StepTime:
     """The prediction for a run."""
+    device = device if run.card == device.name else scaled(run.card, device)
     found = step_time(run.plan, run.configs, device, run.lengths, run.today)
     assert isinstance(found, StepTime), found
     return found
@@ -167,11 +186,12 @@ def predicted(run: Measured, device: DeviceKind) -> StepTime:
 
 def fit(runs: list[Measured], device: DeviceKind = H200) -> DeviceKind:
     """The device with constants that predict the phases of the fitted runs best."""
-    names = {constant.what: name for name, constant in device.constants.items() if name != "network"}
+    alone = ("network", "experts")
+    names = {constant.what: name for name, constant in device.constants.items() if name not in alone}
     for _ in range(ROUNDS):
         found = [
             [parts.get(what, 0.0) / seconds for what in names]
-            for run in (run for run in runs if run.fitted)
+            for run in (run for run in runs if run.fitted and run.card == device.name)
             for parts, seconds in _observations(run, predicted(run, device))
         ]
         amounts = np.array(found)
@@ -182,7 +202,23 @@ def fit(runs: list[Measured], device: DeviceKind = H200) -> DeviceKind:
             value = old.value / factor if old.unit.endswith("/s") else old.value * factor
             constants[name] = replace(old, value=float(value))
         device = replace(device, constants=constants)
-    return device
+    return _with_experts([run for run in runs if run.fitted and run.card != device.name], device)
+
+
+def _with_experts(runs: list[Measured], device: DeviceKind) -> DeviceKind:
+    """The device with a rate of experts' products that predicts these runs best, all else as it is."""
+    experts = device.constants["experts"]
+    found = [
+        (parts.get(experts.what, 0.0) / seconds, sum(parts.values()) / seconds)
+        for run in runs
+        for parts, seconds in _observations(run, predicted(run, device))
+    ]
+    amounts, sums = np.array(found or [(1.0, 1.0)]).T
+    factor = float(amounts @ (1 - sums + amounts) / (amounts @ amounts))
+    return replace(
+        device,
+        constants=device.constants | {"experts": replace(experts, value=experts.value / factor)},
+    )
 
 
 def _observations(run: Measured, found: StepTime) -> Iterator[tuple[dict[str, float], float]]:
@@ -237,6 +273,8 @@ def _section(run: Measured) -> str:
     """Of the table."""
     if run.lengths is not None:
         return "held out, responses of many lengths"
+    if run.card != "h200":
+        return f"experts, on H100s, {'fitted to' if run.fitted else 'held out'}"
     return "fitted to" if run.fitted else "held out, of today" if run.today else "held out"
 
 

@@ -48,6 +48,7 @@ _SHARED = "backends_gpu_speed_1.7B_1_shared"
 _NONE = "not measured: 400 Gbit/s for each device"
 _H200 = {
     "matmul": Constant(708e12, "FLOP/s", "matrix products", _PASSES),
+    "experts": Constant(4.61e10, "bytes/s", "tokens to experts", "experts_gpu_30B-A3B-8_2_ep2"),
     "attention": Constant(162e12, "FLOP/s", "attention", _PASSES),
     "activations": Constant(2.01e12, "bytes/s", "activations", _PASSES),
     "activations_compiled": Constant(6.66e12, "bytes/s", "activations of compiled layers", _SHARED),
@@ -63,7 +64,7 @@ _H200 = {
         0.0115, "s of a rollout's second, for each doubling", "the slowest rank", "grpo_gpu_A_4, A_4_tp2"
     ),
 }
-"""Measured on H200s with torch 2.11 and vLLM 0.24."""
+"""Measured on H200s with torch 2.11 and vLLM 0.24; tokens to experts on H100s."""
 
 _ARITHMETIC = ("matmul", "attention")
 _MEMORY = ("activations", "activations_compiled", "memory")
@@ -80,18 +81,19 @@ _SHEETS = {
 H200 = DeviceKind("h200", 989e12, 4.8e12, 139.8, _H200)
 
 
-def _scaled(name: str, matmul: float, bandwidth: float, gib: float) -> DeviceKind:
-    """A device that was not measured: the H200's constants, by what the data sheets say of both."""
+def scaled(name: str, measured: DeviceKind = H200) -> DeviceKind:
+    """A device of the table of data sheets: the H200's constants, by what the sheets say of both."""
+    matmul, bandwidth, gib = _SHEETS[name]
     factors: dict[str, float] = dict.fromkeys(_ARITHMETIC, matmul / H200.matmul)
     factors |= dict.fromkeys(_MEMORY, bandwidth / H200.bandwidth)
     constants = {
         key: replace(constant, value=constant.value * factors.get(key, 1.0))
-        for key, constant in _H200.items()
+        for key, constant in measured.constants.items()
     }
     return DeviceKind(name, matmul, bandwidth, gib, constants, H200.name)
 
 
-DEVICES = {"h200": H200} | {name: _scaled(name, *sheet) for name, sheet in _SHEETS.items()}
+DEVICES = {"h200": H200} | {name: scaled(name) for name in _SHEETS}
 """Name -> kind."""
 
 

@@ -259,7 +259,7 @@ def _unmeasured(model: ModelPlan, cfg: Config, shape: ModelShape) -> list[str]:
     """What of a model lies outside of what was measured."""
     lines = []
     if shape.experts:
-        lines.append("no mixture of experts was measured; tokens are taken to meet all experts evenly")
+        lines.append("of experts 8 layers of 30B-A3B on H100s were measured, and no rollout")
     if model.generates:
         if backend_of(model).timed and cfg.actor_rollout_ref.rollout.enforce_eager:
             lines.append(

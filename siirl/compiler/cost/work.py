@@ -184,7 +184,9 @@ def _layers_work(
     per_layer = 2 * active_layer_params(shape) * rows * packed.row
     causal = 2 * packed.square * query_width(shape) * rows
     kept = kept_values(shape, fused) * rows * packed.row * _compute_bytes(model, cfg)
-    return {
+    routed = shape.moe_layers / shape.layers * shape.top_k * shape.hidden * _compute_bytes(model, cfg)
+    routed *= rows * packed.row * dims.etp  # each rank that has a part of an expert has all of its tokens
+    return ({"experts": products * layers * routed / split} if shape.experts else {}) | {
         "matmul": products * layers * per_layer / split,
         "attention": attention * layers * causal / split,
         "activations_compiled" if compiled else "activations": moved * layers * kept / split,
