@@ -102,8 +102,50 @@ KEYS = {
     **dict.fromkeys(("stop_words", "stop_tokens", "eos_token_id"), f"{_ROLLOUT}.stop_token_ids"),
     **dict.fromkeys(("zero_stage", "deepspeed", "sharding"), f"{_ACTOR}.strategy"),
     **dict.fromkeys(("reward_weights", "reward_function_weights"), "custom_reward_function.weights"),
+    **dict.fromkeys(("peft_config", "lora_config"), f"{_MODEL}.lora_rank"),
+    **dict.fromkeys(("importance_sampling_level",), f"{_ACTOR}.policy_loss.loss_mode"),
+    **dict.fromkeys(("log_completions", "num_completions_to_print"), "trainer.log_val_generations"),
+    **dict.fromkeys(("eval_strategy", "val_period"), "trainer.test_freq"),
+    **dict.fromkeys(("save_strategy",), "trainer.save_freq"),
+    **dict.fromkeys(("eval_on_start",), "trainer.val_before_train"),
+    **dict.fromkeys(("top_p", "top_k", "temperature", "dtype"), f"{_ROLLOUT}.*"),
+    **dict.fromkeys(("max_model_length", "vllm_max_model_len"), f"{_ROLLOUT}.max_model_len"),
+    **dict.fromkeys(("max_staleness", "max_async_level", "max_off_policy_steps"), f"{_ROLLOUT}.max_lag"),
+    **dict.fromkeys(("use_liger_kernel", "liger"), f"{_MODEL}.use_liger"),
+    **dict.fromkeys(("torch_compile", "compile"), f"{_MODEL}.compile_layers"),
+    **dict.fromkeys(("tokenizer_path", "processing_class", "tokenizer_name"), f"{_DATA}.tokenizer"),
+    **dict.fromkeys(("shuffle_dataset",), f"{_DATA}.shuffle"),
+    **dict.fromkeys(("input_key", "prompt_column"), f"{_DATA}.columns.prompt"),
+    **dict.fromkeys(("label_key", "answer_key"), f"{_DATA}.columns.ground_truth"),
+    **dict.fromkeys(("prompt_max_len",), f"{_DATA}.max_prompt_length"),
+    **dict.fromkeys(("generate_max_len",), f"{_DATA}.max_response_length"),
+    **dict.fromkeys(("num_prompts_per_step",), f"{_DATA}.train_batch_size"),
+    **dict.fromkeys(("train_global_batch_size", "train_gbs"), f"{_ACTOR}.ppo_mini_batch_size"),
+    **dict.fromkeys(
+        ("micro_train_batch_size", "train_micro_batch_size"), f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
+    ),
+    **dict.fromkeys(("num_generations_per_prompt",), f"{_ROLLOUT}.n"),
+    **dict.fromkeys(("actor_learning_rate",), f"{_ACTOR}.optim.lr"),
+    **dict.fromkeys(("lr_critic",), "critic.optim.lr"),
+    **dict.fromkeys(("max_num_steps", "num_rollout"), "trainer.total_training_steps"),
+    **dict.fromkeys(("max_epochs", "max_num_epochs", "n_epochs"), "trainer.total_epochs"),
+    **dict.fromkeys(("use_wandb",), "trainer.logger"),
+    **dict.fromkeys(("remote_rm_url",), "reward_model.remote.url"),
+    **dict.fromkeys(("reference_policy_kl_penalty",), f"{_ACTOR}.kl_loss_coef"),
+    **dict.fromkeys(("ratio_clip_min",), f"{_ACTOR}.clip_ratio_low"),
+    **dict.fromkeys(("ratio_clip_max",), f"{_ACTOR}.clip_ratio_high"),
+    **dict.fromkeys(("dynamic_sampling", "filter_zero_std"), "algorithm.filter_groups.enable"),
+    **dict.fromkeys(("cp_size", "sp_size", "ulysses"), f"{_ACTOR}.ulysses_sequence_parallel_size"),
+    **dict.fromkeys(("sequence_parallel_size",), f"{_ACTOR}.ulysses_sequence_parallel_size"),
+    **dict.fromkeys(("ep_size",), f"{_ACTOR}.fsdp_config.expert_parallel_size"),
+    **dict.fromkeys(("pp_size", "pipeline_parallel_size"), f"{_ACTOR}.megatron.pipeline_model_parallel_size"),
+    **dict.fromkeys(("cpu_offload", "offload"), f"{_ACTOR}.fsdp_config.param_offload"),
+    **dict.fromkeys(("seed",), "trainer.seed"),
 }
-"""Last part of a name -> the key that does what is meant."""
+"""Last part of a name -> the key that does what is meant; `*` is that part."""
+
+_DR_GRPO = f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
+_DAPO = f"{_ACTOR}.loss_agg_mode=token-mean {_ACTOR}.clip_ratio_high=0.28"
 
 VALUES = {
     "actor_rollout_ref.rollout.weight_link": {"spread": "auto"},  # was cut: it saved nothing
@@ -111,15 +153,29 @@ VALUES = {
         **{
             "ppo": "gae",
             "group": "grpo",
-            "drgrpo": "grpo",
-            "dr_grpo": "grpo",
-            "dapo": "grpo",
-            "gspo": "grpo",
+            **dict.fromkeys(
+                ("drgrpo", "dr_grpo"), f"grpo {_DR_GRPO} algorithm.norm_adv_by_std_in_grpo=false"
+            ),
+            "dapo": f"grpo {_DAPO} algorithm.filter_groups.enable=true",
+            **{
+                loss: f"grpo {_ACTOR}.policy_loss.loss_mode={loss}"
+                for loss in ("gspo", "gmpo", "cispo", "sapo")
+            },
         },
         **{"reinforce": "reinforce_plus_plus", "reinforce++": "reinforce_plus_plus", "loo": "rloo"},
     },
     "actor_rollout_ref.actor.policy_loss.loss_mode": {
-        **{"ppo": "vanilla", "grpo": "vanilla", "clip": "vanilla", "clipped": "vanilla", "dapo": "vanilla"},
+        **dict.fromkeys(("ppo", "clip", "clipped"), "vanilla"),
+        "grpo": f"vanilla {_ACTOR}.loss_agg_mode=seq-mean-token-mean",
+        "dapo": f"vanilla {_DAPO}",
+        "bnpo": f"vanilla {_ACTOR}.loss_agg_mode=token-mean",
+        **dict.fromkeys(("drgrpo", "dr_grpo"), f"vanilla {_DR_GRPO}"),
+        "sequence": f"gspo {_ACTOR}.loss_agg_mode=seq-mean-token-mean",
+    },
+    "actor_rollout_ref.actor.loss_agg_mode": {
+        **dict.fromkeys(("dapo", "bnpo", "token", "token_mean"), "token-mean"),
+        **dict.fromkeys(("grpo", "sequence", "sequence_mean", "sample"), "seq-mean-token-mean"),
+        **dict.fromkeys(("drgrpo", "dr_grpo"), "seq-mean-token-sum-norm"),
     },
     "actor_rollout_ref.rollout.name": {"transformers": "hf", "huggingface": "hf", "sgl": "sglang"},
     "actor_rollout_ref.actor.strategy": {
@@ -129,14 +185,17 @@ VALUES = {
         "zero3": "fsdp",
     },
 }
-"""Key -> what people write -> the value that is meant."""
+"""Key -> what people write -> the value that is meant, and the other settings that it takes."""
 
 COMMANDS = {
     **dict.fromkeys(("train", "start", "launch", "fit", "grpo", "ppo", "sft", "rl"), "run"),
     **dict.fromkeys(("validate", "lint", "verify", "dry-run"), "check"),
     **dict.fromkeys(("evaluate", "val"), "eval"),
     **dict.fromkeys(("init", "create", "quickstart"), "new"),
-    **dict.fromkeys(("list", "runs", "status"), "ls"),
+    **dict.fromkeys(("list", "runs", "status", "ps"), "ls"),
+    **dict.fromkeys(("log", "logs", "tail", "stats", "top"), "watch"),
+    **dict.fromkeys(("generate", "serve", "infer", "sample"), "chat"),
+    **dict.fromkeys(("version",), "--version"),
     **dict.fromkeys(("continue", "restart"), "resume"),
     **dict.fromkeys(("diff",), "compare"),
     **dict.fromkeys(("ui", "dashboard", "show", "open"), "view"),
@@ -149,9 +208,11 @@ COMMANDS = {
 
 def meant_key(name: str) -> str | None:
     """The key that is meant by a name of another trainer; None if nothing is known of it."""
-    return KEYS.get(name.rpartition(".")[2].lower())
+    last = name.rpartition(".")[2].lower()
+    return KEYS[last].replace("*", last) if last in KEYS else None
 
 
 def meant_value(key: str, value: str) -> str | None:
-    """The value of a key that is meant; None if nothing is known of it."""
-    return VALUES.get(key, {}).get(value.lower())
+    """The value of a key that is meant, with what else it takes; None if nothing is known of it."""
+    here, _, more = VALUES.get(key, {}).get(value.lower(), "").partition(" ")
+    return f"{here}, with {more}" if more else here or None

@@ -19,6 +19,8 @@ TYPE_NAMES = {
     types.NoneType: "null",
 }
 SECRET_KEYS = ("hf_hub_token",)
+_LIKE = 0.65
+"""Likeness from which one word may be a slip for another, as difflib has it."""
 
 
 def closest(name: str, known: Iterable[str]) -> str:
@@ -28,17 +30,23 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 def closest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name nearest to `name`; None if none is near."""
-    names = list(known)
-    tail = name.rsplit(".", 1)[-1]
-    same_end = [option for option in names if option.endswith("." + name)]
-    same_tail = [option for option in names if option.rsplit(".", 1)[-1] == tail]
+    """The known name nearest to `name`; None if none is near. A group that both stand in makes none near."""
+    names, said = list(known), name.lower()
+    tail = said.rpartition(".")[2]
+    same_end = [option for option in names if f".{option}".endswith("." + said)]
+    same_tail = [option for option in names if option.rpartition(".")[2] == tail]
+    like_tail = [option for option in names if _likeness(tail, option.rpartition(".")[2]) >= _LIKE]
     near = (
         same_end
-        or difflib.get_close_matches(name, same_tail, 1, 0.4)
-        or difflib.get_close_matches(name, names, 1)
+        or difflib.get_close_matches(said, same_tail, 1, 0.4)
+        or difflib.get_close_matches(said, like_tail, 1)
     )
     return near[0] if near else None
+
+
+def _likeness(one: str, other: str) -> float:
+    """The share of letters that two words have in common, in order."""
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def show(key: Key, value: Any) -> str:

@@ -259,8 +259,9 @@ def report(death: Death, deaths: list[Death], log_path: Path, log_offset: int, w
         lines.append(_oom_hint(death.oom_kills))
     if failure and failure.secondary:
         lines.append("  No rank reported an error of its own: a peer went away or did not answer in time.")
-    seen_live = death.rank == 0 and failure is not None  # rank 0 wrote its traceback to the console
-    tail = [] if seen_live else last_lines(log_path, log_offset)
+    # Rank 0 wrote its traceback to the console: of the user's own lines the same as of another rank.
+    seen = [one.failure.traceback for one in (death, *deaths) if one.rank == 0 and one.failure]
+    tail = [] if failure and failure.traceback in seen else last_lines(log_path, log_offset)
     if tail:
         lines += [f"  last lines of {log_path}:", *(f"  | {line}" for line in tail)]
     others = [f"rank {other.rank} ({one_line_cause(other)})" for other in deaths if other.rank != death.rank]

@@ -13,7 +13,7 @@ from fixtures_tiny import make_tiny_model_dir, make_tiny_tokenizer
 from siirl.cli import main
 from siirl.config import load_config, to_dict
 from siirl.errors import RewardError
-from siirl.launch.failure import describe_exception
+from siirl.launch.failure import Death, describe_exception, report
 from siirl.launch.outcome import Stop, conclude
 from siirl.observe.loggers import LOGGERS, check_installed
 from siirl.rewards.sample import describe, failed
@@ -58,6 +58,13 @@ def test_the_line_of_a_reward_that_raises_is_the_users(tmp_path):
     told = describe_exception(error, 0, None).traceback
     assert f'{tmp_path}/mine.py", line 5, in score' in told, "the user's own lines"
     assert "json/decoder.py" not in told and "score failed" not in told, "nobody else's; the message once"
+    log = tmp_path / "rank_1.log"
+    log.write_text(told)
+    deaths = [Death(rank, 1, rank, describe_exception(error, rank, None), None) for rank in (1, 0)]
+    assert told.splitlines()[-1] not in report(deaths[0], deaths, log, 0), (
+        "rank 0 has told them on the console"
+    )
+    assert told.splitlines()[-1] in report(deaths[0], deaths[:1], log, 0), "no other rank has"
 
 
 @pytest.mark.parametrize(
