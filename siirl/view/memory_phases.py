@@ -20,7 +20,8 @@ Measured = dict[str, list[float]]
 
 
 def memory_phases(job: Mapping[str, Any], series: Series) -> dict[str, Any]:
-    """Phases with `estimate` (None without one) and what was measured; in GiB.
+    """Phases with `estimate` (None without one) and what was measured; in GiB. on_host: of a machine without
+    GPUs, all processes together.
 
     The estimate is that of the ranks on which the phase takes most; measured is the most of all ranks.
     """
@@ -28,13 +29,16 @@ def memory_phases(job: Mapping[str, Any], series: Series) -> dict[str, Any]:
     estimates = _estimates(told.get("phases"))
     names = [*estimates, *sorted(measured.keys() - estimates)]
     phases = [{"name": name, "estimate": estimates.get(name), **measured.get(name, {})} for name in names]
-    device_gib = number(told.get("device_gib"))
+    device_gib, on_host = number(told.get("device_gib")), told.get("on_host") is True
     return {
+        "on_host": on_host,
         "device_gib": device_gib,
         "assumed": told.get("assumed") is True,
         "host": _most(series.get(HOST, {})),
         "phases": phases[:MOST_PHASES],
-        "text": _sentences(phases, device_gib, word(told.get("left_out"))),
+        "text": _of_a_host(estimates, device_gib)
+        if on_host
+        else _sentences(phases, device_gib, word(told.get("left_out"))),
     }
 
 
@@ -83,6 +87,18 @@ def _parts(parts: Any) -> list[list[Any]]:
 
 def _gib(size: float | None) -> float:
     return float(f"{(size or 0.0) / GIB:.4g}")
+
+
+def _of_a_host(estimates: Mapping[str, dict[str, Any]], machine_gib: float | None) -> list[str]:
+    """What a reader would look for in the estimate of a run without GPUs."""
+    most = max(estimates, key=lambda name: estimates[name]["device"], default=None)
+    if most is None:
+        return []
+    of = f" of the machine's {machine_gib:.4g} GiB" if machine_gib else ""
+    took = (
+        f"{most} takes the most by estimate, all processes together: {estimates[most]['device']:.3g} GiB{of}."
+    )
+    return ["Without GPUs the processes share the memory of their machine.", took]
 
 
 def _sentences(phases: list[dict[str, Any]], device_gib: float | None, why: str) -> list[str]:

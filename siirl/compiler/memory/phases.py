@@ -97,7 +97,16 @@ def estimated(plan: Plan, configs: Configs, device_gib: float | None) -> Estimat
 
 
 def estimate_record(plan: Plan, configs: Configs, device_gib: float | None) -> dict[str, Any]:
-    """What a run's folder says of the estimate: that of `Estimate.record`, or {"left_out": why}."""
+    """What a run's folder says of the estimate: that of `Estimate.record`, or {"left_out": why}.
+
+    Without GPUs sizes are those of all processes together, and of their machine (`on_host`).
+    """
+    if next(iter(configs.values())).trainer.device == "cpu":
+        lines = memory_lines(plan, configs)
+        if isinstance(lines, str):
+            return {"left_out": lines}
+        machine_gib = 0.0 if device_gib is None else device_gib * plan.world_size  # 0: not known
+        return Estimate(host_peaks(plan, lines), machine_gib, False).record() | {"on_host": True}
     found = estimated(plan, configs, device_gib)
     return {"left_out": found} if isinstance(found, str) else found.record()
 

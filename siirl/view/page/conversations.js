@@ -126,11 +126,12 @@ section("conversations", "Conversations", ["episodes"], () => {
         found = episodes.filter(episode => reward(episode) !== undefined && wanted.has(blockOf(episode) + " " + episode.prompt));
       }
       count.textContent = found.length + " of " + plural(episodes.length, "conversation");
-      const groups = look === "groups" ? groupsView(found, reward, filters.agent, () => { page.written = render(); }) : null;
-      if (groups) above.replaceChildren(...groups.boxes);
-      else above.replaceChildren(look === "table" ? samplesTable(found, reward, open, () => { page.written = render(); }) : scatter(found, reward, open));
+      const again = () => { page.written = render(); };
+      const shown = look === "groups" ? groupsView(found, reward, filters.agent, again) : look === "table" ? samplesTable(found, reward, open, again)
+        : { boxes: [scatter(found, reward, open)], written: null };
+      above.replaceChildren(...shown.boxes);
       if (look === "table" && found.length > MOST_ROWS_SHOWN) count.textContent += "; the first " + MOST_ROWS_SHOWN + " in this order are listed";
-      return groups ? groups.written : null;
+      return shown.written;
     }
     if (filters.order) found.sort((a, b) => (filters.order === "best" ? -1 : 1) * (reward(a) - reward(b)));
     const coloured = keep("tokens by", "") !== "";

@@ -1,6 +1,6 @@
 // Samples side by side: the whole group of a prompt, all samples as a table, reward against length.
 
-const MOST_POINTS_SHOWN = 3000, MOST_ROWS_SHOWN = 500, SCATTER = { height: 340, left: 56, right: 14, top: 10, bottom: 34 };
+const MOST_POINTS_SHOWN = 3000, MOST_ROWS_SHOWN = 500, MOST_SAID_SHOWN = 160, SCATTER = { height: 340, left: 56, right: 14, top: 10, bottom: 34 };
 
 // Samples of one prompt in one step, of which an advantage is computed: [{key, members, rewards, mean, deviation}].
 function groupsOf(episodes, reward, agent) {
@@ -63,19 +63,32 @@ const TABLE = [
   ["tokens", episode => episode.length], ["turns", episode => episode.turns], ["ended", episode => episode.ended],
 ];
 
-// All samples as a table, sorted by the column that was chosen; a row opens its conversation below.
+// All samples as a table, sorted by the column that was chosen; a row opens its conversation below: {boxes, written}.
 function samplesTable(episodes, reward, open, again) {
   const [by, down] = keep("sorted", ["step", true]), value = (title, read) => episode => title === "reward" ? reward(episode) : read(episode);
   const [, read] = TABLE.find(([title]) => title === by), chosen = value(by, read);
   const order = (a, b) => { const x = chosen(a), y = chosen(b); return (x === null) - (y === null) || (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1); };
-  const heads = TABLE.map(([title]) => make("th", { scope: "col", "aria-sort": title === by ? (down ? "descending" : "ascending") : "none" },
+  const columns = TABLE.filter(([title, of]) => title === "reward" || episodes.some(episode => of(episode) !== null && of(episode) !== ""));
+  const heads = columns.map(([title]) => make("th", { scope: "col", "aria-sort": title === by ? (down ? "descending" : "ascending") : "none" },
     make("button", { type: "button", class: "sort", onclick: () => { page.state.sorted = [title, title === by ? !down : true]; again(); } }, title + (title === by ? (down ? " \u2193" : " \u2191") : ""))));
-  const rows = [...episodes].sort(order).slice(0, MOST_ROWS_SHOWN).map(episode => make("tr", { "data-row": episode.id },
-    TABLE.map(([title, of]) => {
+  const shown = [...episodes].sort(order).slice(0, MOST_ROWS_SHOWN), said = shown.map(() => make("td", { class: "said" }));
+  const rows = shown.map((episode, at) => make("tr", { "data-row": episode.id },
+    columns.map(([title, of]) => {
       const shown = value(title, of)(episode);
       return make("td", {}, title === "prompt" ? make("button", { type: "button", class: "sort", onclick: () => open(episode) }, shown) : title === "reward" ? rewardChip("", shown) : shown === null ? "-" : String(shown));
-    })));
-  return make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "samples" }, make("tr", {}, heads), rows));
+    }), said[at]));
+  const table = make("table", { id: "samples" }, make("tr", {}, heads, make("th", { scope: "col" }, "what was said last")), rows);
+  return { boxes: [make("div", { class: "box scroll", tabindex: 0 }, table)], written: writeSaid(shown, said) };
+}
+
+// The beginning of each sample's last words into its cell, as they are read, for as long as the table is shown.
+async function writeSaid(episodes, cells) {
+  for (const [at, episode] of episodes.entries()) {
+    const { messages } = await saidIn(episode).catch(() => ({ messages: [] })), last = messages.findLast(message => message.agent !== null);
+    if (!cells[at].isConnected) return;
+    const text = (last ? last.parts ? last.parts[1].trim() || last.parts[2].join(" ") : last.text : "").trim();
+    cells[at].textContent = text.length > MOST_SAID_SHOWN ? text.slice(0, MOST_SAID_SHOWN) + "\u2026" : text;
+  }
 }
 
 // Reward against length, a point for each sample, newer ones darker; a click opens its conversation below.

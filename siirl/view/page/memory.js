@@ -8,7 +8,7 @@ function at(measured) { return measured ? gib(measured[0]) + " in step " + measu
 function memoryBars(memory) {
   const { left, right, row, top, bar } = BARS, width = roomWide(), phases = memory.phases;
   const sizes = phases.flatMap(phase => [phase.estimate && phase.estimate.device, ...["peak", "reserved", "device"].map(kind => phase[kind] && phase[kind][0])]);
-  const most = Math.max(1e-3, memory.device_gib || 0, ...sizes.filter(Boolean)) * 1.02;
+  const limit = memory.on_host ? 0 : memory.device_gib || 0, most = Math.max(1e-3, limit, ...sizes.filter(Boolean)) * 1.02;
   const kinds = [...new Set(phases.flatMap(phase => phase.estimate ? phase.estimate.parts.map(part => part[1]) : []))];
   const color = kind => COLORS[kinds.indexOf(kind) % COLORS.length], x = value => left + value / most * (width - left - right);
   const high = top + phases.length * row + 8;
@@ -37,20 +37,26 @@ function memoryBars(memory) {
       if (phase[kind]) block(0, phase[kind][0], y + bar + 1, "var(--ink)", phase.name + ", measured\n" + text + "\n" + at(phase[kind]), opacity);
     }
   });
-  if (memory.device_gib) svg.append(draw("line", { class: "limit", x1: x(memory.device_gib), x2: x(memory.device_gib), y1: top - 8, y2: high }));
+  if (limit) svg.append(draw("line", { class: "limit", x1: x(limit), x2: x(limit), y1: top - 8, y2: high }));
   const legend = make("div", { class: "legend" }, kinds.map(kind => make("span", {}, make("i", { class: "patch", color: color(kind) }), kind)),
-    make("span", {}, make("i", { class: "patch", color: "var(--ink)" }), "measured: tensors, then reserved, then the whole device"),
-    memory.device_gib ? make("span", {}, "| the device: " + gib(memory.device_gib) + (memory.assumed ? " (assumed: trainer.device_memory_gib says it)" : "")) : null);
+    memory.on_host ? null : make("span", {}, make("i", { class: "patch", color: "var(--ink)" }), "measured: tensors, then reserved, then the whole device"),
+    limit ? make("span", {}, "| the device: " + gib(limit) + (memory.assumed ? " (assumed: trainer.device_memory_gib says it)" : "")) : null);
   return make("div", { class: "box lanes", tabindex: 0 }, legend, svg);
 }
 
 function memoryTable(memory) {
+  if (memory.on_host) return phaseTable(["phase", "ranks", "host memory, estimated", "of it tensors"],
+    memory.phases.map(({ name, estimate }) => [name, ...(estimate ? [estimate.ranks, gib(estimate.device), gib(estimate.tensors)] : ["", "-", "-"])]));
   const head = ["phase", "ranks", "tensors, estimated", "measured", "", "device, estimated", "reserved by torch", "in use on the device", "waits in host memory, estimated"];
   const rows = memory.phases.map(phase => {
     const told = phase.estimate, off = told && phase.peak && told.tensors ? phase.peak[0] / told.tensors - 1 : null;
     return [phase.name, told ? told.ranks : "", told ? gib(told.tensors) : "-", at(phase.peak), off === null ? "" : (off > 0 ? "+" : "") + (100 * off).toFixed(0) + "%",
       told ? gib(told.device) : "-", phase.reserved ? gib(phase.reserved[0]) : "-", phase.device ? gib(phase.device[0]) : "-", told && told.host ? gib(told.host) : "-"];
   });
+  return phaseTable(head, rows);
+}
+
+function phaseTable(head, rows) {
   return make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "phases" }, make("tr", {}, head.map(title => make("th", { scope: "col" }, title))),
     rows.map(cells => make("tr", {}, cells.map(cell => make("td", {}, cell))))));
 }
@@ -61,7 +67,8 @@ section("memory", "Memory", ["memory"], () => {
   const host = memory.host ? "A worker process took at most " + at(memory.host) + " of its machine's memory." : "";
   const parts = [make("div", { class: "box", id: "memory-text" }, [...memory.text, host].filter(Boolean).map(text => make("p", {}, text)))];
   if (memory.phases.length) parts.push(make("p", { class: "faint" },
-    "Above: estimated when the run started, on the ranks that the phase takes most of. Below it: measured, the most of all ranks and steps."),
+    memory.on_host ? "Estimated when the run started, of all processes together."
+      : "Above: estimated when the run started, on the ranks that the phase takes most of. Below it: measured, the most of all ranks and steps."),
     memoryBars(memory), memoryTable(memory));
   return parts;
 });

@@ -185,6 +185,8 @@ def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, 
         re.findall("<td>(.*?)</td>", row)[4] for row in re.findall("<tr data-row.*?</tr>", parts["table"])
     ]
     assert [one for one in tokens if one != "-"] == ["9", "7", "5", "3", "2"], "the longest first"
+    said = re.findall('<td class="said">([^<]*)', parts["table"])
+    assert len(said) == len(tokens) and all(said), "what each said last"
     assert parts["length"].count('class="dot"') == 5
     assert "hello from rank 1" in parts["health"] and "&lt;img src=x" in parts["health"]
     assert (

@@ -93,4 +93,8 @@ def test_a_run_writes_its_estimate_into_its_folder_when_it_starts(tmp_path, monk
     assert {"rollout_actor", "actor_train"} <= {one["name"] for one in shown["phases"]}
     assert all(one["estimate"]["device"] > 0.6 for one in shown["phases"]), "a context at least"
     jobs[1].prepare()
-    assert "trainer.device=cpu" in read_run(folder)["memory"]["text"][0]
+    shown = read_run(folder)["memory"]
+    assert shown["on_host"] and {"rollout_actor", "actor_train"} <= {one["name"] for one in shown["phases"]}
+    assert (
+        "all processes together" in shown["text"][1] and f"{shown['device_gib']:.4g} GiB" in shown["text"][1]
+    )
