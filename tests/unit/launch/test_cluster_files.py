@@ -34,23 +34,31 @@ def test_slurm_starts_the_script_on_every_machine(tmp_path):
     tool(
         tmp_path,
         "srun",
-        '[ "$1" = --kill-on-bad-exit=1 ] && shift\nfor id in 0 1; do SLURM_NODEID=$id "$@" || exit 1; done\n',
+        'while [[ $1 == --* ]]; do echo "srun $1"; shift; done\n'
+        'for id in 0 1; do SLURM_NODEID=$id "$@" || exit 1; done\n',
     )
     shown = 'echo "task $PET_NODE_RANK of $PET_NNODES, head $MASTER_ADDR"\n'
+    shown += 'for word; do [[ $word != trainer.nnodes=* ]] || echo "$word"; done\n'
     tool(tmp_path, "python", f'{shown}exec {sys.executable} "$@"\n')
     env = script_environment(tmp_path, SCRIPT, DRY_RUN="1", SLURM_NNODES="2", SLURM_JOB_NODELIST="node-[a-b]")
     env |= {"PATH": f"{tmp_path}:{env['PATH']}", "PYTHON": str(tmp_path / "python")}
-    told = checked(["bash", str(CLUSTER / "slurm.sbatch"), "trainer.total_epochs=1"], env)
-    assert told.count("on 16 ranks") == 2
+    command = ["bash", str(CLUSTER / "slurm.sbatch"), "trainer.total_epochs=1"]
+    told = checked(command, env | {"SLURM_CPUS_ON_NODE": "96"})
+    assert told.count("on 16 ranks") == 2 and "srun --cpus-per-task=96" in told
     assert all(f"task {rank} of 2, head node-a" in told for rank in (0, 1))
+    ranged = checked(command, env | {"PET_NNODES": "1:2"})
+    assert "task 1 of 1:2, head node-a" in ranged and "trainer.nnodes=1:2\n" in ranged
     options = [
         line for line in (CLUSTER / "slurm.sbatch").read_text().splitlines() if line.startswith("#SBATCH")
     ]
-    assert "#SBATCH --nodes=2" in options and "#SBATCH --ntasks-per-node=1" in options
+    for option in ("nodes=2", "ntasks-per-node=1", "open-mode=append", "requeue"):
+        assert f"#SBATCH --{option}" in options
 
 
 def test_skypilot_runs_the_script_on_every_machine(tmp_path):
     task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
+    (mount,) = [at for at in task["file_mounts"] if task["envs"]["OUTPUT_DIR"].startswith(at)]
+    assert task["file_mounts"][mount]["mode"] == "MOUNT_CACHED"  # a plain mount cannot append or rename
     env = task["envs"] | script_environment(tmp_path, SCRIPT, DRY_RUN="1")
     env |= {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NODE_RANK": "1"}
     env |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
@@ -67,7 +75,12 @@ def test_kuberay_starts_the_main_job_on_as_many_gpus_as_its_cluster_has(tmp_path
     env = script_environment(tmp_path, SCRIPT)
     model = f"actor_rollout_ref.model.path={env['MODEL_PATH']}"
     command = [sys.executable, "-m", "siirl.cli", "check", "--elsewhere", *settings[2:], model]
+    recipe = (ROOT / "docker" / "Dockerfile.megatron").read_text()
+    assert "'ray[default]'" in recipe  # `ray job submit`, and the server that it asks
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    uid = recipe.partition("--uid ")[2].split()[0]
+    for pod in (job["spec"]["rayClusterSpec"]["headGroupSpec"], group):
+        assert str(pod["template"]["spec"]["securityContext"]["fsGroup"]) == uid
     (container,) = group["template"]["spec"]["containers"]
     gpus = group["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
     assert f"on {gpus} ranks" in checked(command, os.environ | env)
