@@ -73,8 +73,8 @@ def _planned(
     args: argparse.Namespace, overrides: list[str], elsewhere: bool = True, devices_here: bool | None = None
 ) -> PlannedRun:
     """The run that a command line plans. Warnings go to stderr."""
-    found = Findings()
-    run = planned(read_config(overrides, args.config_name, found), elsewhere, found, devices_here)
+    found, asks_hub = Findings(), not getattr(args, "elsewhere", False)
+    run = planned(read_config(overrides, args.config_name, found), elsewhere, found, devices_here, asks_hub)
     for line in run.warnings:
         print(f"warning: {line}", file=sys.stderr)
     return run
@@ -236,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument(
                 "--elsewhere",
                 action="store_true",
-                help="data and models are on other machines: do not look for them here",
+                help="data and models are on other machines: do not look for them here, and ask no hub",
             )
             sub.add_argument(
                 "--dialect",

@@ -3,7 +3,7 @@
 The console commands are made of the same functions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,9 +116,9 @@ def plan(cfg: Config) -> PlannedRun:
 def check(cfg: Config, elsewhere: bool = False) -> list[str]:
     """Check all that can be checked before a run; returns its warnings. UserError: all that is wrong.
 
-    elsewhere: data and models are on other machines; they are not looked for here.
+    elsewhere: data and models are on other machines; they are not looked for here, and no hub is asked.
     """
-    return planned(cfg, elsewhere, found=Findings()).warnings
+    return planned(cfg, elsewhere, found=Findings(), asks_hub=not elsewhere).warnings
 
 
 def train(cfg: Config) -> FinishedRun:
@@ -141,18 +141,26 @@ def train(cfg: Config) -> FinishedRun:
     return FinishedRun(output_dir)
 
 
-def planned(cfg: Config, elsewhere: bool, found: Findings, devices_here: bool | None = None) -> PlannedRun:
+def planned(
+    cfg: Config,
+    elsewhere: bool,
+    found: Findings,
+    devices_here: bool | None = None,
+    asks_hub: bool = True,
+) -> PlannedRun:
     """The run that a configuration plans. UserError: all that is wrong, with what `found` has already.
 
     elsewhere: data and models are on other machines. devices_here: whether a plan of which nobody said on how
-    many devices it runs is for those of this machine; None: where data and models are here, too.
+    many devices it runs is for those of this machine; None: where data and models are here, too. asks_hub:
+    whether the hub is asked for a config.json that is not here.
     """
     with found.at(Place.MACHINE):
         if devices_here or (devices_here is None and not elsewhere):
             cfg = with_devices_here(cfg, choose_launcher(cfg))
     with found.at():
         cfg = with_template_date(cfg)
-    surveyed = survey_inputs(survey(cfg, found), elsewhere, found)
+    seen = replace(survey(cfg, found), asks_hub=asks_hub)
+    surveyed = survey_inputs(seen, elsewhere, found)
     seen, too_much = surveyed, list[str]()
     if surveyed.has_sizes:
         seen = with_choices(surveyed, machine_of(cfg, choose_launcher(cfg)), kept_choices(cfg))

@@ -39,6 +39,8 @@ class Survey:
     """What the files of rows hold: a line for each split."""
     has_sizes: bool = False
     """There is a plan, and nothing is wrong with what the sizes of its models are read from."""
+    asks_hub: bool = True
+    """Whether a hub is asked for a config.json that is not here."""
 
 
 def survey(cfg: Config, found: Findings) -> Survey:
@@ -78,7 +80,7 @@ def with_choices(seen: Survey, machine: Machine, kept: Kept | None = None) -> Su
     configs = dict(seen.node_cfgs)
     for model in seen.plan.models.values():
         with contextlib.suppress(DataError):  # without its config.json there is no estimate
-            configs[model.node] = with_local_configs(configs[model.node], (model.role,))
+            configs[model.node] = with_local_configs(configs[model.node], (model.role,), seen.asks_hub)
     plan, configs = choose(seen.plan, configs, machine, kept)
     found = Findings(Place.CONFIGURATION)
     known = {str(problem) for cfg in seen.node_cfgs.values() for problem in contradictions(cfg)}
@@ -120,7 +122,7 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
     for model in seen.plan.models.values():
         with found.at(Place.MODELS):
             try:
-                configs[model.node] = with_local_configs(configs[model.node], (model.role,))
+                configs[model.node] = with_local_configs(configs[model.node], (model.role,), seen.asks_hub)
             except DataError as error:
                 warnings.append(str(error))
             folder = Path(role_model(configs[model.node], model.role).path).expanduser()
@@ -140,4 +142,6 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
         check_resumed(seen.cfg, seen.plan, found)
         with found.at(Place.MACHINE):
             refuse_busy(seen.cfg)
-    return Survey(seen.cfg, seen.plan, configs, list(dict.fromkeys(warnings)), data, has_sizes)
+    return dataclasses.replace(
+        seen, node_cfgs=configs, warnings=list(dict.fromkeys(warnings)), data=data, has_sizes=has_sizes
+    )

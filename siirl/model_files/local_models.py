@@ -45,11 +45,23 @@ def with_local_models(cfg: Config, plan: Plan, cached_first: bool = False) -> Pl
     return replace(plan, nodes=nodes)
 
 
-def with_local_configs(cfg: Config, roles: Sequence[str]) -> Config:
-    """The configuration of a node whose models, if on a hub, are local directories with config.json alone."""
+def with_local_configs(cfg: Config, roles: Sequence[str], asks_hub: bool = True) -> Config:
+    """The configuration of a node whose models, if on a hub, are local directories with config.json alone.
+
+    asks_hub: whether a hub is asked; else its cache on this machine alone. DataError if a model is not there.
+    """
 
     def find(repo: HubRepo, _patterns: Sequence[str]) -> Path:
-        return fetch(repo, CONFIG_FILES, _modelscope())
+        if asks_hub:
+            return fetch(repo, CONFIG_FILES, _modelscope())
+        cached = fetch_cached(repo, CONFIG_FILES, _modelscope())
+        if cached is None or not (cached / CONFIG_FILES[0]).is_file():
+            raise DataError(
+                f"model {repo.name!r} (revision {repo.revision}) is not in the hub's cache here, and "
+                "--elsewhere asks no hub: its layers, heads, lengths and memory are not checked. Download "
+                "its config.json, or leave --elsewhere out."
+            )
+        return cached
 
     return with_overrides(cfg, dict(_local_paths(cfg, roles, find)))
 

@@ -168,6 +168,19 @@ def test_check_and_plan_need_config_json_alone(cache, capsys):
     assert "ok: DAG" in printed.out and f"warning: model '{NAME}'" in printed.err
 
 
+def test_check_elsewhere_and_migrate_ask_no_hub(tmp_path, monkeypatch, capsys):
+    """They say so where the model's config.json is not in the cache, and read it where it is."""
+    monkeypatch.setattr("siirl.model_files.local_models.fetch", lambda *_: pytest.fail("a hub was asked"))
+    (tmp_path / "run.sh").write_text(
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "
+        f"actor_rollout_ref.model.path=nobody/model actor_rollout_ref.model.cache_dir={tmp_path}"
+    )
+    assert cli.main(["migrate", str(tmp_path / "run.sh")]) == 0
+    assert (
+        "# warning: model 'nobody/model' (revision main) is not in the hub's cache" in capsys.readouterr().out
+    )
+
+
 def test_modelscope_is_asked_when_the_environment_says_so(model, tmp_path, monkeypatch):
     calls = []
 
