@@ -5,7 +5,8 @@ checkpoint becomes one in one process, without the ranks that saved it.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from siirl.errors import CheckpointError, ConfigError, DataError
 from siirl.model_files.directory import model_dir, weights_digest
 from siirl.model_files.stored_tensors import load_tensors, stored_tensors
 from siirl.model_files.weight_slices import SafetensorsFolder, declared_dtype, write_adapter
-from siirl.models.trained import OWN_TYPE
+from siirl.models.trained import own_type
 
 SHARD_BYTES = 5 * 10**9
 NO_CHANGES: Mapping[str, Any] = {}
@@ -129,6 +130,8 @@ def _change_config(config_path: Path, changes: Mapping[str, Any]) -> None:
 
 READ_BYTES = 2 * 10**9
 _PREFIX = "model/"
+Typed = Callable[[str, Tensor], Tensor]
+"""A tensor in the type that the export has it in, by its name."""
 
 
 def export_adapter(checkpoint: Path, out: Path, model: str | None = None, base: Path | None = None) -> Path:
@@ -186,7 +189,8 @@ def export_folder(folder: Path, out: Path, base: Path | None = None) -> Path:
         raise CheckpointError(f"{folder}/hf has no config.json: a model without it cannot be exported.")
     with files.reading(folder):
         dtype = declared_dtype(folder / "hf")
-    save_hf(_weights(folder, dtype, base), str(folder / "hf"), out, rank=0)
+        kind = json.loads((folder / "hf" / "config.json").read_text()).get("model_type")
+    save_hf(_weights(folder, partial(_typed, dtype, own_type(kind)), base), str(folder / "hf"), out, rank=0)
     return out
 
 
@@ -222,35 +226,33 @@ def _choose(checkpoint: Path, names: list[str], wanted: str | None) -> str:
     raise ConfigError(f"{checkpoint} {problem}. Choose one of {', '.join(names)}.")
 
 
-def _weights(folder: Path, dtype: torch.dtype | None, base: Path | None) -> Iterator[tuple[str, Tensor]]:
+def _weights(folder: Path, typed: Typed, base: Path | None) -> Iterator[tuple[str, Tensor]]:
     """Full tensors under HF names, read a few at a time; adapters merged into the weights they belong to."""
     with files.reading(folder):
-        yield from _stored_weights(folder, dtype, base)
+        yield from _stored_weights(folder, typed, base)
 
 
-def _stored_weights(
-    folder: Path, dtype: torch.dtype | None, base: Path | None
-) -> Iterator[tuple[str, Tensor]]:
+def _stored_weights(folder: Path, typed: Typed, base: Path | None) -> Iterator[tuple[str, Tensor]]:
     stored = {name: entry for name, entry in stored_tensors(folder).items() if name.startswith(_PREFIX)}
     if not stored:
         raise CheckpointError(f"{folder} holds no weights: it was saved without save_contents 'model'.")
     about = json.loads((folder / STATE_FILE).read_text())
     alpha, on_base = about["lora_alpha"], about["state"].get("base")
     if on_base:
-        yield from _of_base(folder, stored, alpha, dtype, on_base, base)
+        yield from _of_base(folder, stored, alpha, typed, on_base, base)
     batch: list[str] = []
     batch_bytes = 0
     for name in (name for name in stored if ".lora_" not in name):
         num_bytes = stored[name].size.numel() * stored[name].properties.dtype.itemsize
         if batch and batch_bytes + num_bytes > READ_BYTES:
-            yield from _read(folder, batch, stored, alpha, dtype)
+            yield from _read(folder, batch, stored, alpha, typed)
             batch, batch_bytes = [], 0
         batch.append(name)
         batch_bytes += num_bytes
-    yield from _read(folder, batch, stored, alpha, dtype)
+    yield from _read(folder, batch, stored, alpha, typed)
 
 
-def _of_base(folder, stored, alpha, dtype, on_base, given: Path | None) -> Iterator[tuple[str, Tensor]]:
+def _of_base(folder, stored, alpha, typed, on_base, given: Path | None) -> Iterator[tuple[str, Tensor]]:
     """The weights that the checkpoint has adapters for but does not hold, from the model directory."""
     path = given or Path(on_base["path"])
     try:
@@ -268,10 +270,10 @@ def _of_base(folder, stored, alpha, dtype, on_base, given: Path | None) -> Itera
         for name in on_base["names"]:
             tensor = source.part(name, 0, source.like(name).shape[0])
             a, b = (adapters.get(f"{_PREFIX}{other}") for other in _adapter_names(name))
-            yield name, _typed(tensor if a is None else _merged(tensor, a, b, alpha, folder), dtype, name)
+            yield name, typed(name, tensor if a is None else _merged(tensor, a, b, alpha, folder))
 
 
-def _read(folder, names, stored, alpha, dtype) -> Iterator[tuple[str, Tensor]]:
+def _read(folder, names, stored, alpha, typed) -> Iterator[tuple[str, Tensor]]:
     adapters = {name: _adapter_names(name) for name in names if _adapter_names(name)[0] in stored}
     wanted = [*names, *(adapter for pair in adapters.values() for adapter in pair)]
     tensors = {name: _empty(stored[name]) for name in wanted}
@@ -281,15 +283,15 @@ def _read(folder, names, stored, alpha, dtype) -> Iterator[tuple[str, Tensor]]:
         if name in adapters:
             a, b = (tensors[adapter] for adapter in adapters[name])
             tensor = _merged(tensor, a, b, alpha, folder)
-        yield name.removeprefix(_PREFIX).replace(".base_layer.", "."), _typed(tensor, dtype, name)
+        yield name.removeprefix(_PREFIX).replace(".base_layer.", "."), typed(name, tensor)
 
 
 def _empty(entry: TensorStorageMetadata) -> Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
-def _typed(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
-    is_cast = dtype is not None and tensor.is_floating_point() and not name.endswith(OWN_TYPE)
+def _typed(dtype: torch.dtype | None, own: tuple[str, ...], name: str, tensor: Tensor) -> Tensor:
+    is_cast = dtype is not None and tensor.is_floating_point() and not name.endswith(own)
     return tensor.to(dtype) if is_cast else tensor
 
 

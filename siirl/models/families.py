@@ -105,6 +105,8 @@ class Family:
     """Keys by which config.json scales or caps its logits, or those of attention, that fsdp computes."""
     delta_nets: bool = False
     """Some of its layers are gated delta nets (layer_types, "linear_attention")."""
+    in_float32: tuple[str, ...] = ()
+    """Ends of the names of weights that are trained and computed with in float32, whatever others are in."""
     sees_images: bool = False
     """It has a vision tower, and a decoder as any other."""
     latent: Latent | None = None
@@ -171,6 +173,7 @@ _GROUPED_SHARED = Family(
 )
 _DIVIDED = ("logits_scaling",)
 _DELTA_NETS = InVLLM("what it computes of states of layers on a GPU has not been seen")
+_DECAYS = ("linear_attn.A_log",)
 _DENSE = Family(float8=True)
 _OF_ANY_HEAD = Family(any_head=True, float8=True)
 
@@ -347,14 +350,16 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family(
         vllm=_DELTA_NETS,
         delta_nets=True,
+        in_float32=_DECAYS,
         experts=Experts(shared="gated", normed_by="", replayed=False),
         tiny=_TINY_DELTA_NETS | _TINY_GATED_EXPERT,
     ),
-    "qwen3_5_text": Family(vllm=_DELTA_NETS, delta_nets=True, tiny=_TINY_DELTA_NETS),
+    "qwen3_5_text": Family(vllm=_DELTA_NETS, delta_nets=True, in_float32=_DECAYS, tiny=_TINY_DELTA_NETS),
     "qwen3_next": Family(
         any_head=True,
         vllm=_DELTA_NETS,
         delta_nets=True,
+        in_float32=_DECAYS,
         experts=Experts(shared="gated", replayed=False),
         tiny=_TINY_DELTA_NETS | _TINY_GATED_EXPERT,
     ),

@@ -37,6 +37,11 @@ TRAINABLE = {
 """Strategy -> what it trains."""
 
 
+def own_type(kind: str | None) -> tuple[str, ...]:
+    """Ends of the names of all tensors of a model type that keep their own type in what is written."""
+    return OWN_TYPE + family_of(kind).in_float32
+
+
 def why_not(config: Mapping[str, Any], strategy: str, head: str = "lm") -> str:
     """Why a strategy does not train the model of a config.json, and the fix; empty if it does."""
     problem = _problem(config, strategy, head)

@@ -86,8 +86,20 @@ def build_skeleton(
             trust_remote_code=trust_remote_code,
         )
     pin_delta_nets(model)
+    keep_float32(model)
     check_architecture(model, head)
     return model
+
+
+def keep_float32(model: PreTrainedModel) -> None:
+    """Have the weights of a model that are computed with in float32 be of it; and as transformers reads them
+    from files. No communication."""
+    ends = family_of(model.config.model_type).in_float32
+    for name, param in model.named_parameters():
+        if name.endswith(ends):
+            param.data = param.data.float()
+    if ends:
+        type(model)._keep_in_fp32_modules_strict = list(ends)
 
 
 def config_changes(architecture: str, head: Head) -> dict[str, Any]:

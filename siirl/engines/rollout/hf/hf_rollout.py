@@ -26,7 +26,7 @@ from siirl.engines.train.adapters.frozen_base import use_base
 from siirl.engines.train.adapters.lora import adapter_name, add_lora
 from siirl.engines.train.attention.delta_nets import pin_delta_nets
 from siirl.engines.train.experts.router_replay import RouterReplay
-from siirl.engines.train.hf_model import attentions, model_class
+from siirl.engines.train.hf_model import attentions, keep_float32, model_class
 from siirl.engines.weights.target import (
     SharedBase,
     WeightSpecs,
@@ -280,6 +280,7 @@ def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> Pre
             raise _unplain(model_cfg, str(error)) from error
     use_decode_attention(model)
     pin_delta_nets(model)
+    keep_float32(model)
     model.tie_weights()
     return model.eval().requires_grad_(False)
 

@@ -36,8 +36,8 @@ def shard_experts(hf: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
                 f"{module.num_experts} experts: each rank has whole ones. Set it to 1."
             )
         setattr(module, _RANKS, group)
-        for name, param in list(module.named_parameters()):  # with adapters, if it has some
-            sharded.add(_cut(module, name, param, mesh))
+        for name in [name for name, _ in module.named_parameters()]:  # with adapters, if it has some
+            sharded.add(cut_over_ranks(module, name, mesh))
     if not sharded:
         raise NotSupportedError(
             f"not supported yet: fsdp_config.expert_parallel_size={group.size()}: {type(hf).__name__} has no "
@@ -53,9 +53,14 @@ def modules_of_experts(hf: nn.Module) -> Iterator[nn.Module]:
     )
 
 
-def _cut(module: nn.Module, name: str, param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def cut_over_ranks(module: nn.Module, name: str, mesh: DeviceMesh) -> nn.Parameter:
+    """The parameter that takes the place of one on the meta device: its rows over the last axis of a mesh, as
+    FSDP lays them. No communication."""
+    param = module.get_parameter(name)
     placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    local = param.new_empty(param.shape[0] // mesh.size(mesh.ndim - 1), *param.shape[1:])
+    rows = -(-len(param) // mesh.size(mesh.ndim - 1))
+    begin = min(rows * mesh.get_local_rank(mesh.ndim - 1), len(param))
+    local = param.new_empty(min(rows, len(param) - begin), *param.shape[1:])
     tensor = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
     )

@@ -78,6 +78,8 @@ class LoneGradients:
         for unit in units:
             unit.unshard()
         for name, gathered in _trained(model):
+            if gathered is owners[name]:  # which FSDP does not gather
+                continue
             gathered.register_post_accumulate_grad_hook(functools.partial(self._add, owners[name]))
         for unit in units:
             unit.reshard()

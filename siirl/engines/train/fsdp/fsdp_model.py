@@ -20,6 +20,7 @@ from siirl.engines.train.adapters.frozen_base import join_shards, use_base
 from siirl.engines.train.adapters.lora import adapter_name, add_lora
 from siirl.engines.train.experts.expert_parallel import shard_experts
 from siirl.engines.train.fsdp.float8 import use_float8
+from siirl.engines.train.fsdp.float32_weights import gather_float32
 from siirl.engines.train.fsdp.own_shards import Parts, can_be_read, parts_to_read, read_shards
 from siirl.engines.train.hf_model import (
     build_skeleton,
@@ -136,8 +137,10 @@ def _shard(
     )
     reshard = not lies_whole(hf, settings, mesh)
     layers = decoder_layers(hf)
-    sharded = shard_experts(hf, mesh) if shards_experts else set()
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=sharded)
+    ignored = shard_experts(hf, mesh) if shards_experts else set()
+    if {policy.param_dtype, torch_dtype(settings.fsdp.model_dtype, "model_dtype")} != {torch.float32}:
+        ignored |= gather_float32(hf, mesh)
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     model = PACKED_MODELS[settings.head](hf)
     for layer in layers:
         shard(layer, reshard_after_forward=reshard)

@@ -19,7 +19,10 @@ from siirl.engines.train.pieces import Piece, PiecewiseTensor
 from siirl.engines.weights.bucket import LiveWeights
 from siirl.errors import CheckpointError
 from siirl.model_files.file_parts import FilePart, file_parts, stored_parts
+from siirl.models.families import family_of
 
+_ALIGNED = 8
+"""Bytes at whose multiples a number of each type may begin."""
 BUCKET_BYTES = 64 << 20
 """Full tensors are gathered for at least so many bytes at once: small ones together, large ones alone."""
 
@@ -37,7 +40,9 @@ def specs(
     hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """HF name -> (full shape, dtype) of what `exported` yields, in its order. No communication."""
-    weights = {part.name: (part.shape, dtype) for name, _ in _named(hf) for part in parts[name]}
+    weights = {
+        part.name: (part.shape, _type_of(hf, name, dtype)) for name, _ in _named(hf) for part in parts[name]
+    }
     return weights | {name: (tuple(part.shape), part.dtype) for name, part in _buffers(hf).items()}
 
 
@@ -61,7 +66,7 @@ def exported(hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype) -> Itera
     Collective: every rank exhausts it. On one rank and without a cast a tensor is the live weight itself:
     copy it to keep it.
     """
-    return itertools.chain(_whole_parts(_merged(hf, dtype), parts, dtype), _buffers(hf).items())
+    return itertools.chain(_whole_parts(_merged(hf, dtype), parts), _buffers(hf).items())
 
 
 def _merged(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator["_Shard"]:
@@ -74,7 +79,12 @@ def _merged(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator["_Shard"]:
             local = merged_rows(local, a.full_tensor(), b.to_local(), scale)
         elif name in of_experts:
             local = merged_experts(local, of_experts[name])
-        yield _Shard(name, local.detach().to(dtype), param)
+        yield _Shard(name, local.detach().to(_type_of(hf, name, dtype)), param)
+
+
+def _type_of(hf: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The type that a parameter is exported in where the model is in `dtype`."""
+    return torch.float32 if name.endswith(family_of(hf.config.model_type).in_float32) else dtype
 
 
 def live(hf: PreTrainedModel, parts: FileParts) -> LiveWeights | None:
@@ -121,23 +131,21 @@ def exported_adapter(
     As `exported` otherwise.
     """
     shards = (
-        _Shard(plain_name(name), param.to_local().detach().to(dtype), param)
+        _Shard(plain_name(name), param.to_local().detach().to(_type_of(hf, plain_name(name), dtype)), param)
         for name, param in hf.named_parameters()
         if with_base or adapter_name(name)
     )
-    return itertools.chain(_whole_parts(shards, parts, dtype), _buffers(hf).items() if with_base else ())
+    return itertools.chain(_whole_parts(shards, parts), _buffers(hf).items() if with_base else ())
 
 
 @torch.no_grad()
-def _whole_parts(
-    shards: Iterable["_Shard"], parts: FileParts, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+def _whole_parts(shards: Iterable["_Shard"], parts: FileParts) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the files that are in these parameters, whole, gathered a bucket at a time."""
     bucket: list[_Shard] = []
     size = 0
     for shard in shards:
         bucket.append(shard)
-        size += shard.param.numel() * dtype.itemsize
+        size += shard.param.numel() * shard.local.itemsize
         if size >= BUCKET_BYTES:
             yield from _split(_gathered(bucket), parts)
             bucket, size = [], 0
@@ -170,22 +178,26 @@ def _gathered(bucket: list[_Shard]) -> Iterator[tuple[str, Tensor]]:
     if world == 1:
         yield from ((shard.name, shard.local) for shard in bucket)
         return
-    sizes = [_padded_size(shard.param, world) for shard in bucket]
-    sent = bucket[0].local.new_zeros(sum(sizes))
+    sizes = [_padded_size(shard, world) for shard in bucket]
+    sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=bucket[0].local.device)
     for shard, part in zip(bucket, sent.split(sizes), strict=True):
-        part[: shard.local.numel()] = shard.local.reshape(-1)
+        part.view(shard.local.dtype)[: shard.local.numel()] = shard.local.reshape(-1)
     received = sent.new_empty(world * len(sent))
     dist.all_gather_into_tensor(received, sent, group=mesh.get_group(mesh.ndim - 1))
     for shard, parts in zip(bucket, received.view(world, -1).split(sizes, dim=1), strict=True):
-        shape = shard.param.shape
-        yield shard.name, parts.reshape(-1, *shape[1:])[: shape[0]].contiguous()
+        shape, rows = shard.param.shape, -(-len(shard.param) // world)
+        each = parts.view(shard.local.dtype)[:, : rows * math.prod(shape[1:])]
+        yield shard.name, each.reshape(-1, *shape[1:])[: shape[0]].contiguous()
 
 
-def _padded_size(param: DTensor, world: int) -> int:
-    """Elements of the largest shard: FSDP2 cuts dim 0 into equal runs, the last ones shorter or empty."""
+def _padded_size(shard: "_Shard", world: int) -> int:
+    """Bytes of the largest shard, in which any type may follow: FSDP2 cuts dim 0 into equal runs, the last
+    ones shorter or empty."""
+    param = shard.param
     assert param.placements[-1] == Shard(0), f"sharded as {param.placements}"
     rows = -(-param.shape[0] // world)
-    return rows * (param.numel() // param.shape[0])
+    num_bytes = rows * math.prod(param.shape[1:]) * shard.local.itemsize
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
 def _named(hf: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:

@@ -13,6 +13,7 @@ from siirl.engines.train.adapters.lora import adapter_name, plain_name
 from siirl.errors import NotSupportedError
 from siirl.model_files.file_parts import FilePart, file_parts
 from siirl.model_files.weight_slices import SafetensorsFolder
+from siirl.models.families import family_of
 
 Parts = dict[str, tuple[FilePart, ...]]
 """Name of a parameter -> its parts in the files; none: it is fresh."""
@@ -33,6 +34,7 @@ def parts_to_read(hf: PreTrainedModel, folder: Path, fresh: Mapping[str, Tensor]
     except NotSupportedError:
         return None
     dtypes, plan = set(), dict.fromkeys(own, ())
+    in_float32 = family_of(hf.config.model_type).in_float32
     with SafetensorsFolder(folder) as files:
         for name, param in own.items():
             parts = found[plain_name(name)]
@@ -42,7 +44,8 @@ def parts_to_read(hf: PreTrainedModel, folder: Path, fresh: Mapping[str, Tensor]
                 return None
             if sum(part_size(part) for part in parts) != param.numel():
                 return None
-            dtypes |= {files.like(part.name).dtype for part in parts}
+            kept = {files.like(part.name).dtype for part in parts if not part.name.endswith(in_float32)}
+            dtypes |= kept
             plan[name] = parts
     loaded = getattr(hf.config, "dtype", None)
     return plan if len(dtypes) == 1 and loaded in (None, torch.float32, *dtypes) else None
