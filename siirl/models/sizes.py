@@ -15,6 +15,8 @@ TOP_K = ("num_experts_per_tok", "moe_topk")
 """What it calls the experts of a token."""
 DENSE_LAYERS = ("mlp_only_layers", "first_k_dense_replace")
 """Keys by which some layers have no experts."""
+DELTA_NETS = "linear_attention"
+"""The kind of layer that gated delta nets are of; config.json may tell of their heads only."""
 LARGEST = 128
 """Experts of a layer that int8 numbers, beside -1."""
 
@@ -57,6 +59,16 @@ def is_expert_layer(config: Mapping[str, Any], layer: int) -> bool:
 def expert_layers(config: Mapping[str, Any]) -> list[int]:
     """The layers of a mixture of experts that have some."""
     return [layer for layer in range(config["num_hidden_layers"]) if is_expert_layer(config, layer)]
+
+
+def delta_net_layers(config: Mapping[str, Any]) -> int:
+    """How many layers are gated delta nets: all but every full_attention_interval-th, if none are listed."""
+    if not family_of(config.get("model_type")).delta_nets:
+        return 0
+    layers = config["num_hidden_layers"]
+    if kinds := config.get("layer_types"):
+        return list(kinds).count(DELTA_NETS)
+    return layers - layers // (config.get("full_attention_interval") or 4)
 
 
 def has_qk_norm(config: Mapping[str, Any]) -> bool:

@@ -7,11 +7,10 @@ from typing import Any
 
 from siirl.models.config_json import PARTS, language_part
 from siirl.models.families import TEXT_PARTS, Experts, family_of, known_types, types_with
+from siirl.models.sizes import DELTA_NETS, delta_net_layers
 
 OWN_TYPE = ("e_score_correction_bias", ".expert_bias")
 """Tensors of the files, by the end of their names, that keep their own type whatever the model's."""
-DELTA_NETS = "linear_attention"
-"""The kind of layer that gated delta nets are of; config.json may tell of their heads only."""
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 FACTORS, CAPS = ("logits_scaling", "logit_scale"), ("final_logit_softcapping", "attn_logit_softcapping")
 """Keys of what logits, or those of attention, are multiplied with, and of what they stay below."""
@@ -75,8 +74,8 @@ def _traits(config: Mapping[str, Any], strategy: str) -> Iterator[str]:
     if family_of(config.get("model_type")).delta_nets:
         if strategy == "megatron":
             yield f"layers of kind {DELTA_NETS} (megatron-core 0.16's gated delta net takes no packed rows)"
-        layers, every = config.get("num_hidden_layers"), config.get("full_attention_interval", 4)
-        few = not named and isinstance(layers, int) and layers < every
+        layers = config.get("num_hidden_layers")
+        few = not named and isinstance(layers, int) and delta_net_layers(config) == layers
         if few or named == {DELTA_NETS}:
             yield f"layers of kind {DELTA_NETS} alone (nothing tells how long a row is that is decoded)"
         kinds -= {DELTA_NETS}

@@ -182,7 +182,9 @@ def _layers_work(
         attention += again + _ATTENTION_BACKWARD
         moved += again + _ACTIVATIONS_BACKWARD
     per_layer = 2 * active_layer_params(shape) * rows * packed.row
-    causal = 2 * packed.square * query_width(shape) * rows
+    causal = 2 * packed.square * query_width(shape) * rows * shape.attending / shape.layers
+    if shape.nets:  # as model_flops has them
+        per_layer += 7 * shape.nets.state * rows * packed.row * shape.nets.layers / shape.layers
     kept = kept_values(shape, fused) * rows * packed.row * _compute_bytes(model, cfg)
     routed = shape.moe_layers / shape.layers * shape.top_k * shape.hidden * _compute_bytes(model, cfg)
     routed *= rows * packed.row * dims.etp  # each rank that has a part of an expert has all of its tokens
@@ -334,7 +336,7 @@ def rollout_work(
     own = math.ceil(rows / batches)
     width = BYTES[rollout.dtype]
     weights = shape.params * width / tp
-    row_bytes = 2 * shape.layers * shape.kv_width * width / min(tp, shape.kv_heads)
+    row_bytes = 2 * shape.attending * shape.kv_width * width / min(tp, shape.kv_heads)
     share = rollout.device_share
     cache = max(share * device_bytes - weights - ENGINE_CONTEXT_BYTES, GIB)
     at_once = max(1, min(rows, rollout.max_num_seqs, int(cache / row_bytes / tokens.row)))

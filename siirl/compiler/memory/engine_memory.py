@@ -65,7 +65,7 @@ def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
 def engine_bytes(
     model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int, shares_prompts: bool = False
 ) -> tuple[int, int]:
-    """Weights, and the KV cache of a batch's rows as far as they run at once.
+    """Weights, and the KV cache of a batch's rows as far as they run at once, with states of layers.
 
     shares_prompts: the samples of a prompt find its full blocks in the cache, so it is there once.
     """
@@ -74,7 +74,8 @@ def engine_bytes(
     at_once = min(rows_per_shard, rollout.max_num_seqs)
     prompts, more = (-(-at_once // rollout.n), ENDS_TOKENS) if shares_prompts else (at_once, 0)
     tokens = prompts * rollout.prompt_length + at_once * (rollout.response_length + more)
-    cache = shape.layers * (shape.cached or 2 * shape.kv_width) * tokens
+    cache = shape.attending * (shape.cached or 2 * shape.kv_width) * tokens
+    states = shape.nets.layers * shape.nets.state * BYTES["float32"] * at_once if shape.nets else 0
     adapter = adapter_params(cfg.actor_rollout_ref.model, shape) if model.base else 0
     params = (shape.params if model.base in (None, model.name) else 0) + adapter
-    return -(-params // tp) * width, -(-cache // tp) * width
+    return -(-params // tp) * width, -(-cache // tp) * width + states

@@ -119,4 +119,4 @@ def _start(model: ModelPlan, cfg: Config, shape: ModelShape, device: int) -> Eng
 def _cached(shape: ModelShape, rollout: RolloutConfig, tensor: int) -> int:
     """Bytes that one of so many ranks keeps of a token: of compressed keys and values all."""
     values = shape.cached or 2 * shape.kv_width // min(tensor, shape.kv_heads)
-    return shape.layers * values * BYTES[rollout.dtype]
+    return shape.attending * values * BYTES[rollout.dtype]

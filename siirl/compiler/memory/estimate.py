@@ -96,6 +96,15 @@ class ModelShape:
     """Values that a rollout keeps of a token in a layer, where these are not its keys and values."""
     layer_tensors: int = 9
     """In the files, of a layer without experts."""
+    gated: bool = False
+    """What attention gives is multiplied by a gate as wide as its queries, which come with these."""
+    nets: of_config.DeltaNets | None = None
+    """Gated delta nets, in some layers."""
+
+    @property
+    def attending(self) -> int:
+        """Layers that have keys and values."""
+        return self.layers - (self.nets.layers if self.nets else 0)
 
 
 _FILE = "<config.json>"
@@ -158,7 +167,9 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
     hidden, layers, heads = raw["hidden_size"], raw["num_hidden_layers"], raw["num_attention_heads"]
     family, head_dim = family_of(raw["model_type"]), head_size(raw)
     q_width, kv_width = heads * head_dim, (raw.get("num_key_value_heads") or heads) * head_dim
-    attention = 2 * hidden * q_width + 2 * hidden * kv_width
+    nets = of_config.delta_nets(raw)
+    gated = family.delta_nets
+    attention = (2 + gated) * hidden * q_width + 2 * hidden * kv_width
     latent = of_config.latent_sizes(raw) if family.latent is not None else {}
     if latent:
         attention, kv_width = latent.pop("params"), latent.pop("kv_width")
@@ -169,10 +180,15 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
         attention += q_width + kv_width if family.qk_norm == "whole" else 2 * head_dim
     attention += heads * family.sinks
     norms = 2 + len(family.outer_norms)
-    per_layer = [attention + norms * hidden + of_config.mlp_params(raw, index) for index in range(layers)]
+    mixers = [nets.params] * nets.layers if nets else []  # in whatever order
+    mixers += [attention] * (layers - len(mixers))
+    per_layer = [
+        mixer + norms * hidden + of_config.mlp_params(raw, index) for index, mixer in enumerate(mixers)
+    ]
     moe_layers = sum(of_config.has_experts(raw, index) for index in range(layers))
     experts = of_config.experts_of(raw) if moe_layers else 0
-    expert_width = raw.get("moe_intermediate_size") or raw["intermediate_size"]
+    dense = raw.get("intermediate_size") or 0
+    expert_width = raw.get("moe_intermediate_size") or dense
     embedding = raw["vocab_size"] * hidden
     copies = 1 if raw["tie_word_embeddings"] else 2
     return ModelShape(
@@ -182,7 +198,7 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
         layer_params=max(per_layer, default=0),
         layers=layers,
         hidden=hidden,
-        intermediate=raw["intermediate_size"],
+        intermediate=dense,
         vocabulary=raw["vocab_size"],
         kv_width=kv_width,
         heads=heads,
@@ -204,6 +220,8 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
         - family.fused_mlp
         - 2 * family.fused_qkv
         + (3 if raw.get("q_lora_rank") else 1) * bool(latent),
+        gated=gated,
+        nets=nets,
         **latent,
     )
 
@@ -258,10 +276,14 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
         of_layer += query_width(attended) + attended.kv_width
     if model.dims.cp > 1:  # what attention gives, before it is exchanged and after
         of_layer += query_width(shape)
-    kept = of_layer * shape.layers
+    kept, passing, largest = of_layer * shape.attending, forward_values(shape, fused), of_layer
+    if nets := shape.nets:
+        of_net = kept_beside_attention(shape, fused) + nets.values(nets.kept, compute)
+        kept, largest = kept + of_net * nets.layers, max(largest, of_net)
+        passing = max(passing, 4 * shape.hidden + nets.values(nets.passing, compute))
     if role_model(cfg, model.role).enable_gradient_checkpointing:
-        kept = shape.layers * shape.hidden + of_layer
-    lines += activation_lines(model, cfg, kept, forward_values(shape, fused), compute)
+        kept = shape.layers * shape.hidden + largest
+    lines += activation_lines(model, cfg, kept, passing, compute)
     if model.head == "lm":
         lines += head_lines(model, cfg, shape.vocabulary, shape.hidden, compute)
     return (
@@ -337,10 +359,14 @@ def kept_values(shape: ModelShape, fused: bool) -> int:
     """
     q_width = query_width(shape)
     qk_norm = (q_width + shape.kv_width) * shape.qk_norms
-    attention = 2 * q_width + 2 * shape.kv_width + 2 * shape.compressed
-    if fused:
-        return 2 * shape.norms * shape.hidden + qk_norm + attention + mlp_values(shape, 3)
-    return 4 * shape.norms * shape.hidden + 3 * qk_norm + attention + mlp_values(shape, 4)
+    attention = (2 + 3 * shape.gated) * q_width + 2 * shape.kv_width + 2 * shape.compressed
+    return kept_beside_attention(shape, fused) + (1 if fused else 3) * qk_norm + attention
+
+
+def kept_beside_attention(shape: ModelShape, fused: bool) -> int:
+    """Of them those of the layer's norms and MLP."""
+    each, widths = (2, 3) if fused else (4, 4)
+    return each * shape.norms * shape.hidden + mlp_values(shape, widths)
 
 
 def forward_values(shape: ModelShape, fused: bool) -> int:
@@ -412,9 +438,13 @@ def distribution_bytes(top_k: int, vocabulary: int) -> int:
 def adapter_params(model: ModelConfig, shape: ModelShape) -> int:
     """Numbers in a LoRA adapter, those on experts included; fewer target_modules may have fewer."""
     q_width = shape.hidden if not shape.heads else query_width(shape)
-    widths = [(shape.hidden, q_width), (q_width, shape.hidden), *2 * [(shape.hidden, shape.kv_width)]]
-    widths += 3 * [(shape.hidden, shape.intermediate)] * (not shape.experts)
-    return model.lora_rank * shape.layers * sum(map(sum, widths)) + expert_adapter_params(model, shape)
+    queries = q_width * (1 + shape.gated)
+    widths = [(shape.hidden, queries), (q_width, shape.hidden), *2 * [(shape.hidden, shape.kv_width)]]
+    sides = shape.attending * sum(map(sum, widths))
+    if not shape.experts:
+        sides += 3 * shape.layers * (shape.hidden + shape.intermediate)
+        sides += shape.nets.layers * shape.nets.adapted if shape.nets else 0
+    return model.lora_rank * sides + expert_adapter_params(model, shape)
 
 
 def expert_adapter_params(model: ModelConfig, shape: ModelShape) -> int:

@@ -1,10 +1,60 @@
 """Parameters of the parts of a layer, from a model's config.json. Pure."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from siirl.models.families import family_of
-from siirl.models.sizes import EXPERTS, is_expert_layer
+from siirl.models.sizes import EXPERTS, delta_net_layers, is_expert_layer
+
+_CHUNK = 64
+"""Tokens that the kernel of a gated delta net computes at a time, with a state for each."""
+
+
+@dataclass(frozen=True)
+class DeltaNets:
+    """The gated delta nets of a model: one in each of some layers, in the place of attention."""
+
+    layers: int
+    params: int
+    """Of a net."""
+    adapted: int
+    """Sides of its linear layers, all together."""
+    state: int
+    """Numbers in fp32 that a row has in a net between two tokens."""
+    kept: int
+    """Numbers in fp32 that a net keeps of a token for its backward pass, computing in bfloat16. By torch's
+    kernels: of each value head ten that are as wide as its keys, and as many as its values, the state of each
+    chunk, and what lies between its tokens (tests/unit/compiler/test_delta_net_memory.py measures it)."""
+    passing: int
+    """The same at the fullest point of a pass without gradient."""
+
+    def values(self, numbers: int, width: int) -> int:
+        """So many numbers in fp32 as values of a compute type's width; in fp32 a fifth more are copied."""
+        return numbers * 4 // width if width < 4 else numbers * 6 // 5
+
+
+def delta_nets(raw: Mapping[str, Any]) -> DeltaNets | None:
+    """Those of a config.json; None where it has none."""
+    layers = delta_net_layers(raw)
+    if not layers:
+        return None
+    hidden, heads, key_heads = (
+        raw[name] for name in ("hidden_size", "linear_num_value_heads", "linear_num_key_heads")
+    )
+    k, v, width = (
+        raw[name] for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
+    )
+    keys, values = 2 * key_heads * k, heads * v
+    made = keys + 2 * values + 2 * heads
+    return DeltaNets(
+        layers=layers,
+        params=hidden * (made + values) + (keys + values) * width + 2 * heads + v,
+        adapted=5 * hidden + made + values,
+        state=heads * k * v + (keys + values) * width,
+        kept=3 * keys // 2 + heads * (10 * (k + v) + k * v // _CHUNK + 300),
+        passing=heads * (8 * k + 7 * v + 160),
+    )
 
 
 def latent_sizes(raw: Mapping[str, Any]) -> dict[str, int]:
@@ -50,9 +100,9 @@ def expert_params(raw: Mapping[str, Any], width: int) -> int:
 
 
 def mlp_params(raw: Mapping[str, Any], layer: int) -> int:
-    hidden, width = raw["hidden_size"], raw["intermediate_size"]
-    experts = family_of(raw["model_type"]).experts
+    hidden, experts = raw["hidden_size"], family_of(raw["model_type"]).experts
     if experts is None or not is_expert_layer(raw, layer):
+        width = raw["intermediate_size"]
         return 3 * hidden * width + (2 * width + hidden if raw.get("mlp_bias") else 0)
     count = experts_of(raw)
     router = (hidden + experts.biases) * count

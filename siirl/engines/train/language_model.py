@@ -22,8 +22,7 @@ from siirl.engines.train.packed.packing import PackedBatch
 from siirl.engines.train.packed.sequence_bounds import SequenceBounds
 from siirl.engines.train.vision.packed_images import PackedImages, see, tower_of
 from siirl.models.families import family_of
-from siirl.models.sizes import EXPERTS, TOP_K, head_size
-from siirl.models.trained import DELTA_NETS
+from siirl.models.sizes import DELTA_NETS, EXPERTS, TOP_K, head_size
 
 
 class PackedModel(nn.Module, ABC):

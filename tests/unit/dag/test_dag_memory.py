@@ -6,6 +6,7 @@ from siirl.compiler.memory.estimate import fsdp_lines, model_shape, read_shape
 from siirl.models.families import types_with
 
 LATENT = types_with(lambda row: row.latent)
+DELTA_NETS = types_with(lambda row: row.delta_nets)
 
 
 @pytest.mark.parametrize("family", types_with(lambda row: row.counted))
@@ -26,7 +27,11 @@ def test_parameter_counts_equal_those_of_transformers(family, tie):
     }
     if family.startswith("qwen3") or family in ("glm4", "ministral", "gemma3_text"):
         sizes["head_dim"] = 32
-    if family.endswith("_moe"):
+    if family in DELTA_NETS:
+        sizes |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8}
+        sizes |= {"linear_value_head_dim": 12, "linear_conv_kernel_dim": 3}
+    if family.endswith("_moe") or (family in DELTA_NETS and family != "qwen3_5_text"):
         sizes |= {
             "num_experts": 4,
             "moe_intermediate_size": 32,
@@ -41,12 +46,14 @@ def test_parameter_counts_equal_those_of_transformers(family, tie):
         sizes |= {"moe_intermediate_size": 32, "first_k_dense_replace": 2, "n_shared_experts": 2}
         sizes |= {"kv_lora_rank": 16, "q_lora_rank": 24 if tie else None, "qk_rope_head_dim": 8}
         sizes |= {"qk_nope_head_dim": 12, "v_head_dim": 20}
-    if family == "qwen2_moe":
+    if family == "qwen2_moe" or family in DELTA_NETS:
         sizes["shared_expert_intermediate_size"] = 48
     if family in ("mixtral", "gpt_oss"):
         sizes["num_local_experts"] = 4
     if family == "glm4":
         sizes["attention_bias"] = True
+    if family == "qwen3_5_moe_text":  # which has experts in all layers
+        del sizes["mlp_only_layers"]
     config = CONFIG_MAPPING[family](**sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -133,7 +133,7 @@ def test_engines_of_a_conversation_share_what_its_weights_leave_free(
     engines["agent_9"] = build(model_dir)  # of another conversation
     with Streams(InteractionPlan("rollout_0", (), tuple(names), 4), 0, engines, None, 10.0).open():
         pass
-    free_bytes = 600 * hf_rollout._cache_bytes_per_token(engines["agent_0"]._model)
+    free_bytes = 600 * hf_rollout._cache_bytes_per_row(engines["agent_0"]._model, 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 1 << 40))
     for name in names[:agents]:
         engines[name]._device = torch.device("cuda")

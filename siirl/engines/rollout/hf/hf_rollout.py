@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from siirl.compiler.memory.layer_params import delta_nets
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.config.common import ModelConfig
@@ -37,8 +38,8 @@ from siirl.engines.weights.target import (
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError
 from siirl.model_files.hf_config import load_hf_config
 from siirl.models.families import family_of
-from siirl.models.sizes import head_size
-from siirl.models.trained import DELTA_NETS, PACKED_LAYERS
+from siirl.models.sizes import DELTA_NETS, head_size, num_heads
+from siirl.models.trained import PACKED_LAYERS
 from siirl.parallel.process_groups import ProcessGroupManager
 
 CACHED_LAYERS = PACKED_LAYERS | {DELTA_NETS}
@@ -239,14 +240,13 @@ class HFRollout(RolloutEngine):
         if self._rollout.micro_batch_size is not None:
             rows = min(rows, self._rollout.micro_batch_size * n)
         if self._device.type == "cuda":
-            rows = min(rows, self._cache_positions() // max_context)
+            rows = min(rows, self._cache_room() // _cache_bytes_per_row(self._model, max_context))
         return max(rows, 1)
 
-    def _cache_positions(self) -> int:
-        """Positions for whose keys and values the GPU has memory now; engines with open streams share it."""
+    def _cache_room(self) -> int:
+        """Bytes that the GPU has for keys, values and states now; engines with open streams share it."""
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        own_bytes = free_bytes * self._rollout.gpu_memory_utilization / self.num_open_streams
-        return int(own_bytes / _cache_bytes_per_token(self._model))
+        return int(free_bytes * self._rollout.gpu_memory_utilization / self.num_open_streams)
 
 
 def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -292,11 +292,13 @@ def _unplain(model_cfg: ModelConfig, what: str) -> NotSupportedError:
     )
 
 
-def _cache_bytes_per_token(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = head_size(config.to_dict())
-    return 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
+def _cache_bytes_per_row(model: PreTrainedModel, num_tokens: int) -> int:
+    """Keys and values of a row of so many tokens, and its states in layers that have some."""
+    raw = model.config.get_text_config().to_dict()
+    heads, nets = raw.get("num_key_value_heads") or num_heads(raw), delta_nets(raw)
+    attending = model.config.get_text_config().num_hidden_layers - (nets.layers if nets else 0)
+    states = nets.layers * nets.state * torch.float32.itemsize if nets else 0
+    return 2 * attending * heads * head_size(raw) * num_tokens * model.dtype.itemsize + states
 
 
 def _passes(num_rows: int, max_rows: int) -> list[tuple[int, int]]:

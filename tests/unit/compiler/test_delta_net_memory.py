@@ -1,0 +1,122 @@
+"""What gated delta nets take of memory: the estimate is near what a layer of transformers keeps."""
+
+import causal_lms
+import pytest
+import torch
+from plan_cases import config
+from torch import nn
+
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.memory.estimate import fsdp_lines, kept_beside_attention, kept_values, model_shape
+from siirl.compiler.memory.phases import memory_lines
+from siirl.data.rows import make_rows
+from siirl.engines.train.attention.delta_nets import pin_delta_nets
+from siirl.engines.train.attention.packed_attention import PACKED_ATTENTION
+from siirl.engines.train.packed.packing import pack_rows
+from siirl.models.sizes import delta_net_layers
+
+SIZES = {
+    **{"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32},
+    **{"linear_value_head_dim": 32, "vocab_size": 64, "max_position_embeddings": 1024},
+}
+OTHERS = (
+    {},
+    {"hidden_size": 384},
+    {"linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    {"linear_value_head_dim": 128, "linear_key_head_dim": 128},
+)
+
+
+def rows_of(number: int, length: int):
+    return make_rows(
+        {
+            "prompt_ids": torch.ones(number, length // 2, dtype=torch.int64),
+            "response_ids": torch.ones(number, length // 2 + 1, dtype=torch.int64),
+            "prompt_length": torch.full((number,), length // 2),
+            "response_length": torch.full((number,), length // 2 + 1),
+        }
+    )
+
+
+def kept_of(layer: nn.Module, model: nn.Module, dtype: torch.dtype) -> float:
+    """Values of a token that a layer keeps for its backward pass."""
+    at = pack_rows(rows_of(3, 256), torch.device("cpu"))
+    tokens = at.input_ids.shape[1]
+    own = {param.untyped_storage()._cdata for param in model.parameters()}
+    kept, found = [], {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept.append(tensor)
+            found[storage._cdata] = storage.nbytes()
+        return tensor
+
+    hidden = torch.randn(1, tokens, model.config.hidden_size, dtype=dtype, requires_grad=True)
+    turned = model.model.rotary_emb(hidden, at.position_ids)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(hidden, position_embeddings=turned, attention_mask=None, sequence_bounds=at.bounds)
+    return sum(found.values()) / tokens / dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", OTHERS, ids=str)
+def test_layers_keep_for_the_backward_pass_what_is_estimated(sizes, dtype):
+    from transformers import AutoModelForCausalLM
+
+    made = causal_lms.tiny_config("qwen3_5_text", **SIZES | sizes)
+    model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    pin_delta_nets(model)
+    shape = model_shape(made.to_dict())
+    net = kept_beside_attention(shape, False) + shape.nets.values(shape.nets.kept, dtype.itemsize)
+    assert kept_of(model.model.layers[0], model, dtype) == pytest.approx(net, rel=0.15)
+    attention = kept_of(model.model.layers[1], model, dtype)
+    assert attention == pytest.approx(kept_values(shape, False), rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("values", "nets"),
+    [
+        ({}, 36),
+        ({"num_hidden_layers": 10}, 8),
+        ({"num_hidden_layers": 10, "full_attention_interval": 2}, 5),
+        ({"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}, 1),
+    ],
+)
+def test_layers_that_are_not_listed_are_nets_as_transformers_builds_them(values, nets):
+    from transformers import CONFIG_MAPPING
+
+    raw = {"model_type": "qwen3_next", "num_hidden_layers": 48} | values
+    assert delta_net_layers(raw) == nets
+    built = CONFIG_MAPPING["qwen3_next"](**{name: x for name, x in raw.items() if name != "model_type"})
+    assert built.layer_types.count("linear_attention") == nets
+
+
+def test_states_of_rows_are_counted_with_keys_and_values_of_the_other_layers(tmp_path):
+    made = causal_lms.tiny_config("qwen3_5_text", **SIZES)
+    made.save_pretrained(tmp_path)
+    keys = ("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.dtype=bfloat16")
+    lengths = ("data.max_prompt_length=64", "data.max_response_length=64", "data.train_batch_size=8")
+    cfg = config(f"actor_rollout_ref.model.path={tmp_path}", *keys, *lengths)
+    plan, configs = compile_plan(load_dag(cfg), cfg, 1)
+    lines = {line.what: line for line in memory_lines(plan, configs)["agent_0.rollout"]}
+    rows = 8 * cfg.actor_rollout_ref.rollout.n
+    state = 4 * 32 * 32 + (2 * 2 * 32 + 4 * 32) * 4
+    assert lines["KV cache"].num_bytes == rows * (2 * 2 * 32 * 128 * 2 + state * 4)
+
+
+def test_what_a_net_keeps_is_held_of_one_layer_with_checkpointing_and_of_all_without(tmp_path):
+    causal_lms.tiny_config("qwen3_5_text", **SIZES).save_pretrained(tmp_path)
+    held = {}
+    for again in (True, False):
+        key = f"actor_rollout_ref.model.enable_gradient_checkpointing={again}"
+        cfg = config(f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=hf", key)
+        plan, _ = compile_plan(load_dag(cfg), cfg, 1)
+        shape = model_shape(causal_lms.tiny_config("qwen3_5_text", **SIZES).to_dict())
+        lines = fsdp_lines(plan.models["agent_0.actor"], cfg, shape, 4)
+        held[again] = next(x.num_bytes for x in lines if x.what == "activations" and "update" in x.during)
+    net = kept_beside_attention(shape, False) + shape.nets.values(shape.nets.kept, 2)
+    assert held[False] / held[True] == pytest.approx(
+        (net + kept_values(shape, False)) / (net + 2 * shape.hidden), rel=1e-3
+    )
