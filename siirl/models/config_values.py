@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.models.families import Latent, family_of
-from siirl.models.sizes import head_size
+from siirl.models.sizes import OLDER_KINDS, head_size
 
 SLIDING = "sliding_attention"
 """The kind of layer that needs a sliding_window."""
@@ -34,6 +34,8 @@ def as_read(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     renamed = {own: config[name] for name, own in row["aliases"].items() if name in config}
     found = row["defaults"] | renamed | dict(config)
+    if isinstance(kinds := found.get("layer_types"), list):
+        found["layer_types"] = [OLDER_KINDS.get(kind, kind) for kind in kinds]
     return found | {name: found[own] for name, own in row["aliases"].items()}
 
 

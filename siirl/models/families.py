@@ -105,6 +105,8 @@ class Family:
     """Keys by which config.json scales or caps its logits, or those of attention, that fsdp computes."""
     delta_nets: bool = False
     """Some of its layers are gated delta nets (layer_types, "linear_attention")."""
+    mamba2: bool = False
+    """Some of its layers are those of Mamba-2 (the same, or "mamba")."""
     in_float32: tuple[str, ...] = ()
     """Ends of the names of weights that are trained and computed with in float32, whatever others are in."""
     sees_images: bool = False
@@ -147,6 +149,11 @@ class Family:
     tiny: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """What config.json of a tiny model has besides sizes, so that all its parts are there (siirl test)."""
 
+    @property
+    def has_states(self) -> bool:
+        """Some of its layers have a state of each row in the place of keys and values."""
+        return self.delta_nets or self.mamba2
+
 
 _TINY_GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 _TINY_LATENT = {
@@ -158,6 +165,10 @@ _TINY_DELTA_NETS = {
     **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
 }
 _TINY_GATED_EXPERT = {"shared_expert_intermediate_size": 16}
+_TINY_MAMBA = {
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2},
+    **{"mamba_chunk_size": 8, "shared_intermediate_size": 48, "layer_types": ["mamba", "attention"]},
+}
 _TINY_SCALES = {
     **{"logits_scaling": 3.0, "attention_multiplier": 0.2},
     **{"embedding_multiplier": 2.0, "residual_multiplier": 0.5},
@@ -172,7 +183,7 @@ _GROUPED_SHARED = Family(
     vllm=_NOT_SEEN, experts=Experts(groups="sigmoid", shared="plain", choice_bias=True, replayed=False)
 )
 _DIVIDED = ("logits_scaling",)
-_DELTA_NETS = InVLLM("what it computes of states of layers on a GPU has not been seen")
+_STATES = InVLLM("what it computes of states of layers on a GPU has not been seen")
 _DECAYS = ("linear_attn.A_log",)
 _DENSE = Family(float8=True)
 _OF_ANY_HEAD = Family(any_head=True, float8=True)
@@ -201,6 +212,11 @@ FAMILIES: dict[str, Family] = {
     "dots1": replace(_GROUPED_SHARED, vllm=_NO_MODEL, tiny={"n_shared_experts": 1, **_TINY_GROUPS}),
     "diffllama": Family(any_head=True, float8=True, vllm=_NO_MODEL),
     "ernie4_5": _DENSE,
+    "ernie4_5_moe": Family(
+        vllm=_NOT_SEEN,
+        in_float32=("mlp.gate.weight", "e_score_correction_bias"),
+        experts=Experts(groups="softmax", shared="plain", choice_bias=True, replayed=False),
+    ),
     "exaone_moe": _GROUPED_SHARED,
     "exaone4": Family(any_head=True, float8=True, window_unread="without windowed layers"),
     "flex_olmo": Family(experts=Experts(adapted=True)),
@@ -258,6 +274,14 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(float8=True, scales=_DIVIDED, tiny=_TINY_SCALES),
     "granitemoe": Family(vllm=_CUT, scales=_DIVIDED, experts=Experts(), tiny=_TINY_SCALES),
     "granitemoeshared": Family(vllm=_CUT, scales=_DIVIDED, experts=Experts(), tiny=_TINY_SCALES),
+    "granitemoehybrid": Family(
+        vllm=_STATES,
+        scales=_DIVIDED,
+        mamba2=True,
+        in_float32=("mamba.A_log",),
+        experts=Experts(replayed=False),
+        tiny=_TINY_SCALES | _TINY_MAMBA,
+    ),
     "helium": Family(any_head=True, float8=True, vllm=_NO_MODEL),
     "hunyuan_v1_dense": _DENSE,
     "hunyuan_v1_moe": Family(experts=Experts()),
@@ -348,7 +372,7 @@ FAMILIES: dict[str, Family] = {
         windows=True,
     ),
     "qwen3_5_moe_text": Family(
-        vllm=_DELTA_NETS,
+        vllm=_STATES,
         counted=True,
         delta_nets=True,
         in_float32=_DECAYS,
@@ -357,7 +381,7 @@ FAMILIES: dict[str, Family] = {
         tiny=_TINY_DELTA_NETS | _TINY_GATED_EXPERT,
     ),
     "qwen3_5_text": Family(
-        vllm=_DELTA_NETS,
+        vllm=_STATES,
         counted=True,
         delta_nets=True,
         in_float32=_DECAYS,
@@ -366,7 +390,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_next": Family(
         any_head=True,
-        vllm=_DELTA_NETS,
+        vllm=_STATES,
         counted=True,
         delta_nets=True,
         in_float32=_DECAYS,

@@ -15,8 +15,10 @@ TOP_K = ("num_experts_per_tok", "moe_topk")
 """What it calls the experts of a token."""
 DENSE_LAYERS = ("mlp_only_layers", "first_k_dense_replace")
 """Keys by which some layers have no experts."""
-DELTA_NETS = "linear_attention"
-"""The kind of layer that gated delta nets are of; config.json may tell of their heads only."""
+STATES = "linear_attention"
+"""The kind of layer that has states, gated delta nets and Mamba-2; config.json may only tell of its heads."""
+OLDER_KINDS = {"mamba": STATES, "attention": "full_attention"}
+"""What older files call kinds of layers, and transformers makes of it."""
 LARGEST = 128
 """Experts of a layer that int8 numbers, beside -1."""
 
@@ -61,14 +63,27 @@ def expert_layers(config: Mapping[str, Any]) -> list[int]:
     return [layer for layer in range(config["num_hidden_layers"]) if is_expert_layer(config, layer)]
 
 
-def delta_net_layers(config: Mapping[str, Any]) -> int:
-    """How many layers are gated delta nets: all but every full_attention_interval-th, if none are listed."""
-    if not family_of(config.get("model_type")).delta_nets:
+def state_layers(config: Mapping[str, Any]) -> int:
+    """How many layers have states. If none are listed: all but every full_attention_interval-th in a model
+    with gated delta nets, all in one with Mamba-2."""
+    family, layers = family_of(config.get("model_type")), config["num_hidden_layers"]
+    if not family.has_states:
         return 0
-    layers = config["num_hidden_layers"]
     if kinds := config.get("layer_types"):
-        return list(kinds).count(DELTA_NETS)
-    return layers - layers // (config.get("full_attention_interval") or 4)
+        return [OLDER_KINDS.get(kind, kind) for kind in kinds].count(STATES)
+    return layers - (layers // (config.get("full_attention_interval") or 4)) * family.delta_nets
+
+
+def state_numbers(config: Mapping[str, Any]) -> int:
+    """Numbers that a row has in such a layer between two tokens, with the last inputs of its convolution."""
+    if family_of(config.get("model_type")).delta_nets:
+        heads, k, v = (
+            config[f"linear_{name}"] for name in ("num_value_heads", "key_head_dim", "value_head_dim")
+        )
+        channels = 2 * config["linear_num_key_heads"] * k + heads * v
+        return heads * k * v + channels * config["linear_conv_kernel_dim"]
+    width, size = config["mamba_expand"] * config["hidden_size"], config["mamba_d_state"]
+    return width * size + (width + 2 * config["mamba_n_groups"] * size) * config["mamba_d_conv"]
 
 
 def has_qk_norm(config: Mapping[str, Any]) -> bool:

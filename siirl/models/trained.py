@@ -7,7 +7,7 @@ from typing import Any
 
 from siirl.models.config_json import PARTS, language_part
 from siirl.models.families import TEXT_PARTS, Experts, family_of, known_types, types_with
-from siirl.models.sizes import DELTA_NETS, delta_net_layers
+from siirl.models.sizes import STATES, state_layers
 
 OWN_TYPE = ("e_score_correction_bias", ".expert_bias")
 """Tensors of the files, by the end of their names, that keep their own type whatever the model's."""
@@ -70,15 +70,18 @@ def _traits(config: Mapping[str, Any], strategy: str) -> Iterator[str]:
     """What a strategy does not compute, of whatever family."""
     named = set(config.get("layer_types") or ())
     kinds = named - PACKED_LAYERS
-    kinds |= {DELTA_NETS} if config.get("linear_num_value_heads") else set()
-    if family_of(config.get("model_type")).delta_nets:
-        if strategy == "megatron":
-            yield f"layers of kind {DELTA_NETS} (megatron-core 0.16's gated delta net takes no packed rows)"
+    kinds |= {STATES} if config.get("linear_num_value_heads") else set()
+    family = family_of(config.get("model_type"))
+    if family.has_states:
+        if strategy == "megatron" and family.delta_nets:
+            yield f"layers of kind {STATES} (megatron-core 0.16's gated delta net takes no packed rows)"
         layers = config.get("num_hidden_layers")
-        few = not named and isinstance(layers, int) and delta_net_layers(config) == layers
-        if few or named == {DELTA_NETS}:
-            yield f"layers of kind {DELTA_NETS} alone (nothing tells how long a row is that is decoded)"
-        kinds -= {DELTA_NETS}
+        few = not named and isinstance(layers, int) and state_layers(config) == layers
+        if few or named == {STATES}:
+            yield f"layers of kind {STATES} alone (nothing tells how long a row is that is decoded)"
+        kinds -= {STATES}
+    if family.mamba2 and (config.get("time_step_limit") or (0,))[0] != 0:
+        yield f"time_step_limit={config['time_step_limit']} (steps that are never 0, so that padding decays)"
     if kinds:
         yield f"layers of kind {', '.join(sorted(kinds))} (their state would leak between packed rows)"
     computed = family_of(config.get("model_type")).scales if strategy == "fsdp" else ()

@@ -32,7 +32,7 @@ BALANCED = (ONE_ROW, f"{ACTOR}.fsdp_config.moe_aux_loss_coeff={AUX}")
 
 
 @functools.cache
-def has_experts(kind: str) -> bool:
+def mixes(kind: str) -> bool:
     config = causal_lms.tiny_config(kind).to_dict()
     return any(config.get(name) not in (None, 0, 1) for name in EXPERTS)
 
@@ -55,9 +55,11 @@ def problems(
     return found
 
 
-def adapters_are_wrong(kind: str, folder: Path, gaps: dict[str, float]) -> tuple[str, str]:
+def adapters_are_wrong(
+    kind: str, folder: Path, gaps: dict[str, float], has_experts: bool | None = None
+) -> tuple[str, str]:
     """Against peft and AdamW, three steps long: the first has a gradient of one half of each adapter only."""
-    experts = has_experts(kind)
+    experts = mixes(kind) if has_experts is None else has_experts
     keys = (*LORA, ON_ATTENTION) if experts else LORA
     ours = cases.run_scenario(Scenario("", 1, overrides=keys), folder)
     theirs = cases.run_reference(folder, ATTENTION if experts else "all-linear")
@@ -98,10 +100,18 @@ def balance_is_wrong(kind: str, folder: Path, gaps: dict[str, float]) -> tuple[s
 
 
 def test_adapters_of_some_models_equal_peft():
-    assert (
-        run_workers(problems, 1, ["gpt_bigcode", "glm4", "olmoe"], adapters_are_wrong, deadline_s=100)[0]
-        == {}
-    )
+    some = ["gpt_bigcode", "glm4", "olmoe", "granitemoehybrid"]
+    assert run_workers(problems, 1, some, adapters_are_wrong, deadline_s=100)[0] == {}
+
+
+def adapters_without_experts_are_wrong(rank: int, world: int, kind: str) -> str:
+    folder = Path(tempfile.mkdtemp(prefix="siirl-option-"))
+    causal_lms.write_model(folder, causal_lms.tiny_config(kind, num_local_experts=0))
+    return adapters_are_wrong(kind, folder, {}, has_experts=False)[0]
+
+
+def test_adapters_of_a_hybrid_without_experts_are_on_what_its_states_are_made_of_too():
+    assert run_workers(adapters_without_experts_are_wrong, 1, "granitemoehybrid", deadline_s=100)[0] == ""
 
 
 @pytest.mark.slow
@@ -110,11 +120,16 @@ def test_adapters_of_every_model_equal_peft():
     assert run_workers(problems, 1, ADAPTED, adapters_are_wrong, deadline_s=550)[0] == {}
 
 
-BALANCES = [kind for kind in KINDS if kind not in GROUP_ROUTED and has_experts(kind)]
+BALANCES = [kind for kind in KINDS if kind not in GROUP_ROUTED and mixes(kind)]
 
 
 def test_the_router_loss_of_some_mixtures_is_that_of_the_mini_batch():
-    assert run_workers(problems, 1, ["mixtral", "granitemoe"], balance_is_wrong, deadline_s=100)[0] == {}
+    assert (
+        run_workers(
+            problems, 1, ["mixtral", "granitemoe", "granitemoehybrid"], balance_is_wrong, deadline_s=100
+        )[0]
+        == {}
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Gated delta nets over packed rows are those of each row alone: in float64, longer than chunks, shared."""
+"""Gated delta nets and Mamba-2 over packed rows are those of each row alone: in float64, longer than chunks,
+shared."""
 
 import importlib.util
 import re
@@ -13,13 +14,14 @@ from dist_harness import run_workers
 from tensordict import TensorDict
 from torch import Tensor
 
-from siirl.engines.train.attention import delta_nets
+from siirl.engines.train.attention import state_layers
 from siirl.engines.train.attention.packed_attention import PACKED_ATTENTION
 from siirl.engines.train.language_model import PackedLanguageModel, model_flops, run_packed
 from siirl.engines.train.packed.packing import pack_rows
 from siirl.models.families import types_with
 
-KINDS = types_with(lambda row: row.delta_nets)
+KINDS = types_with(lambda row: row.has_states)
+NETS = types_with(lambda row: row.delta_nets)
 ROWS = {
     "rows alone": ([0, 1, 2, 3], [7, 2, 1, 70], [9, 66, 130, 1]),
     "shared prompts": (
@@ -89,7 +91,8 @@ def packed(model: torch.nn.Module, rows: TensorDict, share: bool) -> Tensor:
     hidden = model.model(
         input_ids=at.input_ids, position_ids=at.position_ids, use_cache=False, sequence_bounds=at.bounds
     ).last_hidden_state[0]
-    return model.lm_head(hidden[at.predict_index]).log_softmax(-1).gather(1, at.target[:, None])[:, 0]
+    logits = model.lm_head(hidden[at.predict_index]) / getattr(model.config, "logits_scaling", 1.0)
+    return logits.log_softmax(-1).gather(1, at.target[:, None])[:, 0]
 
 
 def gradients(model: torch.nn.Module, log_prob_M: Tensor) -> dict[str, Tensor]:
@@ -102,12 +105,12 @@ def distances(rank: int, world: int, kind: str) -> list[tuple[float, float]]:
     """Of log-probs, and of gradients relative to the largest of each tensor; the last without our kernels."""
     in_float64(kind)
     torch.set_num_threads(1)
-    found, pins = [], delta_nets._pin
+    found, pins = [], state_layers._pin
     cases = [(ROWS["rows alone"], False), (ROWS["shared prompts"], False), (ROWS["shared prompts"], True)]
     for pin, rows, share in ((False, *cases[0]), *((True, *case) for case in cases)):
         whole, ours = small_model(kind, "sdpa"), small_model(kind, PACKED_ATTENTION)
         if pin:
-            delta_nets.pin_delta_nets(ours)
+            state_layers.pin_state_layers(ours)
         at = rows_of(*rows)
         want, got = alone(whole, at), packed(ours, at, share)
         theirs, own = gradients(whole, want), gradients(ours, got)
@@ -134,18 +137,20 @@ def test_kernels_that_happen_to_be_installed_are_not_taken(monkeypatch):
 
     module, there = types.ModuleType("modeling_of_tomorrow"), types.ModuleType("fast_kernels")
     monkeypatch.setitem(sys.modules, there.__name__, there)
-    for name in delta_nets.KERNELS:
+    kind = state_layers.RULE
+    names = (state_layers.CONVOLUTION, kind, *state_layers.KERNELS[kind])
+    for name in names:
         setattr(there, name, fails)
         setattr(module, name, with_fallback(name, there.__name__)(lambda x: x + 1))
         with pytest.raises(RuntimeError):
             getattr(module, name)(1)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     layer = type("Layer", (torch.nn.Module,), {"__module__": module.__name__, "A_log": None})
-    delta_nets.pin_delta_nets(layer())
-    assert [getattr(module, name)(1) for name in delta_nets.KERNELS] == [2] * 4
+    state_layers.pin_state_layers(layer())
+    assert [getattr(module, name)(1) for name in names] == [2] * 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NETS)
 def test_flops_count_states_of_each_token_and_pairs_where_layers_attend(kind):
     from transformers import AutoModelForCausalLM
 
@@ -167,9 +172,9 @@ def test_flops_count_states_of_each_token_and_pairs_where_layers_attend(kind):
 
 def test_log_probs_of_the_head_over_packed_rows_are_float32():
     rows = rows_of(*ROWS["shared prompts"])
-    model = PackedLanguageModel(small_model(KINDS[0], PACKED_ATTENTION).float())
-    delta_nets.pin_delta_nets(model)
+    model = PackedLanguageModel(small_model(NETS[0], PACKED_ATTENTION).float())
+    state_layers.pin_state_layers(model)
     found = run_packed(model, pack_rows(rows, torch.device("cpu"), share_prompts=True), 1.0, ("log_prob",))
-    want = alone(small_model(KINDS[0], "sdpa").float(), rows)
+    want = alone(small_model(NETS[0], "sdpa").float(), rows)
     inside = torch.arange(130) < rows["response_length"][:, None]
     assert float((found["log_prob"][inside] - want).abs().max().detach()) < 3e-5

@@ -48,6 +48,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "qwen2_moe": MIXED_QWEN,
     "qwen3": MIXED_QWEN,
     "gpt_oss": {"sliding_window": 5, "swiglu_limit": 0.7},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 5},
     "smollm3": MIXED | {"use_sliding_window": True},
 }
@@ -142,7 +143,7 @@ def _write_with_few_values(folder: Path, kind: str, values: str) -> None:
     default; of values of which each may be null, but not all at once, some stay."""
     row, raw = config_values.table()[kind], config_values.small_files(kind)[0]
     none = [name for name in row["null"] if values == "null" or row["defaults"][name] is None]
-    if types_with(lambda row: row.delta_nets).count(kind):  # two layers would be without attention
+    if types_with(lambda row: row.has_states).count(kind):  # two layers would be without attention
         none.remove("layer_types")
     assert none
     few = raw

@@ -277,17 +277,25 @@ def _divides_its_heads(one: ModelOfRole) -> Iterator[UserError]:
         )
 
 
-def _has_its_delta_nets(one: ModelOfRole) -> Iterator[UserError]:
+def _has_its_states(one: ModelOfRole) -> Iterator[UserError]:
     """Layers that have states are computed as asked."""
-    if not one.family.delta_nets:
+    if not one.family.has_states:
         return
     if one.model.use_liger:
         yield one.refused(f"Liger kernels in a {one.type}. Set {one.keys}.use_liger=false.")
-    ranks, values = sequence_ranks(one.cfg, one.role), one.config["linear_num_value_heads"]
+    ranks, key = sequence_ranks(one.cfg, one.role), f"{one.group}.ulysses_sequence_parallel_size"
+    if one.family.mamba2:
+        if ranks > 1:
+            yield one.refused(
+                f"{key}={ranks} for a {one.type}: the heads of its layers of Mamba-2 share keys and queries, "
+                "which ranks with some heads each would have to add up. Set it to 1."
+            )
+        return
+    values = one.config["linear_num_value_heads"]
     keys = 2 * one.config["linear_num_key_heads"] * one.config["linear_key_head_dim"]
     if values % ranks or keys % ranks:
         yield one.refused(
-            f"{one.group}.ulysses_sequence_parallel_size={ranks} does not divide the {values} value heads of "
+            f"{key}={ranks} does not divide the {values} value heads of "
             f"its gated delta nets, and the {keys} channels of their queries and keys. Set it to 1."
         )
 
@@ -369,7 +377,7 @@ def _turns_rows_alike(one: ModelOfRole) -> Iterator[UserError]:
 MODEL_CHECKS = (
     *(_has_its_images, _adds_no_loss_of_micro_batches, _is_sampled_by_vllm, _compresses_as_asked),
     *(_has_kernels_of_its_heads, _has_kernels_of_its_logits, _has_experts_as_asked, _divides_its_experts),
-    *(_divides_its_heads, _has_its_delta_nets, _multiplies_in_float8, _is_compiled_as_asked),
+    *(_divides_its_heads, _has_its_states, _multiplies_in_float8, _is_compiled_as_asked),
     *(_is_adapted_as_asked, _is_built, _turns_rows_alike),
 )
 OF_STRATEGIES: dict[Callable[[ModelOfRole], Iterator[UserError]], tuple[str, ...]] = {

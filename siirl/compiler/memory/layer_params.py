@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.models.families import family_of
-from siirl.models.sizes import EXPERTS, delta_net_layers, is_expert_layer
+from siirl.models.sizes import EXPERTS, is_expert_layer, state_layers, state_numbers
 
 _CHUNK = 64
 """Tokens that the kernel of a gated delta net computes at a time, with a state for each."""
@@ -36,7 +36,7 @@ class DeltaNets:
 
 def delta_nets(raw: Mapping[str, Any]) -> DeltaNets | None:
     """Those of a config.json; None where it has none."""
-    layers = delta_net_layers(raw)
+    layers = state_layers(raw)
     if not layers:
         return None
     hidden, heads, key_heads = (
@@ -51,7 +51,7 @@ def delta_nets(raw: Mapping[str, Any]) -> DeltaNets | None:
         layers=layers,
         params=hidden * (made + values) + (keys + values) * width + 2 * heads + v,
         adapted=5 * hidden + made + values,
-        state=heads * k * v + (keys + values) * width,
+        state=state_numbers(raw),
         kept=3 * keys // 2 + heads * (10 * (k + v) + k * v // _CHUNK + 300),
         passing=heads * (8 * k + 7 * v + 160),
     )

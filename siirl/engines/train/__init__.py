@@ -42,7 +42,7 @@ itself.
   without a value (`siirl/engines/train/attention/packed_attention.py`): the kernels' own backward, given the
   joined output and normaliser, is exact. In fp32 on a GPU, whose kernels do not say their normaliser, a key
   of zeros behind each row is the sink.
-- **Gated delta nets** (`siirl/engines/train/attention/delta_nets.py`) have a state in the place of keys and
+- **Gated delta nets** (`siirl/engines/train/attention/state_layers.py`) have a state in the place of keys and
   values. Two functions of transformers' modules are replaced, so that rows of a packed batch begin anew, or
   where their prompt ended.
 - **Compiled layers** (`model.compile_layers`, `siirl/engines/train/layer_compiler.py`): linear layers of

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from siirl.compiler.plan import Head
 from siirl.config.common import ModelConfig
 from siirl.engines.train.attention.attention_kernels import attention_by
-from siirl.engines.train.attention.delta_nets import pin_delta_nets
+from siirl.engines.train.attention.state_layers import pin_state_layers
 from siirl.engines.train.experts.hf_experts import GROUPED_EXPERTS
 from siirl.engines.train.layer_compiler import compile_layer
 from siirl.errors import ConfigError, DataError, NotSupportedError
@@ -85,7 +85,7 @@ def build_skeleton(
             experts_implementation=GROUPED_EXPERTS,
             trust_remote_code=trust_remote_code,
         )
-    pin_delta_nets(model)
+    pin_state_layers(model)
     keep_float32(model)
     check_architecture(model, head)
     return model
@@ -119,7 +119,7 @@ def check_architecture(model: PreTrainedModel, head: Head = "lm") -> None:
     layer = getattr(model, VALUE_HEAD, None) if head != "lm" else model.get_output_embeddings()
     if not isinstance(layer, nn.Linear) or (head == "lm" and layer.bias is not None):
         problem = "an output head that is not a plain matrix"
-    elif not (model._supports_attention_backend or family_of(model.config.model_type).delta_nets):
+    elif not (model._supports_attention_backend or family_of(model.config.model_type).has_states):
         problem = "attention that cannot be replaced"
     if problem:
         raise NotSupportedError(

@@ -22,7 +22,7 @@ from siirl.engines.train.packed.packing import PackedBatch
 from siirl.engines.train.packed.sequence_bounds import SequenceBounds
 from siirl.engines.train.vision.packed_images import PackedImages, see, tower_of
 from siirl.models.families import family_of
-from siirl.models.sizes import DELTA_NETS, EXPERTS, TOP_K, head_size
+from siirl.models.sizes import EXPERTS, STATES, TOP_K, head_size
 
 
 class PackedModel(nn.Module, ABC):
@@ -241,7 +241,8 @@ def pass_flops(num_weights: int, config: PretrainedConfig, lengths: list[int], b
 
     2 per token and weight that it is multiplied by (num_weights: the output head once, the embedding table
     not), and causal attention; of a gated delta net, what its rule takes of a token: 7 for each number of its
-    state, of which 1 lets it decay, and 2 each read it by the key, write it and read it by the query.
+    state, of which 1 lets it decay, and 2 each read it by the key, write it and read it by the query; of
+    Mamba-2, whose scan does not read it by the key, 5.
     Source: Chowdhery et al., "PaLM" (2022), appendix B, with causal attention counted as half.
     """
     features = float(head_size(config.to_dict()))
@@ -249,10 +250,12 @@ def pass_flops(num_weights: int, config: PretrainedConfig, lengths: list[int], b
         features = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
     heads_size = config.num_attention_heads * features
     pairs = sum(length * length for length in lengths) / 2
-    delta_nets = (getattr(config, "layer_types", None) or []).count(DELTA_NETS)
-    if delta_nets:
+    with_states = (getattr(config, "layer_types", None) or []).count(STATES)
+    if with_states and family_of(config.model_type).mamba2:
+        num_weights += 2.5 * with_states * config.mamba_expand * config.hidden_size * config.mamba_d_state
+    elif with_states:
         state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
-        num_weights += 3.5 * delta_nets * state
-    attending = config.num_hidden_layers - delta_nets
+        num_weights += 3.5 * with_states * state
+    attending = config.num_hidden_layers - with_states
     forward = 2.0 * num_weights * sum(lengths) + 4.0 * attending * heads_size * pairs
     return forward * (3.0 if backward else 1.0)

@@ -10,10 +10,10 @@ from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.memory.estimate import fsdp_lines, kept_beside_attention, kept_values, model_shape
 from siirl.compiler.memory.phases import memory_lines
 from siirl.data.rows import make_rows
-from siirl.engines.train.attention.delta_nets import pin_delta_nets
 from siirl.engines.train.attention.packed_attention import PACKED_ATTENTION
+from siirl.engines.train.attention.state_layers import pin_state_layers
 from siirl.engines.train.packed.packing import pack_rows
-from siirl.models.sizes import delta_net_layers
+from siirl.models.sizes import state_layers
 
 SIZES = {
     **{"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -67,7 +67,7 @@ def test_layers_keep_for_the_backward_pass_what_is_estimated(sizes, dtype):
 
     made = causal_lms.tiny_config("qwen3_5_text", **SIZES | sizes)
     model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=PACKED_ATTENTION)
-    pin_delta_nets(model)
+    pin_state_layers(model)
     shape = model_shape(made.to_dict())
     net = kept_beside_attention(shape, False) + shape.nets.values(shape.nets.kept, dtype.itemsize)
     assert kept_of(model.model.layers[0], model, dtype) == pytest.approx(net, rel=0.15)
@@ -88,7 +88,7 @@ def test_layers_that_are_not_listed_are_nets_as_transformers_builds_them(values,
     from transformers import CONFIG_MAPPING
 
     raw = {"model_type": "qwen3_next", "num_hidden_layers": 48} | values
-    assert delta_net_layers(raw) == nets
+    assert state_layers(raw) == nets
     built = CONFIG_MAPPING["qwen3_next"](**{name: x for name, x in raw.items() if name != "model_type"})
     assert built.layer_types.count("linear_attention") == nets
 

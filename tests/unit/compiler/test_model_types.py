@@ -62,6 +62,13 @@ def test_a_model_that_no_engine_computes_is_refused_by_its_trait(tmp_path, kind,
     assert any(word in str(caught.value) for word in words.split("|")), caught.value
 
 
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+GRANITE = {
+    **{"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+    **{"logits_scaling": 8.0, "attention_multiplier": 0.1},
+}
+
+
 @pytest.mark.parametrize(
     ("values", "keys", "words"),
     [
@@ -78,11 +85,25 @@ def test_a_model_that_no_engine_computes_is_refused_by_its_trait(tmp_path, kind,
             "does not divide the 9 value heads",
         ),
         ({"linear_num_value_heads": 9, "vocab_size": 99}, (), "linear_num_value_heads=9, no multiple of"),
-        ({}, ("actor_rollout_ref.rollout.name=vllm",), "Set actor_rollout_ref.rollout.name=hf"),
+        ({"num_hidden_layers": 4}, (VLLM,), "Set actor_rollout_ref.rollout.name=hf"),
+        ({}, (VLLM,), "No other engine of siirl samples it: .* has all weights on each rank: 148 GiB"),
         ({}, (), None),
+        (GRANITE, (), None),
+        (GRANITE | {"layer_types": ["attention"] * 2}, (), None),
+        (GRANITE | {"layer_types": ["mamba"] * 2}, (), "of kind linear_attention alone"),
+        (GRANITE | {"layer_types": None}, (), "of kind linear_attention alone"),
+        (GRANITE | {"layer_types": ["moe", "attention"]}, (), "of kind moe"),
+        (GRANITE | {"time_step_limit": [0.1, 1.0]}, (), r"time_step_limit=\[0.1, 1.0\]"),
+        (GRANITE, ("actor_rollout_ref.model.use_liger=True",), "Liger kernels in a granitemoehybrid"),
+        (
+            GRANITE,
+            (f"{ACTOR}.ulysses_sequence_parallel_size=2",),
+            "ulysses_sequence_parallel_size=2 for a gra",
+        ),
+        (GRANITE, (VLLM,), "Set actor_rollout_ref.rollout.name=hf"),
     ],
 )
-def test_gated_delta_nets_are_trained_as_far_as_they_were_compared(tmp_path, values, keys, words):
+def test_layers_with_states_are_trained_as_far_as_they_were_compared(tmp_path, values, keys, words):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_next", **values}))
     cfg = config(f"actor_rollout_ref.model.path={tmp_path}", *keys)
     with nullcontext() if words is None else pytest.raises(NotSupportedError, match=words):

@@ -99,7 +99,7 @@ def test_attention_that_would_be_computed_without_a_part_of_it_is_refused(tmp_pa
         build(tmp_path)
 
 
-@pytest.mark.parametrize("kind", [*types_with(lambda row: row.delta_nets), "gemma2"])
+@pytest.mark.parametrize("kind", [*types_with(lambda row: row.has_states), "gemma2"])
 def test_states_and_keys_of_padded_prompts_are_repeated_and_dropped_with_their_rows(tmp_path, kind):
     """Three samples of each prompt, in two blocks of prompts, which end at other steps."""
     window = {"sliding_window": 5} if kind == "gemma2" else {}

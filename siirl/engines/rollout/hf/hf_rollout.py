@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from siirl.compiler.memory.layer_params import delta_nets
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.config.common import ModelConfig
@@ -25,7 +24,7 @@ from siirl.engines.rollout.hf.prefill import Prompt, PromptReader
 from siirl.engines.rollout.sampling import derive_seed, later_seed
 from siirl.engines.train.adapters.frozen_base import use_base
 from siirl.engines.train.adapters.lora import adapter_name, add_lora
-from siirl.engines.train.attention.delta_nets import pin_delta_nets
+from siirl.engines.train.attention.state_layers import pin_state_layers
 from siirl.engines.train.experts.router_replay import RouterReplay
 from siirl.engines.train.hf_model import attentions, keep_float32, model_class
 from siirl.engines.weights.target import (
@@ -38,11 +37,11 @@ from siirl.engines.weights.target import (
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError
 from siirl.model_files.hf_config import load_hf_config
 from siirl.models.families import family_of
-from siirl.models.sizes import DELTA_NETS, head_size, num_heads
+from siirl.models.sizes import STATES, head_size, num_heads, state_layers, state_numbers
 from siirl.models.trained import PACKED_LAYERS
 from siirl.parallel.process_groups import ProcessGroupManager
 
-CACHED_LAYERS = PACKED_LAYERS | {DELTA_NETS}
+CACHED_LAYERS = PACKED_LAYERS | {STATES}
 """Layer types whose state is keys and values of each position, or one of a size: what can be repeated."""
 
 
@@ -279,7 +278,7 @@ def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> Pre
                 raise
             raise _unplain(model_cfg, str(error)) from error
     use_decode_attention(model)
-    pin_delta_nets(model)
+    pin_state_layers(model)
     keep_float32(model)
     model.tie_weights()
     return model.eval().requires_grad_(False)
@@ -295,9 +294,10 @@ def _unplain(model_cfg: ModelConfig, what: str) -> NotSupportedError:
 def _cache_bytes_per_row(model: PreTrainedModel, num_tokens: int) -> int:
     """Keys and values of a row of so many tokens, and its states in layers that have some."""
     raw = model.config.get_text_config().to_dict()
-    heads, nets = raw.get("num_key_value_heads") or num_heads(raw), delta_nets(raw)
-    attending = model.config.get_text_config().num_hidden_layers - (nets.layers if nets else 0)
-    states = nets.layers * nets.state * torch.float32.itemsize if nets else 0
+    heads, layers = raw.get("num_key_value_heads") or num_heads(raw), model.config.get_text_config()
+    with_states = state_layers(raw) if family_of(raw["model_type"]).has_states else 0
+    states = with_states * state_numbers(raw) * torch.float32.itemsize if with_states else 0
+    attending = layers.num_hidden_layers - with_states
     return 2 * attending * heads * head_size(raw) * num_tokens * model.dtype.itemsize + states
 
 

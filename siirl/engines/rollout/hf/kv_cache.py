@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from siirl.models.trained import DELTA_NETS
+from siirl.models.sizes import STATES
 
 GROWTH = 256
 """Positions added to a full buffer, at least: few copies, little memory for responses that stop early."""
@@ -51,9 +51,9 @@ class BufferedLayer(DynamicLayer):
 def new_cache(limit: int, config: PretrainedConfig) -> Cache:
     """An empty cache for a model's text; where its layers are alike, they appear as it writes to them."""
     kinds = getattr(config, "layer_types", None) or ()
-    if DELTA_NETS not in kinds:
+    if STATES not in kinds:
         return Cache(layer_class_to_replicate=partial(BufferedLayer, limit))
-    return Cache([LinearAttentionLayer() if kind == DELTA_NETS else BufferedLayer(limit) for kind in kinds])
+    return Cache([LinearAttentionLayer() if kind == STATES else BufferedLayer(limit) for kind in kinds])
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
-"""Gated delta nets over packed rows: each row's state and convolution begin anew, or where its prompt ended.
+"""Gated delta nets and Mamba-2 over packed rows: each row's state and convolution begin anew, or where its
+prompt ended.
 
-transformers hands the keywords of a decoder down to the convolution and the rule of each such layer, so the
-bounds of packed rows arrive there: two functions of the modules that define a model are replaced, and which
-kernels compute the others is not left to what happens to be installed. Where rows share a prompt, its last
-state and the last inputs of its convolution start each of its responses, and gradients flow back through
-both. Source: Yang et al., "Gated Delta Networks" (2024).
+transformers hands the keywords of a decoder down to the convolution and the rule, or scan, of each such
+layer, so the bounds of packed rows arrive there: two functions of the modules that define a model are
+replaced, and which kernels compute the others is not left to what happens to be installed. Where rows share a
+prompt, its last state and the last inputs of its convolution start each of its responses, and gradients flow
+back through both. Sources: Yang et al., "Gated Delta Networks" (2024); Dao and Gu, "Transformers are SSMs"
+(2024).
 
 Legend: N packed tokens, S segments, L the longest, C channels of the convolution, W its width, H value heads,
 K and V features of a head's keys and values.
@@ -23,25 +25,34 @@ from torch import Tensor, nn
 from siirl.engines.train.attention.ulysses import all_tokens, own_shares
 from siirl.engines.train.packed.sequence_bounds import SequenceBounds
 
-CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
-KERNELS = (CONVOLUTION, RULE, "causal_conv1d_update", "torch_recurrent_gated_delta_rule")
-"""Functions of a module of transformers: as it imports them they are other packages' where these are there,
-which fail on a CPU, and leak between packed rows where one of two is missing."""
+CONVOLUTION, RULE, SCAN = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
+KERNELS = {
+    RULE: ("causal_conv1d_update", "torch_recurrent_gated_delta_rule"),
+    SCAN: ("causal_conv1d_update", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined"),
+}
+"""Of each kind of layer, by the function that has its states, those that are beside it and the convolution.
+
+As transformers imports them they are other packages' where these are there, which fail on a CPU, and leak
+between packed rows where one of two is missing."""
+NO_STEP = -1e4
+"""A step of a scan before its softplus, which makes it 0."""
 
 
-def pin_delta_nets(model: nn.Module) -> None:
-    """Have the gated delta nets of a model, if it has some, compute packed rows, and by torch's kernels."""
+def pin_state_layers(model: nn.Module) -> None:
+    """Have the layers of a model that have states, if it has some, compute packed rows, and by torch's
+    kernels."""
     for name in {type(module).__module__ for module in model.modules() if hasattr(module, "A_log")}:
-        if hasattr(sys.modules[name], RULE):
-            _pin(sys.modules[name])
+        for kind in KERNELS:
+            if hasattr(sys.modules[name], kind):
+                _pin(sys.modules[name], kind)
 
 
 @functools.cache
-def _pin(module: ModuleType) -> None:
-    theirs = {name: inspect.unwrap(getattr(module, name)) for name in KERNELS}
+def _pin(module: ModuleType, kind: str) -> None:
+    theirs = {name: inspect.unwrap(getattr(module, name)) for name in (CONVOLUTION, kind, *KERNELS[kind])}
     packed = {
         CONVOLUTION: _packed_or(packed_convolution, theirs[CONVOLUTION]),
-        RULE: _packed_or(packed_rule, theirs[RULE]),
+        kind: _packed_or(packed_rule if kind == RULE else packed_scan, theirs[kind]),
     }
     for name, function in (theirs | packed).items():
         setattr(module, name, function)
@@ -59,7 +70,7 @@ def _packed_or(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable
 def packed_convolution(
     hidden_states: Tensor,
     weight: Tensor,
-    bias: None = None,
+    bias: Tensor | None = None,
     activation: str | None = None,
     *,
     bounds: SequenceBounds,
@@ -128,10 +139,47 @@ def packed_rule(
     return (out_NHV if shard is None else own_shares(out_NHV, shard)).unsqueeze(0), None
 
 
-def _padded(x_NX: Tensor, part: SequenceBounds) -> Tensor:
-    """[S, L, ...], zeros behind each segment: they write nothing into a state, and decay nothing of it."""
+def packed_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    bounds: SequenceBounds,
+    theirs: Callable[..., Any],
+    initial_states: None = None,
+    return_final_states: bool = False,
+    **extra: Any,
+) -> Tensor:
+    """The scan of Mamba-2 within each row: inputs [1, N, H, V] and steps dt [1, N, H], before their softplus,
+    keys B and queries C of each group [1, N, G, K], decays A [H] -> [1, N, H, V].
+
+    A step far below 0 behind each segment is none: it writes nothing, and decays nothing.
+    """
+    assert bounds.shard is None, "ranks that share the tokens of rows have no scan"
+    outs, state = [], None
+    for tokens, part in bounds.parts:
+        x, b, c = (_padded(given[0][tokens], part) for given in (hidden_states, B, C))
+        step_SLH = _padded(dt[0][tokens], part, NO_STEP)
+        out_SLHV, last_SHVK = theirs(
+            x, step_SLH, A, b, c, initial_states=state, return_final_states=True, **extra
+        )
+        outs.append(_tokens(out_SLHV, part))
+        if bounds.shared is not None and state is None:
+            state = bounds.started_by(last_SHVK)
+    return torch.cat(outs).unsqueeze(0)
+
+
+def _padded(x_NX: Tensor, part: SequenceBounds, behind: float = 0.0) -> Tensor:
+    """[S, L, ...], zeros, or another number, behind each segment: to a delta net they write nothing into a
+    state, and decay nothing of it."""
     shape = (part.num_sequences * part.max_length, *x_NX.shape[1:])
-    return x_NX.new_zeros(shape).index_copy(0, part.padded_index, x_NX).unflatten(0, (-1, part.max_length))
+    return (
+        x_NX.new_full(shape, behind)
+        .index_copy(0, part.padded_index, x_NX)
+        .unflatten(0, (-1, part.max_length))
+    )
 
 
 def _tokens(x_SLX: Tensor, part: SequenceBounds) -> Tensor:
