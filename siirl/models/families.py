@@ -413,6 +413,16 @@ TEXT_PARTS = (
     *("qwen3_5", "qwen3_5_moe", "smolvlm", "vipllava"),
 )
 """Types made of several models, whose text part was seen to compute of texts what the whole does."""
+WHY_NOT = {
+    **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), "of which transformers has no model (Ling)"),
+    "falcon_h1": "each of whose layers has a state beside keys and values, which no rollout of siirl keeps",
+    "kimi_k2": (
+        "which is a deepseek_v3 by another name: write that as model_type into a copy of its config.json, "
+        "without auto_map, and name the copy as model.path"
+    ),
+    "nemotron_h": "some of whose layers are an MLP alone, for which no rollout of siirl has a cache",
+}
+"""Types that are asked for -> why they are not trained."""
 UNKNOWN = Family(strategies=())
 """What is known of all others: nothing was run."""
 

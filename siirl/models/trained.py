@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 from siirl.models.config_json import PARTS, language_part
-from siirl.models.families import TEXT_PARTS, Experts, family_of, known_types, types_with
+from siirl.models.families import TEXT_PARTS, WHY_NOT, Experts, family_of, known_types, types_with
 from siirl.models.sizes import STATES, state_layers
 
 OWN_TYPE = ("e_score_correction_bias", ".expert_bias")
@@ -53,6 +53,8 @@ def why_not(config: Mapping[str, Any], strategy: str, head: str = "lm") -> str:
 
 def _problem(config: Mapping[str, Any], strategy: str, head: str) -> str:
     kind = config.get("model_type")
+    if reason := WHY_NOT.get(kind or ""):
+        return f"{kind}, {reason}"
     traits = _traits(config, strategy)
     if kind in known_types(strategy):
         config = language_part(config)

@@ -111,6 +111,21 @@ def test_layers_with_states_are_trained_as_far_as_they_were_compared(tmp_path, v
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("kimi_k2", "kimi_k2, which is a deepseek_v3 by another name: write that as model_type"),
+        ("bailing_moe_v2", "bailing_moe_v2, of which transformers has no model"),
+        ("nemotron_h", "nemotron_h, some of whose layers are an MLP alone"),
+        ("falcon_h1", "falcon_h1, each of whose layers has a state beside keys and values"),
+    ],
+)
+def test_types_that_are_asked_for_are_refused_by_their_own_reason(tmp_path, kind, words, strategy):
+    with pytest.raises(NotSupportedError, match=words):
+        check(tmp_path, strategy, model_type=kind)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_other_model_that_transformers_knows_is_refused_with_a_reason(strategy):
     kinds = set(causal_lms.model_types()) - set(known_types(strategy))
     assert len(kinds) > 100
