@@ -26,7 +26,7 @@ def built_heads(config) -> set[int]:
     auto = AutoModelForImageTextToText if config.model_type in VISION_MODELS else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(config)
-    parts = [module for name, module in model.named_modules() if "visual" not in name]
+    parts = [module for name, module in model.named_modules() if not {"visual", "mamba"} & {*name.split(".")}]
     sizes = [getattr(part, "head_dim", None) or getattr(part, "head_size", None) for part in parts]
     return {size for size in sizes if isinstance(size, int)}
 

@@ -34,7 +34,6 @@ REFUSED = {
     "qwen3_next ": ({"num_hidden_layers": 3}, "linear_attention alone|takes no packed rows"),
     "llama4": ({"text_config": {"num_local_experts": 16}}, "a text_config"),
     "glm4v_moe": ({"vision_config": {"depth": 24}}, "a vision_config"),
-    "kimi_k2": ({"kv_lora_rank": 512}, "kv_lora_rank=512"),
     "qwen2_vl": ({"vision_config": {"depth": 32}}, "a vision_config"),
     "gemma3_text": ({"final_logit_softcapping": 1.0}, "final_logit_softcapping=1.0"),
     "nemotron": ({}, "nemotron is no model type whose results"),
