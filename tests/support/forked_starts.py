@@ -18,6 +18,7 @@ import json
 import logging
 import multiprocessing.util
 import os
+import re
 import runpy
 import signal
 import socket
@@ -38,7 +39,7 @@ MODULES = {
     "siirl.engines.rollout.served.server": "starts",
     "torch.distributed.run": "starts",
     "launch_written_job": "starts",
-    "multiprocessing.spawn": None,
+    "multiprocessing.spawn": "starts",
     "execnet": "orders",
 }
 """That are forked -> what a process below serves them with, if they start others of them."""
@@ -57,6 +58,7 @@ MAY_DIFFER = frozenset(
         "PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED", "PATH", "PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV",
         "COLUMNS", "LINES", "TERM", "NO_COLOR", "PYTORCH_NVML_BASED_CUDA_CHECK",
         "CUDA_DEVICE_MAX_CONNECTIONS", "LD_LIBRARY_PATH",  # imports of vLLM and Megatron leave them
+        "LAZY_LEGACY_OP", "LD_PRELOAD", "NUMEXPR_MAX_THREADS",  # and an engine of vLLM these, see `preloaded`
         "GOMP_SPINCOUNT",  # read as torch is imported, and for threads that wait: a test's process has one
     }
 )  # fmt: skip
@@ -176,9 +178,17 @@ def fits(environment: Mapping[str, str]) -> bool:
     """Whether it is that of the nursery but for what nothing reads as it is imported."""
     changed = {name for name in {*environment, *base} if environment.get(name) != base.get(name)}
     other = [name for name in changed - MAY_DIFFER if not name.startswith(MAY_DIFFER_FROM)]
+    if preloaded(environment) != preloaded(base):
+        other.append("LD_PRELOAD")
     if other and os.environ.get("SIIRL_TEST_STARTS") == "tell":
         print(f"no fork, for the variables {other}", file=sys.stderr)
     return not other
+
+
+def preloaded(environment: Mapping[str, str]) -> list[str]:
+    """What lies below all libraries, but for the allocator and the threads that vLLM puts there for speed."""
+    paths = environment.get("LD_PRELOAD", "").split(":")
+    return [path for path in paths if path and not re.search("lib(tcmalloc|gomp|iomp)", path)]
 
 
 def _module(words: list[Any]) -> Any:
