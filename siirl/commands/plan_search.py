@@ -272,18 +272,22 @@ def _weighed(
 
 def _resized(found: Search, own: int, sizes: Changes) -> tuple[Plan, dict[str, Config]]:
     """The run's own plan with other parallel sizes, and on other ranks; nothing is checked."""
-    world = found.plan.world_size
-    configs, models = dict(found.base.node_cfgs), {}
+    world, models = found.plan.world_size, {}
+    known: list[tuple[Config, Config]] = []  # most nodes have the same keys, and setting them takes long
+    configs = dict(found.base.node_cfgs)
+    for node in {model.node for model in found.plan.models.values()}:
+        resized = next((new for old, new in known if old == configs[node]), None)
+        if resized is None:
+            resized = with_overrides(configs[node], sizes | {_SHARE: ENGINE_SHARE})
+            known.append((configs[node], resized))
+        configs[node] = resized
     for name, model in found.plan.models.items():
-        configs[model.node] = with_overrides(configs[model.node], sizes)
         placed = model.ranks
         if own:
             placed = tuple(range(own)) if model.is_rollout else tuple(range(own, world))
         cfg = ROLES[model.role].engine_cfg(configs[model.node])
         dims = backend_of(model).dims(cfg, model.role, len(placed))
         models[name] = dataclasses.replace(model, ranks=placed, dims=dims)
-        if model.is_rollout:
-            configs[model.node] = with_overrides(configs[model.node], {_SHARE: ENGINE_SHARE})
     return dataclasses.replace(found.plan, models=models), configs
 
 
