@@ -282,8 +282,10 @@ def _compared_rewards(values: Mapping[str, str | None], result: Translation) -> 
 
 def _reward_of_groups(result: Translation) -> None:
     """verl's sums of token rewards, by which groups are filtered, are the score unless more is in them."""
-    inside = {"reward_model.overlong_buffer.enable": ("seq_reward", "seq_final_reward")}
-    inside["algorithm.use_kl_in_reward"] = ("seq_final_reward",)
+    inside = {
+        "reward_model.overlong_buffer.enable": ["seq_reward", "seq_final_reward"],
+        "algorithm.use_kl_in_reward": ["seq_final_reward"],
+    }
     for place, setting in enumerate(result.settings):
         metric = _plain_text(setting.value)
         if setting.name != "algorithm.filter_groups.metric" or metric not in (
