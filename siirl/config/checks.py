@@ -1,5 +1,6 @@
 """Checks between keys that need no DAG."""
 
+import datetime
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -219,5 +220,17 @@ def _profiler(cfg: Config) -> Iterator[ConfigError]:
         )
 
 
-COMPUTED = (_batch, _budgets, _loss, _parts, _resampling, _prometheus, _serve, _profiler)
+def _date(cfg: Config) -> Iterator[ConfigError]:
+    told = cfg.data.template_date
+    try:
+        datetime.date.fromisoformat(told or "2000-01-01")
+    except ValueError:
+        yield about(
+            "data.template_date",
+            f"data.template_date={told}: chat templates write a day, as YYYY-MM-DD. Set e.g. "
+            "data.template_date=2025-03-01, or leave it out for the day on which the run starts.",
+        )
+
+
+COMPUTED = (_batch, _budgets, _loss, _parts, _resampling, _prometheus, _serve, _profiler, _date)
 """Each is left out from where it reads the value of a key that was refused."""

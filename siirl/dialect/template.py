@@ -256,5 +256,5 @@ def today(format: str) -> str:
 
 def clock(date: str) -> Callable[[str], str]:
     """A clock for templates that stands at noon of an ISO date."""
-    noon = datetime.datetime.combine(datetime.date.fromisoformat(date), datetime.time(12))
+    noon = datetime.datetime.combine(datetime.date.fromisoformat(str(date)), datetime.time(12))
     return noon.strftime

@@ -116,8 +116,8 @@ def check_rows(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> 
     scored = {node.agent: node_cfgs[name] for name, node in plan.nodes.items() if "scorer" in node.needs}
     told: list[str] = []
     for loader in plan.loaders.values():
-        chooser = RewardChooser(scored[loader.agent]) if loader.agent in scored else None
         with found.at(Place.DATA):
+            chooser = RewardChooser(scored[loader.agent]) if loader.agent in scored else None
             counts = count_rows(node_cfgs[loader.node], chooser.check_truth if chooser else None)
             told += map(str, counts)
     return list(dict.fromkeys(told))

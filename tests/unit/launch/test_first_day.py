@@ -181,3 +181,29 @@ def test_check_tells_of_stops_in_the_files_of_a_model_and_of_tools_that_no_templ
     told = "".join(capsys.readouterr())
     assert "shows no tools" in told and "Set rollout.multi_turn.show_tools=system" in told, told
     assert "generation_config" in told, told
+
+
+@pytest.mark.parametrize(
+    "key, told",
+    [
+        ("custom_reward_function.weights=[1,0.5]", "custom_reward_function.weights="),
+        ("data.template_date=yesterday", "data.template_date=yesterday: chat templates write a day"),
+        ("data.template_date=2025-02-30", "data.template_date=2025-02-30"),
+    ],
+)
+def test_a_refused_value_that_rows_are_judged_with_is_a_finding_and_no_traceback(
+    tmp_path, monkeypatch, capsys, key, told
+):
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model_dir(tmp_path / "model", vocab=16, max_positions=1100)
+    (tmp_path / "train.jsonl").write_text(
+        "\n".join(
+            json.dumps({"prompt": "1", "data_source": "x", "reward_model": {"ground_truth": "1"}})
+            for _ in range(4)
+        )
+    )
+    (tmp_path / "mine.py").write_text("def compute_score(solution_str):\n    return 1.0\n")
+    keys = ["algorithm.adv_estimator=grpo", "data.train_files=train.jsonl", "data.train_batch_size=4"]
+    keys += ["actor_rollout_ref.model.path=model", "actor_rollout_ref.rollout.name=hf", "trainer.device=cpu"]
+    assert main(["check", *keys, "custom_reward_function.path=mine.py", key]) == 2
+    assert told in capsys.readouterr().err
