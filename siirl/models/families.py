@@ -166,7 +166,7 @@ _TINY_DELTA_NETS = {
 }
 _TINY_GATED_EXPERT = {"shared_expert_intermediate_size": 16}
 _TINY_MAMBA = {
-    **{"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2},
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2},
     **{"mamba_chunk_size": 8, "shared_intermediate_size": 48, "layer_types": ["mamba", "attention"]},
 }
 _TINY_SCALES = {

@@ -44,6 +44,7 @@ def test_the_heads_of_a_type_are_those_that_transformers_builds(kind, own):
         sizes = {"head_dim": own_size} if isinstance(own_size, int) else {}
         if not sizes and "head_dim" in known.to_dict():
             sizes = {"head_dim": None}
+        sizes |= {"mamba_d_head": "auto"} if hasattr(known, "mamba_d_head") else {}
         config = causal_lms.tiny_config(kind, **widths | sizes)
     raw = config.to_dict()
     if own is None:  # as a file that does not say
