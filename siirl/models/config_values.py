@@ -116,6 +116,10 @@ def _misfits(config: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[str]
     state_keys, states = size("linear_num_key_heads"), size("linear_num_value_heads")
     if state_keys and states % state_keys:
         yield f"linear_num_value_heads={states}, no multiple of linear_num_key_heads={state_keys}"
+    if family_of(config["model_type"]).mamba2:
+        wide, scans, each = config["mamba_expand"] * hidden, size("mamba_n_heads"), config["mamba_d_head"]
+        if scans and (wide % scans or each not in ("auto", wide // scans)):
+            yield f"mamba_n_heads={scans} of mamba_d_head={each}, not mamba_expand * hidden_size={wide}"
     if config.get("kv_lora_rank"):
         yield from _latent_misfits(config, latent, heads, kv_heads)
     if config.get("n_group") and config.get("topk_method") != "greedy":
