@@ -11,7 +11,7 @@ HEADS = ("num_attention_heads", "n_head")
 """What a config.json calls the query heads of a layer."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What it calls the experts of a layer."""
-TOP_K = ("num_experts_per_tok", "moe_topk")
+TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k")
 """What it calls the experts of a token."""
 DENSE_LAYERS = ("mlp_only_layers", "first_k_dense_replace")
 """Keys by which some layers have no experts."""
