@@ -97,6 +97,8 @@ def _misfits(config: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[str]
         yield f"num_key_value_heads={kv_heads} with num_attention_heads={heads}, which it does not divide"
     if "whole heads" in row["hidden_is"] and heads and hidden % heads:
         yield f"hidden_size={hidden} with num_attention_heads={heads}, which do not divide it"
+    if "even heads" in row["hidden_is"] and head_size(config) % 2:
+        yield f"num_attention_heads={heads} of {head_size(config)} features: they are rotated in pairs"
     if "all heads" in row["hidden_is"] and heads * size("head_dim") != hidden:
         yield f"head_dim={size('head_dim')} with num_attention_heads={heads}, not hidden_size={hidden} in all"
     if experts and chosen > experts:

@@ -105,6 +105,8 @@ def row(kind: str) -> dict[str, Any]:
     heads = {aliases.get("num_attention_heads", "num_attention_heads"): 5}
     heads |= {} if first.get("num_key_value_heads", 1) == 1 else {"num_key_value_heads": 5}
     odd = {"whole heads": heads} | ({"all heads": {"head_dim": 20}} if "head_dim" in by_default else {})
+    if not isinstance(first.get("head_dim"), int):
+        odd["even heads"] = dict.fromkeys(heads, first[aliases.get("hidden_size", "hidden_size")])
     return {
         "defaults": by_default,
         "aliases": {name: own for name, own in aliases.items() if own in by_default},
