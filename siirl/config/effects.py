@@ -2,7 +2,8 @@
 hardly what is meant.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from siirl.config.aliases import ALIASES, POLICY
 from siirl.config.keys import Key
@@ -136,30 +137,34 @@ def why_no_effect(cfg: Config, name: str, others: Iterable[Config] = ()) -> str:
     others: configurations of nodes; if the key's condition holds in one of them, the key may act there.
     """
     key = all_keys()[name]
-    unmet = _unmet(cfg, key)
-    if not all(_unmet(other, key) for other in others):
-        unmet = ""
-    return key.rule.ignored or unmet or next(filter(None, (why(cfg, name) for why in ABSENT)), "")
+    idle = unmet(key, lambda needed: get(cfg, needed))
+    if not all(unmet(key, lambda needed, other=other: get(other, needed)) for other in others):
+        idle = ""
+    return key.rule.ignored or idle or next(filter(None, (why(cfg, name) for why in ABSENT)), "")
 
 
-def _unmet(cfg: Config, key: Key) -> str:
-    """Why the condition under which a key acts does not hold, or an empty string."""
+def unmet(key: Key, value_of: Callable[[str], Any]) -> str:
+    """Why the condition under which a key acts does not hold, as in "lora_rank is 0", or an empty string.
+
+    value_of: what a key of that name is.
+    """
     for conditions in filter(None, (key.rule.within, key.rule.when)):
-        unmet = [_unmet_one(cfg, key, condition) for condition in conditions.split(" or ")]
-        if all(unmet):
-            return " and ".join(unmet)
+        found = [_unmet_one(key, condition, value_of) for condition in conditions.split(" or ")]
+        if all(found):
+            return " and ".join(found)
     return ""
 
 
-def _unmet_one(cfg: Config, key: Key, condition: str) -> str:
+def _unmet_one(key: Key, condition: str, value_of: Callable[[str], Any]) -> str:
     """The same of one condition."""
     needed, _, values = condition.partition("=")
     if needed.split(".")[0] not in TOP_GROUPS:
         needed = f"{key.name.rsplit('.', 1)[0]}.{needed}"
-    actual = show(all_keys()[needed], get(cfg, needed))
+    value = value_of(needed)
+    actual = show(all_keys()[needed], value)
     if all_keys()[needed].rule.user_code and ":" in actual:
         return ""  # code of the user's own may read any key
-    met = actual in values.split("|") if values else bool(get(cfg, needed))
+    met = actual in values.split("|") if values else bool(value)
     return "" if met else f"{needed} is {actual}"
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
+from siirl.config.effects import unmet
 from siirl.config.foreign import POLICY, ROLLOUT, foreign
 from siirl.config.keys import Key
 from siirl.config.load import OVERRIDE
@@ -14,7 +15,7 @@ from siirl.config.values import check_available, closest, convert, show
 from siirl.errors import ConfigError, NotSupportedError, UserError
 from siirl.migrate.correction import GROUP, translate_correction
 from siirl.migrate.defaults import add_defaults, names_vision_model, refused_by_megatron
-from siirl.migrate.translation import Setting, Translation, scalar, typed, unmet, unquoted, value_of
+from siirl.migrate.translation import Setting, Translation, scalar, typed, unquoted, value_of
 
 MEGATRON_NAMES = ("ppo_megatron_trainer", "megatron_ppo_dag_trainer")
 PRESET_NAMES = ("ppo_trainer", "ppo_dag_trainer", *MEGATRON_NAMES)
@@ -98,8 +99,9 @@ def _refused_without_effect(result: Translation) -> None:
     """Values that siirl refuses under keys that do nothing in this run are no loss."""
     for place, setting in enumerate(result.settings):
         key = all_keys().get(setting.there.lstrip("+").partition("=")[0])
-        why = unmet(key, result) if key is not None and setting.kind == "impossible" else ""
-        if why:
+        if key is None or setting.kind != "impossible":
+            continue
+        if why := unmet(key, lambda name: value_of(result, name)):
             result.settings[place] = replace(setting, kind="dropped", why=f"without effect: {why}")
 
 

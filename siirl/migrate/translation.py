@@ -7,7 +7,7 @@ from typing import Any, Literal
 from siirl.config.keys import Key
 from siirl.config.resolve import FOLLOWS
 from siirl.config.root import all_keys
-from siirl.config.values import plain, show
+from siirl.config.values import plain
 
 Kind = Literal["kept", "changed", "added", "dropped", "impossible"]
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -92,22 +92,3 @@ def value_of(result: Translation, name: str) -> Any:
     if name in FOLLOWS and FOLLOWS[name].startswith("${") and FOLLOWS[name].endswith("}"):
         return value_of(result, FOLLOWS[name][2:-1])
     return plain(all_keys()[name].default)
-
-
-def unmet(key: Key, result: Translation) -> str:
-    """Why a key does nothing with what will be written, as in "lora_rank is 0", or an empty string."""
-    for conditions in filter(None, (key.rule.within, key.rule.when)):
-        found = [_unmet_one(key, condition, result) for condition in conditions.split(" or ")]
-        if all(found):
-            return " and ".join(found)
-    return ""
-
-
-def _unmet_one(key: Key, condition: str, result: Translation) -> str:
-    needed, _, values = condition.partition("=")
-    if needed not in all_keys():
-        needed = f"{key.name.rsplit('.', 1)[0]}.{needed}"
-    value = value_of(result, needed)
-    actual = show(all_keys()[needed], value)
-    met = actual in values.split("|") if values else bool(value)
-    return "" if met else f"{needed} is {actual}"

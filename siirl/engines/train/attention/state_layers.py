@@ -1,4 +1,4 @@
-"""Gated delta nets and Mamba-2 over packed rows: each row's state and convolution begin anew, or where its
+"""Gated delta nets and Mamba-2 over packed rows: each row's state and convolution start over, or where its
 prompt ended.
 
 transformers hands the keywords of a decoder down to the convolution and the rule, or scan, of each such
