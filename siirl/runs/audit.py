@@ -19,6 +19,7 @@ import pyarrow as pa
 from siirl.data.ledger import EVENTS, FOLDER, HEADER, KINDS, ROUND_BITS, step_of
 from siirl.errors import DataError
 from siirl.runs.folder_reader import Skipped, content
+from siirl.show.batch_text import count_of
 
 NAME = re.compile(r"attempt_(\d+)\.rank_(\d+)\.(\d+)\.arrow")
 CLOSE = 1e-5
@@ -381,7 +382,8 @@ def audit(run: Path) -> tuple[list[str], bool]:
     ledger = read_ledger(run)
     counted, events = ledger.counted, ledger.events
     lines = [
-        f"{len(counted)} steps, {len(ledger.steps)} attempts, {len(events['loaded']['id'])} prompts, "
+        f"{count_of(len(counted), 'step')}, {count_of(len(ledger.steps), 'attempt')}, "
+        f"{count_of(len(events['loaded']['id']), 'prompt')}, "
         f"{len(events['sampled']['id'])} rows sampled, {len(set(_keys(events['trained'])))} trained",
     ]
     holds = True

@@ -39,7 +39,7 @@ def stream(folder: Path, stem: str) -> tuple[pa.Schema, list[pa.RecordBatch]]:
 
 
 def test_an_honest_run_holds_and_a_row_has_one_life(run, capsys):
-    assert audited(run)[0].startswith("6 steps, 1 attempts, ")
+    assert audited(run)[0].startswith("6 steps, 1 attempt, ")
     assert main(["audit", str(run.output)]) == 0
     assert capsys.readouterr().out.count("held    ") == len(CHECKS)
     schema, batches = stream(run.output / FOLDER, "attempt")
