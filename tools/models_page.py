@@ -4,13 +4,13 @@
 """
 
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from proven_models import ALONE, FILE, ROOT, SAMPLED, TRAINING, Case, Cases, Proof, load, merge
+from family_columns import family_rows
+from proven_models import ALONE, CPU, FILE, FP32, ROOT, SAMPLED, TRAINING, Case, Cases, Proof, load, merge
 
-from siirl.models.families import FAMILIES, known_types, types_with
+from siirl.models.families import known_types, types_with
 from siirl.models.trained import TRAINABLE
 
 WHY_NOT = types_with(lambda row: row.vllm.why_not)
@@ -18,9 +18,7 @@ WHY_NOT = types_with(lambda row: row.vllm.why_not)
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- what was proven, of models_proven.json: begin -->", "<!-- end -->"
 TYPES, TYPES_END = "<!-- what trains, of siirl/models/families.py: begin -->", "<!-- types: end -->"
-WIDTH = 150
-"""Of a line of the page."""
-CPU, FP32, FSDP = "CPU", "float32", "fsdp"
+FSDP = "fsdp"
 NOT_RUN = "not run"
 REFUSED = "refused"
 NAMED = 3
@@ -34,28 +32,11 @@ def table(cases: Cases) -> str:
 
 def with_table(text: str, cases: Cases) -> str:
     """The page with its tables as they are now."""
+    families = "\n".join(family_rows(cases))
     head, _, rest = text.partition(TYPES)
-    text = f"{head}{TYPES}\n\n{types()}\n\n{TYPES_END}{rest.partition(TYPES_END)[2]}"
+    text = f"{head}{TYPES}\n\n{families}\n\n{TYPES_END}{rest.partition(TYPES_END)[2]}"
     head, _, rest = text.partition(BEGIN)
     return f"{head}{BEGIN}\n{table(cases)}\n{END}{rest.partition(END)[2]}"
-
-
-def types() -> str:
-    """Which types a strategy trains, and as what: a row, or more where there are many."""
-    lines = ["| strategy | as | model types |", "|---|---|---|"]
-    for strategy in TRAINABLE:
-        any_head = known_types(strategy, "value")
-        seeing = [kind for kind in known_types(strategy) if FAMILIES[kind].sees_images]
-        others = [kind for kind in known_types(strategy) if kind not in (*any_head, *seeing)]
-        for role, kinds in (
-            ("any role", any_head),
-            ("actor and reference", others),
-            ("actor and reference, with [images](vision.md)", seeing),
-        ):
-            head = f"| {strategy} | {role} | "
-            rows = textwrap.wrap(", ".join(kinds), WIDTH - len(head))
-            lines += [f"{head}{row.removesuffix(',')} |" for row in rows]
-    return "\n".join(lines)
 
 
 def strangers(cases: Cases) -> list[Case]:

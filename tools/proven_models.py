@@ -23,6 +23,8 @@ SAMPLED = "sampled by vLLM"
 """The part of a case that is what vLLM says of its tokens."""
 ALONE = "1 rank"
 """The layout of one rank."""
+CPU, FP32 = "CPU", "float32"
+"""The device and the type of numbers of most cases."""
 
 
 class Case(NamedTuple):

@@ -416,6 +416,11 @@ TEXT_PARTS = (
 WHY_NOT = {
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), "of which transformers has no model (Ling)"),
     "falcon_h1": "each of whose layers has a state beside keys and values, which no rollout of siirl keeps",
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text"),
+        "whose layers have heads of two sizes, and may take keys and values of other layers: no cache of a "
+        "rollout of siirl keeps these (Gemma 2 and Gemma 3 train)",
+    ),
     "kimi_k2": (
         "which is a deepseek_v3 by another name: write that as model_type into a copy of its config.json, "
         "without auto_map, and name the copy as model.path"

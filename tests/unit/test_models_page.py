@@ -4,13 +4,20 @@ import json
 import re
 from pathlib import Path
 
+import family_columns
 import models_page
 import proven_models
 import pytest
+from plan_cases import config
 from proven_models import ALONE, SAMPLED, TRAINING, Case, Proof
 
-from siirl.models.families import known_types, types_with
+import siirl
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.config import with_overrides
+from siirl.errors import UserError
+from siirl.models.families import FAMILIES, known_types, types_with
 from siirl.models.trained import TRAINABLE
+from siirl.testing.tiny_models import tiny_config
 
 WHY_NOT = types_with(lambda row: row.vllm.why_not)
 
@@ -57,6 +64,56 @@ def test_every_type_that_a_strategy_trains_has_a_row_with_what_was_proven_or_tha
         proven = [case for case in cases if case._replace(layout=ALONE) == own]
         assert (layouts != models_page.NOT_RUN) == bool(proven), (kind, strategy)
         assert not proven or float(log_prob) < 1e-5, (kind, strategy)
+
+
+ACTOR = "actor_rollout_ref.actor"
+ASKED = {
+    "fsdp": (f"{ACTOR}.strategy=fsdp",),
+    "megatron": (f"{ACTOR}.strategy=megatron",),
+    "sampled by": ("actor_rollout_ref.rollout.name=vllm",),
+    "LoRA": ("actor_rollout_ref.model.lora_rank=4",),
+    "FP8": (f"{ACTOR}.fsdp_config.float8=true",),
+}
+"""Column -> what is asked for by it."""
+SAYS_YES = {
+    "sampled by": lambda cell: "vllm" in cell,
+    "LoRA": lambda cell: cell == "all",
+    **dict.fromkeys(("fsdp", "megatron", "FP8"), lambda cell: cell != "-"),
+}
+
+
+@pytest.fixture(scope="module")
+def family_table() -> dict[str, dict[str, str]]:
+    head, _, *table = rows("\n".join(family_columns.family_rows(proven_models.load(proven_models.FILE))))
+    return {row[0]: dict(zip(head, row, strict=True)) for row in table}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if not FAMILIES[kind].sees_images])
+def test_what_a_type_s_row_says_is_what_is_accepted(tmp_path, family_table, kind):
+    wide = {"num_attention_heads": 2} if kind == "gpt_bigcode" else {}  # whose one head of keys FP8 takes
+    tiny_config(kind, **wide).save_pretrained(tmp_path)
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    for column, asked in ASKED.items():
+        cfg = config(path, "trainer.device=cuda", *asked)
+        try:
+            compile_plan(load_dag(cfg), cfg, 1)
+            accepted = True
+        except UserError:
+            accepted = False
+        cell = family_table[kind][column]
+        assert SAYS_YES[column](cell) == accepted, (column, cell)
+    assert ("any role" in family_table[kind]["fsdp"]) == (kind in known_types("fsdp", "value"))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_5_text"])
+def test_one_layer_more_than_the_largest_gets_a_warning_of_memory(tmp_path, family_table, kind):
+    layers = int(re.findall(r"(\d+) layers", family_table[kind]["largest"])[0])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    cfg = next(cfg for cfg in family_columns.jobs(kind, str(tmp_path)) if family_columns.deepest(cfg))
+    sized = {"trainer.device_memory_gib": family_columns.GPU_GIB}
+    for depth, fits in ((layers, True), (layers + 1, False)):
+        planned = siirl.plan(with_overrides(cfg, family_columns.deep(depth) | sized))
+        assert any("memory" in line for line in planned.warnings) != fits, planned.warnings
 
 
 def test_nothing_is_said_of_types_that_no_strategy_trains():

@@ -116,6 +116,8 @@ def test_layers_with_states_are_trained_as_far_as_they_were_compared(tmp_path, v
         ("kimi_k2", "kimi_k2, which is a deepseek_v3 by another name: write that as model_type"),
         ("bailing_moe_v2", "bailing_moe_v2, of which transformers has no model"),
         ("nemotron_h", "nemotron_h, some of whose layers are an MLP alone"),
+        ("gemma4", "gemma4, whose layers have heads of two sizes"),
+        ("gemma4_text", "gemma4_text, whose layers have heads of two sizes"),
         ("falcon_h1", "falcon_h1, each of whose layers has a state beside keys and values"),
     ],
 )

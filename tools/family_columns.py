@@ -1,0 +1,158 @@
+"""Table of docs/models.md with a row for each model type: what trains it and samples it, how large it may be.
+
+Cells are asked of what `siirl check` and `siirl plan` ask: the table of families, and the memory estimate.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from proven_models import ALONE, CPU, FP32, TRAINING, Cases
+
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.memory.estimate import read_shape
+from siirl.compiler.plan import Plan
+from siirl.config import Config, load_config, with_overrides
+from siirl.errors import UserError
+from siirl.findings import Findings
+from siirl.models.adapter_targets import ADAPTED, why_not_adapted
+from siirl.models.config_values import as_read, without_value
+from siirl.models.families import family_of, known_types
+from siirl.models.sampled import why_not_in_vllm
+from siirl.models.trained import TRAINABLE, why_not_plain
+from siirl.show.memory_text import memory_warnings
+
+COLUMNS = ("model type", "fsdp", "megatron", "sampled by", "LoRA", "FP8", "released as", "largest")
+GPUS, GPU_GIB = 8, 80
+NONE, NO_ESTIMATE = "-", "no estimate"
+_POLICY = "actor_rollout_ref"
+_DEEPEST = 1024
+"""Layers that no model has."""
+_WHERE_NO_DEFAULT = {"num_experts_per_tok": 6, "head_dim": 128}
+"""Sizes that some types have no default of, as DeepSeek-V2 and Ministral have them."""
+
+
+def family_rows(cases: Cases) -> Iterator[str]:
+    """The lines of the table."""
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|---" * len(COLUMNS) + "|"
+    for kind in sorted({kind for strategy in TRAINABLE for kind in known_types(strategy)}):
+        cells = [trained(kind, strategy, cases) for strategy in TRAINABLE]
+        cells += [sampled(kind), adapted(kind), multiplied(kind), released(kind), largest(kind)]
+        yield f"| {' | '.join((kind, *cells))} |"
+
+
+def trained(kind: str, strategy: str, cases: Cases) -> str:
+    """As what a strategy trains a type, and the parallel sizes above 1 that were compared on CPUs."""
+    if kind not in known_types(strategy):
+        return NONE
+    roles = "any role" if kind in known_types(strategy, "value") else "actor"
+    found = {
+        word.rstrip("0123456789")
+        for case in cases
+        if case[:3] == (kind, strategy, TRAINING) and case[4:] == (CPU, FP32) and case.layout != ALONE
+        for word in case.layout.split()
+    }
+    return ": ".join(part for part in (roles, " ".join(sorted(found))) if part)
+
+
+def sampled(kind: str) -> str:
+    """The rollout engines that take a type, of the shape that transformers gives it."""
+    family = family_of(kind)
+    found = ["hf"]
+    if not why_not_in_vllm({"model_type": kind}, on_cpu=False):
+        found.append("vllm")
+    return ", ".join([*found, "sglang"] if family.sglang else found)
+
+
+def adapted(kind: str) -> str:
+    """What of a type may have LoRA adapters."""
+    config = {"model_type": kind, "num_experts": 8 if family_of(kind).experts else 0}
+    for targets, text in (("all-linear", "all"), (ADAPTED, "attention")):
+        if not why_not_adapted(config, targets, ""):
+            return text
+    return NONE
+
+
+def multiplied(kind: str) -> str:
+    """Whether its linear layers multiply in FP8."""
+    return "yes" if family_of(kind).float8 else NONE
+
+
+def released(kind: str) -> str:
+    """The forms in which files of a type are read."""
+    forms = [
+        name
+        for name, method in (("FP8", "fp8"), ("MXFP4", "mxfp4"))
+        if not why_not_plain(kind, {"quantization_config": {"quant_method": method}})
+    ]
+    return ", ".join(["bf16", *forms])
+
+
+@cache
+def largest(kind: str) -> str:
+    """Parameters of the deepest model of a type that fits, its layers as transformers' defaults have them."""
+    written = {"model_type": kind}
+    while missing := without_value(as_read(written)).removeprefix("no ").partition(" ")[0]:
+        if missing not in _WHERE_NO_DEFAULT:
+            return NO_ESTIMATE
+        written[missing] = _WHERE_NO_DEFAULT[missing]
+    if not family_of(kind).counted or "hidden_size" not in as_read(written):
+        return NO_ESTIMATE
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(written))
+        layers, cfg = next((layers, cfg) for cfg in jobs(kind, folder) if (layers := deepest(cfg)))
+        shape = read_shape(with_overrides(cfg, deep(layers)), "actor")
+    assert not isinstance(shape, str), shape
+    return f"{shape.params / 1e9:.0f} B, {layers} layers"
+
+
+def jobs(kind: str, folder: str) -> Iterator[Config]:
+    """GRPO of a model under fsdp, its engines and experts shared by as many ranks as divide them; what waits
+    is in host memory."""
+    fsdp, engine = f"{_POLICY}.actor.fsdp_config", "vllm" if "vllm" in sampled(kind) else "hf"
+    for experts in (GPUS, 1) if family_of(kind).experts else (1,):
+        for tensor in (8, 4, 2, 1) if engine == "vllm" else (1,):
+            keys = {
+                f"{_POLICY}.model.path": folder,
+                f"{_POLICY}.rollout.name": engine,
+                f"{_POLICY}.rollout.tensor_model_parallel_size": tensor,
+                f"{fsdp}.expert_parallel_size": experts,
+                f"{fsdp}.param_offload": True,
+                f"{fsdp}.optimizer_offload": True,
+            }
+            yield with_overrides(_defaults(), keys)
+
+
+def deep(layers: int) -> dict[str, Any]:
+    """What makes a model so deep."""
+    return {f"{_POLICY}.model.override_config": {"num_hidden_layers": layers}}
+
+
+@cache
+def _defaults() -> Config:
+    gpus = ("trainer.device=cuda", f"trainer.n_gpus_per_node={GPUS}")
+    return load_config(["algorithm.adv_estimator=grpo", *gpus])
+
+
+def deepest(cfg: Config) -> int:
+    """The most layers with which a job gets no warning of memory; 0: none, or it is refused."""
+    try:
+        plan, configs = compile_plan(load_dag(cfg), cfg, GPUS)
+    except UserError:
+        return 0
+    low, high = 0, _DEEPEST
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(plan, configs, middle) else (low, middle)
+    return low
+
+
+def fits(plan: Plan, configs: dict[str, Config], layers: int) -> bool:
+    """Whether `siirl plan` has nothing to say of the memory that a plan takes with so deep a model."""
+    other = {node: with_overrides(cfg, deep(layers)) for node, cfg in configs.items()}
+    refused = Findings()
+    return not memory_warnings(plan, other, GPU_GIB, refused) and not refused.problems
