@@ -102,7 +102,15 @@ def test_what_a_type_s_row_says_is_what_is_accepted(tmp_path, family_table, kind
             accepted = False
         cell = family_table[kind][column]
         assert SAYS_YES[column](cell) == accepted, (column, cell)
-    assert ("any role" in family_table[kind]["fsdp"]) == (kind in known_types("fsdp", "value"))
+
+
+def test_the_table_of_types_has_every_type_with_the_strategies_that_train_it(family_table):
+    assert family_table.keys() == {kind for strategy in TRAINABLE for kind in known_types(strategy)}
+    for strategy in TRAINABLE:
+        cells = {kind: row[strategy] for kind, row in family_table.items()}
+        assert [kind for kind, cell in cells.items() if cell != "-"] == list(known_types(strategy))
+        any_head = [kind for kind, cell in cells.items() if "any role" in cell]
+        assert any_head == list(known_types(strategy, "value"))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_5_text"])

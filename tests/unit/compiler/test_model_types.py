@@ -3,7 +3,6 @@
 import json
 import re
 from contextlib import nullcontext
-from pathlib import Path
 
 import causal_lms
 import pytest
@@ -401,23 +400,6 @@ def test_a_model_of_its_own_code_is_left_to_its_engine(tmp_path):
         check(tmp_path, "fsdp", **own)
     cfg = config(f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.model.trust_remote_code=True")
     compile_plan(load_dag(cfg), cfg, 1)
-
-
-def test_the_page_of_models_lists_the_table():
-    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for line in page.splitlines():
-        if line.startswith(("| fsdp", "| megatron")):
-            strategy, role, row = line.split("|")[1:4]
-            kinds.setdefault((strategy, role), []).extend(kind.strip() for kind in row.split(","))
-    tables = [
-        OF_ANY_HEAD,
-        sorted({*known_types("fsdp")} - {*OF_ANY_HEAD, *VISION_MODELS}),
-        VISION_MODELS,
-        known_types("megatron", "value"),
-        sorted({*known_types("megatron")} - {*OF_ANY_HEAD}),
-    ]
-    assert list(kinds.values()) == [list(table) for table in tables]
 
 
 ROPES = {
