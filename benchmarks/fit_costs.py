@@ -76,6 +76,8 @@ class Measured:
     lengths: Lengths | None = None
     """Of rows; None: as long as the keys allow."""
     card: str = "h200"
+    keys: tuple[str, ...] = ()
+    """Of its command, with the model's folder here."""
 
 
 def measured_runs(folder: Path) -> Iterator[Measured]:
@@ -160,11 +162,13 @@ def _measured(
     config.pop("prompts", None)
     (model / "config.json").write_text(json.dumps(config))
     path = "actor_rollout_ref.model.path="
-    cfg = load_config([*(key for key in keys if not key.startswith(path)), f"{path}{model}"])
+    keys = [*(key for key in keys if not key.startswith(path)), f"{path}{model}"]
+    cfg = load_config(keys)
     plan, configs = compile_plan(load_dag(cfg), cfg, gpus)
     seconds = {name: value["median"] for name, value in metrics.items() if isinstance(value, dict)}
     plan = plan if today else _with_whole_pass(plan)
-    return Measured(f"{stem} {run}".strip(), stem in FITTED, today, plan, configs, seconds)
+    name = f"{stem} {run}".strip()
+    return Measured(name, stem in FITTED, today, plan, configs, seconds, keys=tuple(keys))
 
 
 def _with_whole_pass(plan: Plan) -> Plan:

@@ -117,6 +117,9 @@ def _print_dialects(run: PlannedRun, example: bool) -> None:
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
+    if args.run:
+        _plan_from(args, overrides)
+        return
     for name in ("device", "tokens"):
         if getattr(args, name) and not (args.explain or args.search):
             raise ConfigError(
@@ -133,6 +136,19 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
         _write(Path(args.json), lambda path: path.write_text(run.plan.to_json(), encoding="utf-8"))
     if args.draw:
         _write(Path(args.draw), run.draw)
+
+
+def _plan_from(args: argparse.Namespace, overrides: list[str]) -> None:
+    from siirl.commands.plan_from import what_if
+    from siirl.runs.run_state import run_folder
+
+    for name in ("search", "explain", "tokens", "json", "draw"):
+        if getattr(args, name):
+            raise ConfigError(
+                f"--from {args.run} and --{name}: with --from the plan, its times and lengths are the run's, "
+                "and both are told side by side. Leave out one of them."
+            )
+    print_text(what_if(run_folder(args.run), overrides, args.device, args.trust))
 
 
 def _migrate(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -253,6 +269,13 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--draw", metavar="FILE", help="draw the plan: .svg or .png")
             sub.add_argument("--explain", action="store_true", help="predict where the time of a step goes")
             sub.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
+            sub.add_argument(
+                "--from",
+                dest="run",
+                metavar="RUN",
+                help="what a recorded run would take with these keys, by what its steps took",
+            )
+            sub.add_argument("--trust", action="store_true", help="with --from: also if others can change it")
             sub.add_argument("--device", metavar="KIND", help="that it is predicted for, as in h200")
             sub.add_argument(
                 "--tokens",

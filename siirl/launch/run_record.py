@@ -26,6 +26,7 @@ from siirl.config import Config
 from siirl.config.tree import print_config
 from siirl.config.values import SECRET_KEYS
 from siirl.errors import ConfigError
+from siirl.launch.devices import device_name
 from siirl.launch.job import write_private
 from siirl.launch.run_folder import CODE_DIR, absolute, clear, refuse_used
 from siirl.model_files.run_inputs import RunInputs
@@ -99,6 +100,7 @@ def describe(command: Sequence[str]) -> dict[str, Any]:
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "host": socket.gethostname(),
+        "device": device_name() or "",
         "directory": os.getcwd(),
         "command": shlex.join(without_secrets(command)),
         "siirl": {"path": str(source), **commit_of(source)},

@@ -87,6 +87,8 @@ class Start:
     """Seconds since the epoch."""
     host: str = ""
     directory: str = ""
+    device: str = ""
+    """Name of a GPU there, as its driver has it."""
     command: str = ""
     python: str = ""
     siirl: dict[str, Any] = field(default_factory=dict)
@@ -334,7 +336,10 @@ def read_starts(folder: Path, unreadable: Skipped, packages: bool = False) -> tu
     versions = mapping(told.get("packages"))
     return len(documents), Start(
         started_s=_moment(told.get("started")),
-        **{name: word(told.get(name)) for name in ("run_id", "host", "directory", "command", "python")},
+        **{
+            name: word(told.get(name))
+            for name in ("run_id", "host", "directory", "device", "command", "python")
+        },
         siirl=mapping(told.get("siirl")),
         project=mapping(told.get("project")),
         packages={one_line(str(name)): word(version) for name, version in versions.items()},

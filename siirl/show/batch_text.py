@@ -178,24 +178,33 @@ def explanation(found: StepTime, device: str, world_size: int) -> str:
         share = f"{100 * phase.seconds / found.step_s:.0f}%" if found.step_s else ""
         begins = f"{phase.begins_s:.1f}"
         rows.append(
-            [phase.name, format_ranks(phase.ranks), begins, _seconds(phase.seconds), share, _parts(phase)]
+            [
+                phase.name,
+                format_ranks(phase.ranks),
+                begins,
+                seconds_text(phase.seconds),
+                share,
+                parts_text(phase),
+            ]
         )
     lines = table(rows) if found.phases else []
     if found.step_s:
         rate = f"{found.tokens / found.step_s / world_size:,.0f} tokens/s on each of {world_size} devices"
-        lines.append(f"step: {_seconds(found.step_s)} s; {rate}")
+        lines.append(f"step: {seconds_text(found.step_s)} s; {rate}")
     lines += [f"wait: {line}" for line in _waiting(found, world_size)]
     lines += [f"not counted: {line}" for line in found.not_counted]
     lines += [f"assumed: {line}" for line in found.assumed]
     return "\n".join([f"time of a step, predicted for {device}", *(f"  {line}" for line in lines)])
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
+    """As in 12.3, 0.12, 0.0012."""
     return f"{value:.1f}" if value >= 1 else f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"
 
 
-def _parts(phase: Phase) -> str:
-    shown = [f"{what} {_seconds(s)}" for what, s in phase.parts.items() if s >= _SMALL * phase.seconds]
+def parts_text(phase: Phase) -> str:
+    """What a phase spends its time on, the largest first."""
+    shown = [f"{what} {seconds_text(s)}" for what, s in phase.parts.items() if s >= _SMALL * phase.seconds]
     return ", ".join(shown)
 
 

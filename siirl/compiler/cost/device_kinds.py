@@ -40,12 +40,16 @@ class DeviceKind:
     constants: dict[str, Constant]
     scaled_from: str = ""
     """The device that the constants were measured on; empty: this one."""
+    flops_of_a_byte: float = 180
+    """A product of weights with more rows than so many halves of this is bound by arithmetic, not by the
+    weights that it reads: FLOPs in the time in which a byte is read."""
 
 
 _PASSES = "grpo_gpu_A_1, B_1, A_4, A_4_tp2, backends_gpu_speed_1.7B_1_tp1, 1.7B_4_tp4, 1.7B_1_shared"
 _ROLLOUTS = "grpo_gpu_A_1, B_1, A_4, A_4_tp2, backends_gpu_vllm_1.7B_1_tp1"
 _SHARED = "backends_gpu_speed_1.7B_1_shared"
 _NONE = "not measured: 400 Gbit/s for each device"
+_NONE_CPU = "not measured"
 _H200 = {
     "matmul": Constant(708e12, "FLOP/s", "matrix products", _PASSES),
     "experts": Constant(4.61e10, "bytes/s", "tokens to experts", "experts_gpu_30B-A3B-8_2_ep2"),
@@ -68,6 +72,33 @@ _H200 = {
 
 _ARITHMETIC = ("matmul", "attention")
 _MEMORY = ("activations", "activations_compiled", "memory")
+_CPU = "what_if_cpu"
+CPU = DeviceKind(
+    "cpu",
+    5e10,
+    1e10,
+    16.0,
+    {
+        "matmul": Constant(1.1e11, "FLOP/s", "matrix products", _CPU),
+        "experts": Constant(1e10, "bytes/s", "tokens to experts", _NONE_CPU),
+        "attention": Constant(1e10, "FLOP/s", "attention", _CPU),
+        "activations": Constant(1e12, "bytes/s", "activations", _NONE_CPU),
+        "activations_compiled": Constant(1e12, "bytes/s", "activations of compiled layers", _NONE_CPU),
+        "link": Constant(1e9, "bytes/s", "messages", _NONE_CPU),
+        "network": Constant(1e9, "bytes/s", "messages between machines", _NONE_CPU),
+        "memory": Constant(4.49e09, "bytes/s", "weights and KV cache", _CPU),
+        "decode_layer": Constant(0.000406, "s of a layer and token", "kernels of each token", _CPU),
+        "decode_exchange": Constant(1e-3, "s of an all-reduce", "all-reduces", _NONE_CPU),
+        "sync_tensor": Constant(0.000148, "s of a tensor", "loading tensors", _CPU),
+        "sync_ranks": Constant(0.02, "s of a sync", "agreeing", _NONE_CPU),
+        "wake": Constant(0.0, "s of a rollout", "waking and sleeping", _NONE_CPU),
+        "slowest": Constant(0.0, "s of a rollout's second, for each doubling", "the slowest rank", _NONE_CPU),
+        "launch": Constant(0.00244, "s of a layer's pass over a micro-batch", "micro-batches", _CPU),
+    },
+    flops_of_a_byte=5,
+)
+"""A core of a machine without a GPU, in float32: tiny models, whose operations take longer to call than to
+compute. Only the proportions count: times are those of a run on the user's machine (see calibration.py)."""
 
 _SHEETS = {
     # dense bf16 FLOP/s, bytes/s and GiB of memory, by NVIDIA's data sheets

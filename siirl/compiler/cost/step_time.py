@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from siirl.compiler.backends import backend_of
+from siirl.compiler.cost.calibration import Calibration
 from siirl.compiler.cost.device_kinds import DEVICES, DeviceKind
 from siirl.compiler.cost.lengths import Lengths, RowTokens
 from siirl.compiler.cost.work import (
@@ -44,6 +45,8 @@ class Phase:
     """After the step's begin."""
     parts: dict[str, float]
     """Kind of work -> seconds, the largest first."""
+    kind: str
+    """rollout, pass, update, sync; other: no model's."""
 
     @property
     def seconds(self) -> float:
@@ -78,6 +81,7 @@ class _Walk:
     lengths: Lengths | None
     machine: int
     today: bool
+    recorded: Calibration | None
     found: StepTime = field(default_factory=StepTime)
 
     def row_tokens(self, cfg: Config) -> RowTokens:
@@ -94,7 +98,8 @@ class _Walk:
         """Kind of work -> seconds."""
         seconds: dict[str, float] = {}
         for name, amount in work.items():
-            constant = self.device.constants[name]
+            if (constant := self.device.constants.get(name)) is None:
+                continue  # what the device hides behind other work
             seconds[constant.what] = seconds.get(constant.what, 0.0) + constant.seconds(amount)
         return seconds
 
@@ -105,12 +110,13 @@ def step_time(
     device: DeviceKind,
     lengths: Lengths | None = None,
     today: bool = True,
+    recorded: Calibration | None = None,
 ) -> StepTime | str:
     """The prediction for a step, or why there is none: a config.json that is not known.
 
     lengths: of rows; the longest that the keys allow if None. today: False for steps of a siirl that computed
     a prompt with each of its samples, logits of large micro-batches twice, and Megatron's layers by its own
-    functions.
+    functions. recorded: of a run, by which all is corrected, and all that it timed is counted.
     """
     shapes: dict[str, ModelShape] = {}
     for model in plan.models.values():
@@ -121,7 +127,7 @@ def step_time(
             return shape
         shapes[model.name] = shape
     machine = next(iter(configs.values())).trainer.n_gpus_per_node
-    walk = _Walk(plan, configs, shapes, device, lengths, machine, today)
+    walk = _Walk(plan, configs, shapes, device, lengths, machine, today, recorded)
     _walk(walk)
     walk.found.assumed[:0] = _assumptions(walk)
     return walk.found
@@ -131,51 +137,82 @@ def _walk(walk: _Walk) -> None:
     plan, clock = walk.plan, dict.fromkeys(range(walk.plan.world_size), 0.0)
     for ins in plan.instructions:
         parts: dict[str, float] = {}
-        name = ""
+        name = kind = ""
         if isinstance(ins, Run):
-            name, parts = ins.node, _node_parts(walk, ins.node, plan.nodes[ins.node])
+            name, (kind, parts) = ins.node, _node_parts(walk, ins.node, plan.nodes[ins.node])
         elif isinstance(ins, SyncWeights):
-            name, parts = f"weights of {plan.links[ins.link].target}", _sync_parts(walk, ins.link)
+            name, kind = f"weights of {plan.links[ins.link].target}", "sync"
+            parts = _sync_parts(walk, ins.link)
         elif not isinstance(ins, Reshard):
             continue
         ranks = plan.routes[ins.route].ranks if isinstance(ins, Reshard) else ins.ranks
         begins = max(clock[rank] for rank in ranks)
         ends = begins
         if parts:
-            largest = dict(sorted(parts.items(), key=lambda part: -part[1]))
-            phase = Phase(name, tuple(ranks), begins, largest)
+            factor = walk.recorded.factor(name, kind) if walk.recorded and kind != OTHER else 1.0
+            largest = {what: s * factor for what, s in sorted(parts.items(), key=lambda part: -part[1])}
+            phase = Phase(name, tuple(ranks), begins, largest, kind)
             walk.found.phases.append(phase)
             on = isinstance(ins, Run) and plan.nodes[ins.node].runs_in_background
             ends += 0.0 if on else phase.seconds
             walk.found.beside = max(walk.found.beside, phase.seconds if on else 0.0)
         clock |= dict.fromkeys(ranks, ends)
-    walk.found.step_s = max(max(clock.values()), walk.found.beside)
+    rest_s = walk.recorded.rest_s if walk.recorded else 0.0
+    walk.found.step_s = max(max(clock.values()), walk.found.beside) + rest_s
 
 
+OTHER = "other"
 UNTIMED = {"judge": "a judge's answers", "scoring_teacher": "what a teacher says by a rollout engine"}
 """Role of a rollout engine that is not asked for rollouts -> what is not counted."""
 
 
-def _node_parts(walk: _Walk, name: str, node: NodePlan) -> dict[str, float]:
-    """Kind of work -> seconds of a node; empty for what takes next to none, or is not counted."""
+def _node_parts(walk: _Walk, name: str, node: NodePlan) -> tuple[str, dict[str, float]]:
+    """(kind of phase, kind of work -> seconds) of a node; empty: it takes next to none, or is not counted."""
     plan = walk.plan
     if name in plan.interactions:
-        _skip(walk, f"{name}: a conversation, whose turns and environments are not known before")
+        return "rollout", _conversation_parts(walk, name)
     if any(name == stage.node for talk in plan.interactions.values() for stage in talk.stages):
-        return {}
+        return "", {}
     model = next((model for model in plan.models.values() if name in model.nodes), None)
     if model is None:
-        if node.executable or (node.spec.scores and not node.spec.combines):
-            _skip(walk, f"{name}: code outside the models ({node.spec.name})")
-        elif node.spec.is_rollout:
-            _skip(walk, f"{name}: reading recorded rows")
-        return {}
+        return OTHER, _own_parts(walk, name, node)
     cfg = ROLES[model.role].engine_cfg(walk.configs[model.node])
     if model.generates:
-        return _rollout_parts(walk, name, model, cfg)
+        return "rollout", _rollout_parts(walk, name, model, cfg)
     if model.trains and node.spec.trains:
         walk.found.tokens += batch_of(cfg, model.role).rows * walk.row_tokens(cfg).row * model.is_policy
-    return _pass_parts(walk, model, cfg, node)
+    return "update" if node.spec.trains else "pass", _pass_parts(walk, model, cfg, node)
+
+
+def _own_parts(walk: _Walk, name: str, node: NodePlan) -> dict[str, float]:
+    """A node of no model: known only of a run, by its rows."""
+    if walk.recorded is not None:
+        each = walk.recorded.row_seconds.get(name, 0.0)
+        return {"as recorded, by its rows": each * rank_rows(walk.plan, walk.configs, name)} if each else {}
+    if node.executable or (node.spec.scores and not node.spec.combines):
+        _skip(walk, f"{name}: code outside the models ({node.spec.name})")
+    elif node.spec.is_rollout:
+        _skip(walk, f"{name}: reading recorded rows")
+    return {}
+
+
+def rank_rows(plan: Plan, configs: Configs, node: str) -> float:
+    """Rows of a step that a rank has of a node."""
+    return batch_of(configs[node]).rows / len(plan.run_of(node).ranks)
+
+
+def _conversation_parts(walk: _Walk, name: str) -> dict[str, float]:
+    """Of a conversation, what its engines would do if every policy answered each row once; for a run, whose
+    turns and environments are in the ratio to it."""
+    if walk.recorded is None:
+        _skip(walk, f"{name}: a conversation, whose turns and environments are not known before")
+        return {}
+    slowest: dict[str, float] = {}
+    for policy in walk.plan.interactions[name].policies:
+        model = walk.plan.models[policy]
+        cfg = ROLES[model.role].engine_cfg(walk.configs[model.node])
+        slowest = max(slowest, _rollout_parts(walk, name, model, cfg), key=lambda parts: sum(parts.values()))
+    return slowest
 
 
 def _pass_parts(walk: _Walk, model: ModelPlan, cfg: Config, node: NodePlan) -> dict[str, float]:
@@ -195,12 +232,13 @@ def _pass_parts(walk: _Walk, model: ModelPlan, cfg: Config, node: NodePlan) -> d
 
 def _rollout_parts(walk: _Walk, name: str, model: ModelPlan, cfg: Config) -> dict[str, float]:
     rollout = cfg.actor_rollout_ref.rollout
-    if not backend_of(model).timed or model.role != "rollout":
+    if (not backend_of(model).timed and walk.recorded is None) or model.role != "rollout":
         _skip(walk, f"{name}: {UNTIMED.get(model.role, f'rollout.name={model.backend}, not measured')}")
         return {}
     rows = engine_rows(walk.plan, model, walk.configs)
-    gib = cfg.trainer.device_memory_gib or walk.device.gib
-    work = rollout_work(model, cfg, walk.shapes[model.name], walk.row_tokens(cfg), rows, gib * GIB)
+    device_bytes = (cfg.trainer.device_memory_gib or walk.device.gib) * GIB
+    shape, flops = walk.shapes[model.name], walk.device.flops_of_a_byte
+    work = rollout_work(model, cfg, shape, walk.row_tokens(cfg), rows, device_bytes, flops)
     parts = walk.parts(work)
     constants = walk.device.constants
     if model.dims.world > 1:
@@ -216,7 +254,7 @@ def _rollout_parts(walk: _Walk, name: str, model: ModelPlan, cfg: Config) -> dic
 def _sync_parts(walk: _Walk, name: str) -> dict[str, float]:
     link = walk.plan.links[name]
     target = walk.plan.models[link.target]
-    if not backend_of(target).timed:
+    if not backend_of(target).timed and walk.recorded is None:
         return {}
     cfg = walk.configs[target.node]
     return walk.parts(sync_work(link, cfg, walk.shapes[target.name], walk.machine))
@@ -238,7 +276,7 @@ def _assumptions(walk: _Walk) -> list[str]:
             f"no step was measured on {device.name}: the constants are those of {measured.name}, by the data "
             f"sheets (arithmetic x {faster:.2f}, memory x {wider:.2f}; messages and the host as they are)"
         )
-    if cfg.trainer.device == "cpu":
+    if cfg.trainer.device == "cpu" and walk.recorded is None:
         lines.append(f"trainer.device=cpu: nothing is fitted for CPUs; the times are those of {device.name}")
     tokens = walk.row_tokens(cfg)
     what = walk.lengths.source if walk.lengths else "the longest that the keys allow"
@@ -251,7 +289,8 @@ def _assumptions(walk: _Walk) -> list[str]:
         if isinstance(ins, Repeat):
             lines.append(f"{ins.node}: one round; how many it needs depends on the rewards")
     for name, shape in walk.shapes.items():
-        lines += _unmeasured(plan.models[name], walk.configs[plan.models[name].node], shape)
+        if walk.recorded is None:
+            lines += _unmeasured(plan.models[name], walk.configs[plan.models[name].node], shape)
     return list(dict.fromkeys(lines))
 
 

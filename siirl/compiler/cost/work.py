@@ -45,10 +45,6 @@ _ACCUMULATED_BYTES = 10
 LEAST_SAVING = 0.1
 """As in siirl/engines/train/packed/micro_batches.py; a test holds them equal."""
 
-_FLOPS_OF_A_BYTE = 180
-"""A product of weights with more rows than so many halves of this is bound by arithmetic, not by the weights
-that it reads: FLOPs in the time in which a byte is read."""
-
 
 @dataclass(frozen=True)
 class PackedRows:
@@ -123,6 +119,8 @@ def model_pass(
             _add(work, _head_work(model, cfg, shape, rows, packed.tokens, micro_rows, today))
         _add(work, _weights_work(model, cfg, shape, layers / shape.layers, micro_batches, steps))
         _add(work, _messages(model, cfg, shape, layers, rows * packed.row, micro_batches, steps, machine))
+        passes = 1 + (_TRAINED_TWICE + _recomputes(model, cfg)) * model.trains
+        _add(work, {"launch": micro_batches * passes * layers})
         stages.append(work)
     waiting = (dims.pp - 1) * steps / max(1, micro_batches * dims.vpp)
     return Pass(tuple(stages), waiting)
@@ -325,6 +323,7 @@ def rollout_work(
     tokens: RowTokens,
     rows: int,
     device_bytes: float,
+    flops_of_a_byte: float,
 ) -> Work:
     """What a rank of a vLLM engine does for the responses of a batch: of the engine with the longest one.
 
@@ -345,7 +344,7 @@ def rollout_work(
     steps, products = 0.0, 0.0
     for more, together in decoding(tokens, own, at_once, model.dims.dp, batches):
         steps += more
-        products += more * _weights_of_a_token(shape, width, together) / tp
+        products += more * _weights_of_a_token(shape, width, together, flops_of_a_byte) / tp
     cached = tokens.prompt * tokens.response + tokens.response_square / 2
     work = {
         "memory": products + row_bytes * own * cached,
@@ -357,14 +356,14 @@ def rollout_work(
     return work
 
 
-def _weights_of_a_token(shape: ModelShape, width: int, together: float) -> float:
+def _weights_of_a_token(shape: ModelShape, width: int, together: float, flops_of_a_byte: float) -> float:
     """Bytes that are read for the next token of so many rows: weights, of experts those that some row chose;
     where products take longer, what could be read meanwhile."""
     seen = shape.params - (0 if shape.tied else shape.vocabulary * shape.hidden)
     if shape.experts:
         seen -= shape.moe_layers * shape.expert_params * (1 - shape.top_k / shape.experts) ** together
     computed = 2 * (active_layer_params(shape) * shape.layers + shape.vocabulary * shape.hidden) * together
-    return max(seen * width, computed / _FLOPS_OF_A_BYTE)
+    return max(seen * width, computed / flops_of_a_byte)
 
 
 def sync_work(link: LinkPlan, cfg: Config, shape: ModelShape, machine: int) -> Work:

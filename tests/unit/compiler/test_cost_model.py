@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -170,7 +171,8 @@ def test_the_arithmetic_of_a_pass_is_that_of_its_matrices(model):
     assert work["ref"]["attention"] == pytest.approx(attention)
     assert work["actor"]["matmul"] == pytest.approx(3 * (body + head), rel=1e-3)
     assert work["before"]["matmul"] == pytest.approx(3 * body + 4 * head, rel=1e-3)  # logits were made twice
-    assert work["ref"].keys() == {"matmul", "attention", "activations", "memory", "link"}
+    assert work["ref"].keys() == {"matmul", "attention", "activations", "memory", "link", "launch"}
+    assert work["ref"]["launch"] == 28 * ceil(256 / (81920 // 1280))
     assert work["ref"]["link"] == 0
 
 
