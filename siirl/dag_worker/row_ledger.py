@@ -26,6 +26,7 @@ from siirl.data.ledger import (
     SegmentedStream,
     digests,
     events,
+    of_rows,
     row_ids,
     token_lists,
 )
@@ -148,12 +149,12 @@ class RowLedger:
             foreign_BT = mask_BT & (version_BT < 0)
             if "turn_id" in out.keys():
                 foreign_BT |= mask_BT & (out["turn_id"] < 0)
-            top = torch.iinfo(torch.int64).max
-            columns = {
-                "foreign": foreign_BT.sum(-1),
-                "first_version": torch.where(mask_BT, version_BT, top).amin(-1) if mask_BT.shape[1] else None,
-                "last_version": torch.where(mask_BT, version_BT, -1).amax(-1) if mask_BT.shape[1] else None,
-            }
+            columns = {"foreign": foreign_BT.sum(-1)}
+            if mask_BT.shape[1]:
+                columns |= {
+                    "first_version": of_rows(_least, mask_BT, version_BT),
+                    "last_version": of_rows(_greatest, mask_BT, version_BT),
+                }
         columns |= {
             column: out[name]
             for column, name in (
@@ -260,7 +261,16 @@ def fit_ledger(kept: TensorDict, numbered: bool, shard: int) -> TensorDict:
 
 def _token_mean(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Over the trained tokens of each row, float64 [B]; 0 of a row without."""
-    return (value_BT.double() * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1)
+    sum_B = of_rows(lambda value_bT, mask_bT: value_bT.double().mul_(mask_bT).sum(-1), value_BT, mask_BT)
+    return sum_B / mask_BT.sum(-1).clamp(min=1)
+
+
+def _least(mask_bT: Tensor, version_bT: Tensor) -> Tensor:
+    return torch.where(mask_bT, version_bT, torch.iinfo(torch.int64).max).amin(-1)
+
+
+def _greatest(mask_bT: Tensor, version_bT: Tensor) -> Tensor:
+    return torch.where(mask_bT, version_bT, -1).amax(-1)
 
 
 def header_of(cfg: Config, plan: Plan, loaders: Mapping[str, PromptLoader | None]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ that it had flushed can be read. The schema's metadata say what the attempt was 
 import json
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ TOKENS = pa.schema(
     [("step", pa.int32()), ("agent", pa.int16()), ("id", pa.int64()), ("token", pa.list_(pa.int32()))]
     + [(name, pa.list_(pa.float32())) for name in TOKEN_NUMBERS]
 )
+PIECE = 1 << 16
+"""Values of a column that are looked at at once."""
 SEGMENTS = 8
 """Files of a rank, when the oldest has to go for the bound."""
 _STEP_BITS, ROUND_BITS = 43, 32
@@ -82,7 +84,17 @@ def digests(response_ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """
     factor_T = torch.from_numpy(_odd_numbers(1 << max(8, response_ids_BT.shape[1].bit_length())))
     factor_T = factor_T[: response_ids_BT.shape[1]].to(response_ids_BT.device)
-    return ((response_ids_BT.long() + 1) * mask_BT * factor_T).sum(-1)
+    return of_rows(
+        lambda ids_bT, mask_bT: (ids_bT.long() + 1).mul_(mask_bT).mul_(factor_T).sum(-1),
+        response_ids_BT,
+        mask_BT,
+    )
+
+
+def of_rows(told: Callable[..., Tensor], *columns_BT: Tensor) -> Tensor:
+    """What `told` says of columns, [B], some rows at a time: so what it makes of them stays in the cache."""
+    rows = max(1, PIECE // max(1, columns_BT[0].shape[1]))
+    return torch.cat([told(*some_bT) for some_bT in zip(*(c.split(rows) for c in columns_BT), strict=True)])
 
 
 @lru_cache(maxsize=8)

@@ -20,6 +20,7 @@ from siirl.data.ledger import EVENTS, FOLDER, HEADER, KINDS, ROUND_BITS, step_of
 from siirl.errors import DataError
 from siirl.runs.folder_reader import Skipped, content
 from siirl.show.batch_text import count_of
+from siirl.show.conversation_text import sample_name
 
 NAME = re.compile(r"attempt_(\d+)\.rank_(\d+)\.(\d+)\.arrow")
 CLOSE = 1e-5
@@ -410,24 +411,43 @@ def audit(run: Path) -> tuple[list[str], bool]:
 
 def life_of(run: Path, row: int) -> list[str]:
     """All that the ledger says of a row (its id), a line for each event. DataError if it has no such row."""
-    ledger, lines = read_ledger(run), []
+    lines = list(_lines_of(read_ledger(run), lambda rows: rows["id"] == row))
+    if not lines:
+        raise DataError(f"{run / FOLDER} has no row {row}. `siirl audit {run}` names rows by these numbers.")
+    return [line for _, _, line in lines]
+
+
+def lives_in(ledger: Ledger, step: int) -> dict[str, list[str]]:
+    """The same of all rows that left their rollout in a step, by the `sample_name` that each has from a node
+    that scored it; those of an episode together."""
+    sampled, scored = ledger.events["sampled"], ledger.events["scored"]
+    prompts = {
+        (agent, row): about for agent, row, *about in _each(sampled, "agent", "id", "prompt", "episode")
+    }
+    names, lives = defaultdict[tuple[int, int], set[str]](set), defaultdict[str, list[str]](list)
+    for agent, row, node in _each(scored, "agent", "id", "what"):
+        if step_of(row) == step and (agent, row) in prompts:
+            names[agent, row].add(sample_name(node, *prompts[agent, row], row & ((1 << ROUND_BITS) - 1)))
+    wanted = np.array([row for _, row in names], dtype=np.int64)
+    for row, agent, line in _lines_of(ledger, lambda rows: np.isin(rows["id"], wanted)):
+        for name in names.get((agent, row), ()):
+            lives[name].append(f"row {row} {line}")
+    return dict(lives)
+
+
+def _lines_of(ledger: Ledger, chosen: Callable[[Rows], np.ndarray]) -> Iterator[tuple[int, int, str]]:
+    """(row, agent, a line) for each event of some rows."""
     for kind, rows in ledger.events.items():
-        for place in np.flatnonzero(rows["id"] == row).tolist():
+        for place in np.flatnonzero(chosen(rows)).tolist():
             told = {name: rows[name][place] for name in EVENTS.names if name not in ("kind", "id")}
             known = {name: value for name, value in told.items() if value not in (-1, "") and value == value}
             about = ", ".join(
                 f"{name} {value:.7g}" if isinstance(value, float | np.floating) else f"{name} {value}"
                 for name, value in known.items()
             )
-            where = (
-                f" ({ledger.where(int(rows['agent'][place]), int(known['prompt']))})"
-                if "prompt" in known
-                else ""
-            )
-            lines.append(f"{kind}: {about}{where}")
-    if not lines:
-        raise DataError(f"{run / FOLDER} has no row {row}. `siirl audit {run}` names rows by these numbers.")
-    return lines
+            agent, prompt = int(rows["agent"][place]), known.get("prompt")
+            where = "" if prompt is None else f" ({ledger.where(agent, int(prompt))})"
+            yield int(rows["id"][place]), agent, f"{kind}: {about}{where}"
 
 
 def _each(rows: Rows, *names: str) -> list[tuple[Any, ...]]:

@@ -61,6 +61,11 @@ SAMPLE = (*_ABOUT, CHAT, EPISODE, TOTAL, SAID, LENGTH)
 """Keys that every sampled row has; what it has besides is what its reward function returned."""
 
 
+def sample_name(node: Any, prompt: Any, episode: Any, row: Any) -> str:
+    """Of a row that a node scored, or of an episode (-1: of none), in its step; the ledger tells it, too."""
+    return f"{prompt} {row} {node}" if episode == -1 else f"{prompt} episode {episode}"
+
+
 def split_episodes(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[ShownEpisode]]:
     """Sampled rows to be shown, those of an episode as one with the whole conversation, and the episodes.
 

@@ -18,6 +18,7 @@ from siirl.show.conversation_text import (
     parts_of,
     reward_of,
     rewards_of,
+    sample_name,
     shown_text,
     speaker_name,
 )
@@ -45,12 +46,12 @@ def read_tokens(path: Path, skipped: Skipped) -> dict[Hashable, Turns]:
     return found
 
 
-def sample_of(row: dict[str, Any]) -> Hashable:
+def sample_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """Which sample a line of the sampled rows or conversations is, as read_tokens names it."""
     return _sample(row, mapping(row.get(EPISODE)).get("episode_id"))
 
 
-def _sample(row: dict[str, Any], episode: Any) -> Hashable:
+def _sample(row: dict[str, Any], episode: Any) -> tuple[Any, ...]:
     row_id = whole(row.get("row_id")) if whole(episode) is None else None
     return whole(row.get("sample_index")), whole(episode), row_id
 
@@ -83,9 +84,9 @@ _ROW_KEYS = ("step", *SAMPLE)
 class Episodes:
     """The samples of a run: a list of them all, and the texts file by file."""
 
-    def __init__(self, folders: Mapping[str, Path], tokens: Path):
+    def __init__(self, folders: Mapping[str, Path], tokens: Path, ledger: Path):
         """folders: kind of samples -> its folder. tokens: the folder of what samples were trained with."""
-        self._folders, self._tokens = folders, tokens
+        self._folders, self._tokens, self._ledger = folders, tokens, ledger
         self._listed: dict[Path, tuple[Any, list[dict[str, Any]], int]] = {}
 
     def files(self, skipped: Skipped) -> list[tuple[int, str, Path]]:
@@ -124,8 +125,9 @@ class Episodes:
         if path not in self._listed or self._listed[path][0] != about:
             rows, damaged = [], 0
             told = {"tokens": kind == "train" and about[1] != (0, 0)}
+            in_ledger = kind == "train" and self._ledger.is_dir()
             for index, row in enumerate(json_lines(path, MOST_FILE_BYTES, skipped)):
-                entry = attempt(partial(_entry, row), None, "a conversation", Skipped())
+                entry = attempt(partial(_entry, row, in_ledger), None, "a conversation", Skipped())
                 if entry is None:
                     damaged += 1
                 else:
@@ -161,10 +163,13 @@ def signatures(paths: Iterable[Path]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _entry(row: dict[str, Any]) -> dict[str, Any]:
-    """What the list says of an episode."""
+def _entry(row: dict[str, Any], in_ledger: bool) -> dict[str, Any]:
+    """What the list says of an episode. in_ledger: the run has one, in which it is found by its "life"."""
     episode = _read(row)
+    prompt, number_of, row_id = sample_of(row)
+    life = sample_name(row.get("node"), prompt, -1 if number_of is None else number_of, row_id)
     return {
+        **({"life": shown_text(life)} if in_ledger else {}),
         "title": shown_text(episode.title),
         "prompt": shown_text(f"{row.get('data_source')}, row {row.get('sample_index')}"),
         "rewards": {str(agent): number(reward) for agent, reward in episode.rewards.items()},

@@ -18,6 +18,7 @@ from siirl.runs.folder_reader import Skipped, attempt, numbered, whole
 from siirl.runs.run_files import JOB_FILE, HistoryReader, MetricHistory, read_job, recent_history
 from siirl.runs.run_state import RunState
 from siirl.runs.run_state import read_run as read_state
+from siirl.spelling import size_text
 from siirl.view.alerts import alerts
 from siirl.view.dag_share import dag_of
 from siirl.view.episodes import KINDS, Episodes, signatures
@@ -32,8 +33,9 @@ SAMPLE_KEYS = {"train": "rollout_data_dir", "validation": "validation_data_dir"}
 OVERVIEW = "overview"
 """The part that is in the page itself: all that can be said at once of a run of any size."""
 PARTS = (OVERVIEW, "alerts", "dag", "timeline", "memory", "curves", "clock", "episodes", "settings", "health")
-TEXTS = "texts "
-"""Before the name of a block: the texts of its episodes."""
+TEXTS, LIVES = "texts ", "lives "
+"""Before the name of a block: the texts of its episodes; before a step: what the ledger says of its rows."""
+LEDGER, MOST_LEDGER_BYTES = "ledger", 256 << 20
 OF_HISTORY = ("alerts", "memory", "curves", "clock")
 """They wait for one reading of all metrics; the others read the end of the file at most."""
 REST = 4.0
@@ -66,6 +68,7 @@ class RunParts:
         self.folder = output_dir
         self._history, self._plan = HistoryReader(output_dir), (None, "")
         self._episodes: tuple[Any, Episodes] | None = None
+        self._ledger: tuple[Any, Any] | None = None
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._kept: dict[str, _Kept] = {}
 
@@ -74,6 +77,9 @@ class RunParts:
         if name.startswith(TEXTS):
             skipped = Skipped()
             return _part(self._read_episodes().texts(name.removeprefix(TEXTS), skipped), skipped)
+        if name.startswith(LIVES):
+            skipped = Skipped()
+            return _part(self._lives(name.removeprefix(LIVES), skipped), skipped)
         if name not in PARTS:
             return None
         with self._locks["history" if name in OF_HISTORY else name]:
@@ -119,6 +125,25 @@ class RunParts:
     def blocks(self) -> list[str]:
         """Names of the parts with texts, the newest first."""
         return [f"{TEXTS}{kind} {step}" for step, kind, _ in self._read_episodes().files(Skipped())]
+
+    def _lives(self, step: str, skipped: Skipped) -> dict[str, list[str]]:
+        """Sample -> what became of its rows, as `siirl audit --row` tells it; empty for what is no step."""
+        files = sorted((self.folder / LEDGER).glob("attempt_*.arrow"))
+        about = signatures(files)
+        size = sum(size for _, size in about)
+        if size > MOST_LEDGER_BYTES:
+            skipped.add("ledger", f"{size_text(size)} are too much for a page: siirl audit --row reads them")
+        if not 0 < size <= MOST_LEDGER_BYTES or not (step.isascii() and step.isdigit() and len(step) < 10):
+            return {}
+        from siirl.runs.audit import lives_in, read_ledger  # needs torch: not before somebody asks
+
+        def found() -> dict[str, list[str]]:
+            if self._ledger is None or self._ledger[0] != about:
+                self._ledger = about, read_ledger(self.folder)
+            return lives_in(self._ledger[1], int(step))
+
+        with self._locks["ledger"]:
+            return attempt(found, {}, "ledger", skipped)
 
     def _overview(self, skipped: Skipped) -> dict[str, Any]:
         job = read_job(self.folder, skipped)
@@ -179,7 +204,7 @@ class RunParts:
             names = {kind: trainer.get(SAMPLE_KEYS[kind]) for kind in KINDS}
             if self._episodes is None or self._episodes[0] != names:
                 folders = {kind: self._samples(kind, name) for kind, name in names.items()}
-                self._episodes = names, Episodes(folders, self.folder / TOKENS)
+                self._episodes = names, Episodes(folders, self.folder / TOKENS, self.folder / LEDGER)
             return self._episodes[1]
 
     def _samples(self, kind: str, name: Any) -> Path:

@@ -18,7 +18,7 @@ import msgspec
 
 from siirl.show.conversation_page import page_style
 from siirl.show.plan_picture import AGENT_COLORS
-from siirl.view.run_parts import OVERVIEW, PARTS, TEXTS, Part, RunParts
+from siirl.view.run_parts import LIVES, OVERVIEW, PARTS, TEXTS, Part, RunParts
 
 SCRIPTS = (
     "page.js",
@@ -112,6 +112,9 @@ def more_parts(runs: Sequence[RunParts]) -> Iterator[str]:
                 yield _element(number, name, safe_json(part_data(run.read(name))))
         for name, text in blocks:
             yield _element(number, name, text)
+            if name.startswith(f"{TEXTS}train "):
+                lives = f"{LIVES}{name.split()[-1]}"
+                yield _element(number, lives, safe_json(part_data(run.read(lives))))
 
 
 def _listed(run: RunParts, blocks: list[str]) -> dict[str, Any]:

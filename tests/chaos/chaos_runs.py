@@ -33,7 +33,7 @@ from chaos_cases import (
 )
 from chaos_services import HOOK, LOST, SERVICES, Service
 from fixtures_tiny import make_tiny_model_dir
-from job_harness import ROOT, Finished, Inputs, overrides
+from job_harness import ROOT, Finished, Inputs, audited, overrides
 from ray_machines import RayMachines
 
 from siirl.checkpoint import files
@@ -46,7 +46,7 @@ KEYS = (
     f"trainer.total_training_steps={STEPS}",
     *("trainer.n_gpus_per_node=2", "trainer.logger=[console]", "trainer.deadline_s=300"),
     *("trainer.save_freq=2", "trainer.memory_checkpoint_freq=1", "trainer.overwrite=true"),
-    *("trainer.test_freq=3", "trainer.val_before_train=False"),
+    *("trainer.test_freq=3", "trainer.val_before_train=False", "trainer.ledger=rows"),
     *("reward_model.num_workers=1", "custom_reward_function.timeout_s=2"),
 )
 """Disk in even steps, memory in odd ones, validation in every third."""
@@ -125,7 +125,9 @@ class Result:
 
     @classmethod
     def read(cls, output: Path) -> "Result":
+        """Of a run whose ledger proves what became of each row, over all its attempts."""
         done = Finished.read(output)
+        audited(done)
         lines = [{name: x for name, x in line.items() if not MEASURED.match(name)} for line in done.lines]
         return cls(lines, done.weights())
 

@@ -13,6 +13,9 @@ from job_harness import Finished, Inputs, audited, overrides, run_job
 from siirl.cli import main
 from siirl.data.ledger import EVENTS, FOLDER, HEADER, KINDS, TOKENS, SegmentedStream
 from siirl.runs.audit import CHECKS, audit
+from siirl.view import run_parts
+from siirl.view.run_parts import RunParts
+from siirl.view.view_page import more_parts
 
 LAG = (
     *("actor_rollout_ref.rollout.max_lag=2", "actor_rollout_ref.rollout.surplus=1.5"),
@@ -208,3 +211,30 @@ def test_a_ledger_whose_oldest_files_went_for_the_bound_is_judged_by_what_is_lef
     assert any(line.startswith("not shown: steps 1 to ") for line in lines), "\n".join(lines)
     kinds = [{KINDS[event["kind"]] for event in batch.to_pylist()} for batch in batches[:4]]
     assert all("waiting" in of_step for of_step in kinds), "nothing was in work"
+
+
+def test_the_page_shows_the_life_of_each_sample(run, capsys):
+    """What `siirl audit --row` says of the same rows, also in a page that is a file."""
+    page = RunParts(run.output)
+    shown = [one for one in page.read("episodes").value if one["kind"] == "train"]
+    lives = page.read("lives 1").value
+    assert shown and {one["life"] for one in shown} <= lives.keys() and len(lives) == 16
+    lines = lives[shown[0]["life"]]
+    row = lines[0].split()[1]
+    assert main(["audit", str(run.output), "--row", row]) == 0
+    assert [line.removeprefix(f"row {row} ") for line in lines] == capsys.readouterr().out.splitlines()
+    file = "".join(more_parts([page]))
+    assert 'id="part-0-lives-1"' in file and lines[-1].split(",")[-1] in file
+    assert page.read("lives 1x").value == page.read("lives 9").value == {}
+
+
+def test_a_ledger_that_no_page_can_show_is_named(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_parts, "MOST_LEDGER_BYTES", 10)
+    part = RunParts(run.output).read("lives 1")
+    assert part.value == {} and "siirl audit --row" in part.notes[0]
+    monkeypatch.undo()
+    copied = shutil.copytree(run.output, tmp_path / "copy")
+    for file in (copied / FOLDER).glob("attempt_*.arrow"):
+        file.write_bytes(b"no stream")
+    part = RunParts(copied).read("lives 1")
+    assert part.value == {} and part.notes and "ledger" in part.notes[0]

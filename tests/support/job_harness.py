@@ -100,11 +100,17 @@ class Finished:
 
 
 def audited(run: Finished) -> list[str]:
-    """What `siirl audit` says of a run with a ledger: that all holds."""
+    """What `siirl audit` says of a run with a ledger: all holds. The page has the life of each sample."""
     from siirl.runs.audit import audit
+    from siirl.view.run_parts import RunParts
 
     lines, holds = audit(run.output)
     assert holds, "\n".join(lines)
+    page = RunParts(run.output)
+    for sample in page.read("episodes").value:
+        lives = page.read(f"lives {sample['step']}").value if "life" in sample else None
+        ends = (" trained:", " dropped:", " waiting:")
+        assert lives is None or any(end in line for end in ends for line in lives[sample["life"]]), sample
     return lines
 
 

@@ -37,13 +37,28 @@ async function saidIn(episode) {
   return (await textsOf(blockOf(episode)))[episode.id] || { messages: [], cut: 0, ended: "", note: "its text cannot be read" };
 }
 
+// What the ledger says of an episode's rows, from the prompt to the optimizer step; read when it is opened.
+function lifeBox(episode) {
+  const box = make("details", { class: "life" }, make("summary", {}, "what became of it"));
+  box.addEventListener("toggle", async () => {
+    if (!box.open || box.children.length > 1) return;
+    const holder = make("pre", { role: "status" }, "reading...");
+    box.append(holder);
+    const found = await partNamed("lives " + episode.step).catch(error => ({ value: null, notes: [error.message] }));
+    const lines = (found.value || {})[episode.life];
+    holder.textContent = lines ? lines.join("\n") : found.notes.join("\n") || "The ledger says nothing of it.";
+  });
+  return box;
+}
+
 function spoken(episode, said, agent, named) {
   const by = keep("tokens by", ""), turns = said.messages.map(message => message.tokens).filter(Boolean), most = by && furthest(by, turns);
   const key = by && (turns.some(tokens => tokens.numbers[by]) ? tokenKey(by, most) : episode.tokens ? "it has no token with a " + TOKEN_NUMBERS[by][0] : "its tokens were not written");
   const below = [key, said.cut && plural(said.cut, "message") + " skipped", said.ended && "ended: " + said.ended, said.note];
   return make("div", {}, named ? make("p", { class: "details faint" }, "step " + episode.step + ", reward " + short(episode.reward)) : null,
     said.messages.map(message => messageBox(message, agent, by, most)),
-    below.filter(Boolean).map(text => make("p", { class: "details faint" }, text)));
+    below.filter(Boolean).map(text => make("p", { class: "details faint" }, text)),
+    episode.life ? lifeBox(episode) : null);
 }
 
 // A conversation; its text is read and written when it is opened, so that thousands stay fast.

@@ -58,11 +58,15 @@ async function load(name, index) {
 
 function texts(index) { return [...PARTS.keys()].filter(key => key.startsWith(index + " texts ")); }
 
+// A part of the chosen run that is read when somebody wants it.
+async function partNamed(name) {
+  if (!PARTS.has(page.run + " " + name)) await load(name, page.run);
+  return PARTS.get(page.run + " " + name);
+}
+
 // The texts of a block of conversations; the ones that were asked for longest ago are forgotten.
 async function textsOf(block) {
-  const name = "texts " + block, key = page.run + " " + name;
-  if (!PARTS.has(key)) await load(name, page.run);
-  const found = PARTS.get(key);
+  const name = "texts " + block, key = page.run + " " + name, found = await partNamed(name);
   PARTS.delete(key);
   PARTS.set(key, found);
   const kept = texts(page.run);

@@ -77,7 +77,7 @@ def test_the_page_goes_on_over_samples_that_are_removed_while_it_reads(tmp_path)
     row = {"prompt": "1+1=", "response": "2", "score": 1.0, "data_source": "sums", "sample_index": 0}
     for step in (1, 11, 21):
         sink.text(step, "train", [row])
-    page = Episodes({"train": folder}, tmp_path / "tokens")
+    page = Episodes({"train": folder}, tmp_path / "tokens", tmp_path / "ledger")
     assert [entry["step"] for entry in page.listed(skipped)] == [21, 11, 1]
     for path in folder.glob("step_11.*"):
         path.unlink()
