@@ -38,11 +38,10 @@ from siirl.errors import ConfigError
 from siirl.findings import Findings
 from siirl.launch.devices import named_machine
 from siirl.launch.run_record import CONFIG_FILE
-from siirl.launch.survey import with_choices
+from siirl.launch.survey import survey, survey_inputs, with_choices
 from siirl.parallel.placement import format_ranks
 from siirl.runs.folder_reader import Skipped
 from siirl.runs.run_files import read_history, read_job, read_plan, read_starts
-from siirl.session import planned
 from siirl.show.batch_text import parts_text, seconds_text, table
 from siirl.spelling import GIB, gib_texts
 
@@ -154,8 +153,9 @@ def _changed(
         file.write_text(_set_keys(base.cfg), encoding="utf-8")
         cfg = read_config(given, str(file), found)
     kind = chosen_device(device, base.kind.name)[0] if not on_cpu(cfg) else CPU
-    seen = planned(cfg, True, found, devices_here=False, asks_hub=False)
-    chosen = with_choices(seen.surveyed, named_machine(seen.cfg, kind))
+    seen = survey_inputs(replace(survey(cfg, found), asks_hub=False), True, found)
+    found.close()
+    chosen = with_choices(seen, named_machine(seen.cfg, kind))
     assert chosen.plan is not None, "without a plan there is a problem"
     lengths = base.lengths
     if lengths is not None:

@@ -17,19 +17,8 @@ from siirl.compiler.plan import Collect, Load, Plan, Run
 from siirl.config import Config, with_overrides
 from siirl.config.batch import batch_of
 from siirl.data.buffer import ORDER
-from siirl.data.ledger import (
-    EVENTS,
-    FOLDER,
-    TOKEN_NUMBERS,
-    TOKENS,
-    Columns,
-    SegmentedStream,
-    digests,
-    events,
-    of_rows,
-    row_ids,
-    token_lists,
-)
+from siirl.data.ledger import Columns, SegmentedStream, digests, events, of_rows, row_ids, token_lists
+from siirl.data.ledger_events import EVENTS, FOLDER, TOKEN_NUMBERS, TOKENS
 from siirl.data.loader import PromptLoader
 from siirl.data.rows import objects
 from siirl.nodes.context import LocalNode, OpContext

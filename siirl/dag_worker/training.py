@@ -29,7 +29,8 @@ from siirl.dag_worker.row_ledger import RowLedger
 from siirl.dag_worker.step import run_step
 from siirl.dag_worker.step_report import Report, closing_report
 from siirl.dag_worker.worker import DAGWorker
-from siirl.data.ledger import FOLDER, attempts_in
+from siirl.data.ledger import attempts_in
+from siirl.data.ledger_events import FOLDER
 from siirl.errors import CheckpointError, NumericsError
 from siirl.model_files.run_inputs import ChangeWatch, RunInputs, began_with
 from siirl.nodes.trained_tokens import TrainedTokens

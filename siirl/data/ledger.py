@@ -1,10 +1,7 @@
-"""The ledger: what became of each row of a run, as Arrow files that each rank writes for itself.
+"""Writes the ledger: what became of each row of a run, as Arrow files that each rank writes for itself.
 
-RUN/ledger/attempt_A.rank_R.N.arrow holds events (`EVENTS`): prompts that were loaded, rows that were sampled,
-scored, credited with an advantage and trained, or dropped and why. The same row has the same `id` in all of
-them, and each node says what it saw: `siirl audit` holds one against the other. tokens_A.rank_R.N.arrow has
-the trained tokens of each row (`TOKENS`). Files are Arrow streams: of one that a killed process has left, all
-that it had flushed can be read. The schema's metadata say what the attempt was (`HEADER`).
+siirl/data/ledger_events.py says what is in them. Files are Arrow streams: of one that a killed process has
+left, all that it had flushed can be read.
 """
 
 import json
@@ -20,61 +17,17 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-FOLDER = "ledger"
-HEADER = b"siirl"
-KINDS = (
-    *("step", "policy", "loaded", "sampled", "scored", "credited", "trained", "dropped", "drawn", "waiting"),
-    "end",
-)
-"""What an event says; the column `kind` holds its place here."""
-EVENTS = pa.schema(
-    [
-        ("kind", pa.int8()),
-        ("step", pa.int32()),
-        ("agent", pa.int16()),  # -1: none
-        ("id", pa.int64()),  # of the row, in the whole run
-        ("prompt", pa.int64()),  # sample_index
-        ("group", pa.int64()),  # group_id, in its step
-        ("episode", pa.int64()),
-        ("speaker", pa.int16()),
-        ("epoch", pa.int32()),
-        ("digest", pa.int64()),  # of the trained tokens and their places
-        ("tokens", pa.int32()),  # that are trained
-        ("foreign", pa.int32()),  # of these, tokens that no engine of the agent sampled
-        ("first_version", pa.int64()),  # of the weights that sampled the tokens; of a policy: before the step
-        ("last_version", pa.int64()),
-        ("update", pa.int32()),  # optimizer step, counted in the training step
-        ("score", pa.float32()),
-        ("reward", pa.float32()),  # sum over the row's tokens
-        ("environment", pa.float32()),  # what the environment gave
-        ("advantage", pa.float64()),  # mean over the trained tokens
-        ("clipped", pa.float32()),  # share of the trained tokens
-        ("weight", pa.float32()),  # of the loss, mean over the trained tokens
-        ("count", pa.int32()),  # draws of a row; events of a step
-        ("what", pa.string()),  # reason, or source
-        ("failure", pa.string()),  # why a reward function gave nothing
-    ]
-)
-TOKEN_NUMBERS = ("rollout_log_prob", "old_log_prob", "advantage", "ratio", "clip", "weight")
-TOKENS = pa.schema(
-    [("step", pa.int32()), ("agent", pa.int16()), ("id", pa.int64()), ("token", pa.list_(pa.int32()))]
-    + [(name, pa.list_(pa.float32())) for name in TOKEN_NUMBERS]
-)
+from siirl.data.ledger_events import EVENTS, HEADER, KINDS, ROUND_BITS, STEP_BITS, TOKENS
+
 PIECE = 1 << 16
 """Values of a column that are looked at at once."""
 SEGMENTS = 8
 """Files of a rank, when the oldest has to go for the bound."""
-_STEP_BITS, ROUND_BITS = 43, 32
 
 
 def row_ids(step: int, round_: int, row_id_B: Tensor) -> Tensor:
     """The number of each row in the whole run, int64 [B]: of its step, its round and its row_id there."""
-    return row_id_B + (step << _STEP_BITS) + (round_ << ROUND_BITS)
-
-
-def step_of(row: int) -> int:
-    """The step in which a row left its rollout."""
-    return row >> _STEP_BITS
+    return row_id_B + (step << STEP_BITS) + (round_ << ROUND_BITS)
 
 
 def digests(response_ids_BT: Tensor, mask_BT: Tensor) -> Tensor:

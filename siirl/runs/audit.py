@@ -1,7 +1,7 @@
 """`siirl audit RUN`: what the ledger of a run proves of its rows, or the row that disproves it.
 
-Each node has said on its own what it saw of a row (siirl/data/ledger.py). Of a step that several attempts
-have trained, the last one counts: the others were undone by the resume.
+Each node has said on its own what it saw of a row (siirl/data/ledger_events.py). Of a step that several
+attempts have trained, the last one counts: the others were undone by the resume.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from siirl.data.ledger import EVENTS, FOLDER, HEADER, KINDS, ROUND_BITS, step_of
+from siirl.data.ledger_events import EVENTS, FOLDER, HEADER, KINDS, ROUND_BITS, step_of
 from siirl.errors import DataError
 from siirl.runs.folder_reader import Skipped, content
 from siirl.show.batch_text import count_of

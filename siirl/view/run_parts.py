@@ -135,7 +135,7 @@ class RunParts:
             skipped.add("ledger", f"{size_text(size)} are too much for a page: siirl audit --row reads them")
         if not 0 < size <= MOST_LEDGER_BYTES or not (step.isascii() and step.isdigit() and len(step) < 10):
             return {}
-        from siirl.runs.audit import lives_in, read_ledger  # needs torch: not before somebody asks
+        from siirl.runs.audit import lives_in, read_ledger  # Arrow takes a while: not before somebody asks
 
         def found() -> dict[str, list[str]]:
             if self._ledger is None or self._ledger[0] != about:

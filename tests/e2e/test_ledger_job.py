@@ -11,7 +11,8 @@ import pytest
 from job_harness import Finished, Inputs, audited, overrides, run_job
 
 from siirl.cli import main
-from siirl.data.ledger import EVENTS, FOLDER, HEADER, KINDS, TOKENS, SegmentedStream
+from siirl.data.ledger import SegmentedStream
+from siirl.data.ledger_events import EVENTS, FOLDER, HEADER, KINDS, TOKENS
 from siirl.runs.audit import CHECKS, audit
 from siirl.view import run_parts
 from siirl.view.run_parts import RunParts
