@@ -191,7 +191,9 @@ def _calibration(base: Case, recorded: Mapping[str, float], step_s: float) -> Ca
     own = {name for name in recorded if name not in predicted and name in base.plan.nodes}
     rows = {name: rank_rows(base.plan, base.configs, name) for name in own}
     found = calibrated(recorded, predicted, rows)
-    return replace(found, rest_s=step_s - base.time(found).step_s)
+    if (parts_s := base.time(found).step_s) > step_s:
+        return found.scaled(step_s / parts_s)
+    return replace(found, rest_s=step_s - parts_s)
 
 
 def _parts_table(before: StepTime, after: StepTime, rest_s: float) -> list[str]:
@@ -206,7 +208,7 @@ def _parts_table(before: StepTime, after: StepTime, rest_s: float) -> list[str]:
             continue
         texts = [seconds_text(time) if time else "-" for time in times]
         rows.append([name, format_ranks(new.ranks) if new else "", *texts, parts_text(new) if new else ""])
-    if abs(rest_s) > LEAST * before.step_s:
+    if rest_s > LEAST * before.step_s:
         rows.append(["between the parts", "", *[seconds_text(rest_s)] * 2, "as recorded"])
     ratio = f"{after.step_s / before.step_s:.2f} times as long"
     rows.append(["step", "", f"{before.step_s:.3g}", f"{after.step_s:.3g}", ratio])

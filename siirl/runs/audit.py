@@ -421,13 +421,12 @@ def lives_in(ledger: Ledger, step: int) -> dict[str, list[str]]:
     """The same of all rows that left their rollout in a step, by the `sample_name` that each has from a node
     that scored it; those of an episode together."""
     sampled, scored = ledger.events["sampled"], ledger.events["scored"]
-    prompts = {
-        (agent, row): about for agent, row, *about in _each(sampled, "agent", "id", "prompt", "episode")
-    }
+    prompts = dict(zip(_keys(sampled), _each(sampled, "prompt", "episode"), strict=True))
     names, lives = defaultdict[tuple[int, int], set[str]](set), defaultdict[str, list[str]](list)
     for agent, row, node in _each(scored, "agent", "id", "what"):
         if step_of(row) == step and (agent, row) in prompts:
-            names[agent, row].add(sample_name(node, *prompts[agent, row], row & ((1 << ROUND_BITS) - 1)))
+            prompt, episode = prompts[agent, row]
+            names[agent, row].add(sample_name(node, prompt, episode, row & ((1 << ROUND_BITS) - 1)))
     wanted = np.array([row for _, row in names], dtype=np.int64)
     for row, agent, line in _lines_of(ledger, lambda rows: np.isin(rows["id"], wanted)):
         for name in names.get((agent, row), ()):

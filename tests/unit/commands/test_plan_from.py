@@ -109,6 +109,17 @@ def test_one_part_that_took_longer_than_the_model_knows_moves_that_part_alone(as
     assert float(part_of(said, "actor_train")[1]) < 2
 
 
+def test_parts_of_ranks_that_differ_fill_the_step_and_no_more(ask, cpu_runs):
+    """Each is recorded of the slowest rank: their sum is more than the step."""
+    run = cpu_runs["base"]
+    said = ask(replace(run, means={**run.means, "time/actor_train_s": 0.9 * run.means["time/step_s"]}))
+    recorded, changed = step_of(said)
+    assert recorded == changed == pytest.approx(run.means["time/step_s"], rel=0.01)
+    assert "between the parts" not in said
+    parts = re.findall(r"^  (?!step|trained|part)\S+ +0 +([\d.]+) ", said, re.M)
+    assert sum(map(float, parts)) == pytest.approx(recorded, rel=0.05)
+
+
 def test_keys_that_follow_others_still_do(ask, cpu_runs):
     """run_config.yaml has all keys; those that nobody set are those of the changed run."""
     said = ask(cpu_runs["base"], "data.max_response_length=128")
