@@ -153,6 +153,44 @@ def test_a_word_that_readers_search_for_is_on_a_guide(word):
     assert any(word in (ROOT / "docs" / f"{name}.md").read_text() for name in GUIDES)
 
 
+MEASURED = re.compile(
+    r"\b\d+\.\d+x\b|within \d+%|\d times as|[Ff]rom \d[\d.]*%? to \d[\d.]*|\b\d[\d,]* tokens (?:a|per) second"
+    r"|\b\d[\d.]* (?:ms|s|GiB)\b[^.|]*instead of \d|\b\d+\.\d+ s\b"
+)
+REPEATED_BY = {"environments": "bash examples/environments/run.sh"}
+"""Guides whose numbers are those of an example that a reader repeats in minutes, on a CPU."""
+
+
+def unproven(page: Path) -> list[str]:
+    """Sentences and rows of tables with a measured number, and without a link to its evidence."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    found = []
+    for block in re.split(r"\n\s*\n|\n(?=\||\s*- |#)", text):
+        sentences = re.split(r"(?<=[.:;]) (?=[A-Z*`\[])", " ".join(block.split()))
+        proven = [bool(re.search(r"\]\((docs/)?(evidence/|scaling\.md)", one)) for one in sentences]
+        found += [
+            one
+            for one, link in zip(sentences, proven, strict=True)
+            if not link and MEASURED.search(re.sub(r"`[^`]*`", "", one))
+        ]
+    return found
+
+
+@pytest.mark.parametrize("name", ["../README", *GUIDES])
+def test_a_measured_number_of_a_guide_links_to_its_evidence(name):
+    page = ROOT / "docs" / f"{name}.md"
+    if name in REPEATED_BY:
+        assert REPEATED_BY[name] in page.read_text()
+        return
+    assert unproven(page) == [], "link the number to docs/evidence/, or leave it out"
+
+
+def test_a_measured_number_without_a_link_is_found(tmp_path):
+    page = tmp_path / "guide.md"
+    page.write_text("A step is 1.3x faster. It took 4 s instead of 42. See [it](evidence/gpu.md).\n")
+    assert len(unproven(page)) == 2
+
+
 def measured_tables(page: Path) -> list[tuple[str, str]]:
     """(section, first row) of each table of a page that has numbers in a third of its cells or more."""
     found = []
