@@ -1,6 +1,7 @@
 """What agents say in a test: those of a file, or of a run's samples.
 
-A file is YAML or JSON: who -> answers, one for each sample of a prompt, in turn:
+A file is YAML or JSON: who -> answers, one for each sample of a prompt, in turn, of the next prompt from the
+next one on, so that all are said also where a prompt has one sample:
 
     solver: ["{ground_truth}", "I do not know", null]     # a node, agent_N, or "*": all others
     caller: [["<tool_call>...</tool_call>", "so it is 7"]]  # a list: what it says turn by turn
@@ -50,7 +51,7 @@ class Answers:
             if sample >> place & 1:
                 return None
             found = ((FORMS[prompt % len(FORMS)],),)
-        turns = found[sample % len(found)]
+        turns = found[(sample + prompt) % len(found)]
         return turns[min(turn, len(turns) - 1)]
 
     def unknown(self, names: Iterable[str]) -> list[str]:

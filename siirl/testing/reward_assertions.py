@@ -52,7 +52,7 @@ def rewards_are_numbers_that_differ(trial: Trial) -> Verdict:
             continue
         if not varied:
             return failing(
-                f"node {name!r} gives all answers to a prompt the same reward, in all of {groups} groups "
+                f"node {name!r} gives all that it compares the same reward, in all of {groups} groups "
                 f"({_whose(trial)})",
                 "Look at what the reward is given and how it compares; say by --answers what good and bad "
                 "answers look like.",
@@ -94,8 +94,10 @@ def _is_score(column: Any) -> bool:
 
 
 def _varied(value_B: Tensor, group_B: Tensor) -> tuple[int, int]:
-    """(groups whose values differ, groups)."""
+    """(groups whose values differ, groups); of groups of one, which nothing compares, all rows together."""
     groups = group_B.unique()
+    if len(groups) == len(group_B):
+        return int(len(value_B.unique()) > 1), min(1, len(value_B))
     return sum(int(len(value_B[group_B == one].unique()) > 1) for one in groups), len(groups)
 
 

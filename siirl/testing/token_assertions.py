@@ -84,9 +84,12 @@ def rows_are_of_their_own_policy(trial: Trial) -> Verdict:
     for record in calls(trial, lambda node: node.spec.is_rollout):
         if wrong := _wrong_version(trial, record, bound_of.get(record.agent, 0)):
             return wrong
+    waiting = {node.agent for node in nodes_of(trial, lambda one: one.spec.collects)}
     for record in calls(trial, trains_policy):
         if record.before is None or not record.has("rollout_log_prob", "response_mask"):
             continue
+        if record.step > 1 and record.agent in waiting:
+            continue  # rows of a round that a step did not need, of the weights before
         if record.round or bound_of.get(record.agent, 0) or not _said(trial, f"agent_{record.agent}.rollout"):
             continue
         mask_BT = record.column("response_mask").bool()

@@ -1,5 +1,7 @@
 """`siirl test`: a sound workflow passes, and each broken one is caught by the assertion that is about it."""
 
+from pathlib import Path
+
 import pytest
 from fixtures_tiny import make_arithmetic_parquet, make_tiny_model_dir
 
@@ -7,6 +9,7 @@ from siirl.cli import main
 from siirl.testing.assertions import judged
 from siirl.testing.trial import play
 
+ROOT = Path(__file__).parents[2]
 ESTIMATOR = """
 import torch
 from siirl.algorithms.advantages import Advantages, register_advantage
@@ -73,6 +76,20 @@ KEYS = {
 }
 
 
+GRPO = ("algorithm.adv_estimator=grpo",)
+TEMPLATES = {
+    "grpo": GRPO,
+    "grpo_lag": GRPO,
+    "dapo": (*GRPO, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=score"),
+    "remax": ("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=1"),
+    "ppo": ("algorithm.adv_estimator=gae", "critic.model.path=MODEL"),
+    "solver_verifier": GRPO,
+    "debate": GRPO,
+    "planner_worker": GRPO,
+}
+"""Template -> keys: a sound workflow each."""
+
+
 def some(table, *often):
     """The cases of a table, of which all but a few are slow."""
     return [pytest.param(name, marks=[] if name in often else [pytest.mark.slow]) for name in table]
@@ -109,6 +126,15 @@ def test_a_sound_workflow_passes_by_the_users_command(job, capsys):
     told = capsys.readouterr().out
     assert code == 0 and "0 of 16 assertions failed" in told, told
     assert told.count("n/a") == 2 and "equal bit for bit" in told and "=<eos><assistant>>>" in told
+
+
+@pytest.mark.parametrize("name", some(TEMPLATES, "dapo", "remax"))
+def test_a_template_passes(name, job, tmp_path):
+    """Also where rows of a round wait for the next step, and where nothing compares answers to one prompt."""
+    folder, settings = job
+    keys = [key.replace("MODEL", str(folder / "model")) for key in TEMPLATES[name]]
+    settings = [*settings, f"dag.workflow_path={ROOT / 'dag_templates' / name}.yaml", *keys]
+    assert failed(settings, folder, tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("name", some(REWARDS, "a constant", "a name that is not there, caught"))
