@@ -18,6 +18,12 @@ from forked_starts import asks
 start_by_forks()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """What is set aside below is given back last: after pytest's own two looks for garbage, seconds each."""
+    config.add_cleanup(gc.unfreeze)
+
+
 def pytest_sessionstart() -> None:
     """No looking for garbage while everything is imported, and never again in what that leaves."""
     gc.disable()
@@ -26,10 +32,6 @@ def pytest_sessionstart() -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,6 @@ def inputs(tmp_path_factory):
     return Inputs.make(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.real_starts  # a fork begins with what its nursery has set aside
 def test_full_collections_pass_over_what_two_steps_have_built(inputs, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     more = (
@@ -45,5 +44,6 @@ def test_full_collections_pass_over_what_two_steps_have_built(inputs, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     log = (tmp_path / "out" / "logs" / "rank_0.log").read_text().splitlines()
     first, second, third, fourth, end = (int(line.split()[1]) for line in log if line.startswith("spared: "))
-    assert first == second == end == 0 and third > 100_000
+    assert first == second and third - first > 5_000, "a fork begins with what its nursery set aside"
+    assert end == 0
     assert fourth >= third * 0.99, "they stay"

@@ -6,6 +6,7 @@ siirl that a test starts, too (forked_starts.py).
 """
 
 import atexit
+import importlib
 import json
 import os
 import pickle
@@ -68,6 +69,18 @@ def run_workers(
     if kind == "failed":
         raise WorkerFailure(f"{fn.__name__} on {world_size} workers failed.\n{result}")
     return [pickle.loads(of_rank) for of_rank in result]
+
+
+def run_interpreted(module: str) -> None:
+    """Call main() of a module of tests/support in a process where Triton interprets kernels, on a CPU."""
+    run_workers(_interpreted, 1, module, deadline_s=200, backend=None)
+
+
+def _interpreted(rank: int, world_size: int, module: str) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read as a kernel is defined, those of Triton itself among them
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "._C" not in name]:
+        del sys.modules[name]
+    importlib.import_module(module).main()
 
 
 class Session:

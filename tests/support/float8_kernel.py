@@ -1,4 +1,4 @@
-"""The kernel that rounds rows to FP8, interpreted by Triton on a CPU: run with TRITON_INTERPRET=1.
+"""The kernel that rounds rows to FP8, interpreted by Triton on a CPU.
 
 Of numbers that FP8 has, under scales of all sizes: the interpreter's own rounding is wrong where it carries
 (31.03 becomes 16), and that of a GPU is looked at there (tests/gpu/test_fp8_gpu.py).
@@ -30,7 +30,3 @@ def main() -> None:
                 assert same.float().mean() > 0.95
             x[3, 5] = torch.inf
             assert triton_kernels.rounded_on_gpu(x)[1].isinf().flatten().nonzero().tolist() == [[3]]
-
-
-if __name__ == "__main__":
-    main()

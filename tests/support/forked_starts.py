@@ -64,7 +64,7 @@ MAY_DIFFER = frozenset(
 )  # fmt: skip
 MAY_DIFFER_FROM = (
     "AITER_", "CHAOS_", "GLOO_", "GROUP_", "LOCAL_", "MASTER_", "NCCL_", "NVTE_", "PYGAME_", "PYTEST_",
-    "RAY_", "ROLE_", "SIIRL_", "TORCHELASTIC_",
+    "RAY_", "ROLE_", "SGLANG_", "SIIRL_", "TORCHELASTIC_",
     "TILELANG_", "TORCHINDUCTOR_", "TORCH_GLOO_", "TORCH_NCCL_", "TRITON_", "VLLM_",
 )  # fmt: skip
 """Variables that nothing reads as it is imported."""

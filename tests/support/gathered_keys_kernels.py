@@ -1,9 +1,8 @@
 """The kernels that gather keys and values and add their gradients up, against torch.
 
-Interpreted by Triton on a CPU (run with TRITON_INTERPRET=1), or on the device that is named.
+Interpreted by Triton on a CPU, or on the device that is named.
 """
 
-import sys
 from dataclasses import replace
 
 import torch
@@ -57,7 +56,3 @@ def main(device: str = "cpu") -> None:
             compare(forest, heads, size, torch.float32, device)
     compare(FORESTS[-1], 8, 64, torch.float16, device)
     compare(FORESTS[-1], 8, 64, torch.bfloat16, device)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

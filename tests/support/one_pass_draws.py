@@ -1,4 +1,4 @@
-"""Tokens drawn by the Triton kernels against float64; as a script on a CPU, with TRITON_INTERPRET=1."""
+"""Tokens drawn by the Triton kernels against float64: on a GPU, or interpreted on a CPU."""
 
 import itertools
 import random
@@ -49,7 +49,7 @@ def check_what_is_no_number():
     assert ((token >= 0) & (token < 5000)).all() and not log_prob.isfinite().any()
 
 
-if __name__ == "__main__":
+def main():
     for vocab, dtype in itertools.product(VOCABULARIES, (torch.float32, torch.bfloat16)):
         check_draws(vocab, dtype, "cpu")
     check_what_is_no_number()

@@ -8,6 +8,7 @@ result of a function that returns the group.
 """
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple
@@ -25,7 +26,8 @@ PACKAGE = Path(__file__).parents[3] / "siirl"
 SUFFIXES = ("_cfg", "_config", "_options", "_keys", "_params")
 
 
-def module_trees(package: Path, leave_out: tuple[str, ...] = ("config",)) -> Iterator[ast.Module]:
+def module_nodes(package: Path, leave_out: tuple[str, ...] = ("config",)) -> Iterator[list[ast.AST]]:
+    """Of each module, what is in it."""
     names = (
         "actor.py",
         "algorithm.py",
@@ -36,7 +38,7 @@ def module_trees(package: Path, leave_out: tuple[str, ...] = ("config",)) -> Ite
     readers = [package / "config" / name for name in names]
     for file in sorted(package.rglob("*.py")):
         if file in readers or file.relative_to(package).parts[0] not in leave_out:
-            yield ast.parse(file.read_text())
+            yield list(ast.walk(ast.parse(file.read_text())))
 
 
 def names_of(node: ast.expr) -> set[str]:
@@ -63,10 +65,10 @@ def names_of(node: ast.expr) -> set[str]:
     return set()
 
 
-def aliases_of(tree: ast.Module, class_groups: dict[str, set[str]]) -> dict[str, set[str]]:
+def aliases_of(nodes: list[ast.AST], class_groups: dict[str, set[str]]) -> dict[str, set[str]]:
     """Variable, argument, attribute or function -> the names of what it stands for, in one module."""
     aliases: dict[str, set[str]] = defaultdict(set)
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Assign(targets=targets, value=value):
                 for target in targets:
@@ -105,26 +107,27 @@ def annotated(annotation: ast.expr | None, class_groups: dict[str, set[str]]) ->
 
 def reads_of(package: Path, class_groups: dict[str, set[str]]) -> dict[str, set[str]]:
     """Attribute name -> the names of the parents that it is read from, "*" for one that cannot be known."""
-    modules = [(tree, aliases_of(tree, class_groups)) for tree in module_trees(package)]
+    modules = [(nodes, aliases_of(nodes, class_groups)) for nodes in module_nodes(package)]
     functions: dict[str, set[str]] = defaultdict(set)
     roles = package / "config" / "roles.py"  # its functions give groups; what it reads itself does not count
-    givers = [ast.parse(roles.read_text())] if roles.exists() else []
-    for tree, aliases in [*modules, *((tree, aliases_of(tree, class_groups)) for tree in givers)]:
-        for node in ast.walk(tree):
+    givers = [list(ast.walk(ast.parse(roles.read_text())))] if roles.exists() else []
+    for nodes, aliases in [*modules, *((nodes, aliases_of(nodes, class_groups)) for nodes in givers)]:
+        for node in nodes:
             if isinstance(node, ast.FunctionDef):
                 functions[node.name] |= aliases[node.name]
     reads: dict[str, set[str]] = defaultdict(set)
-    for tree, aliases in modules:
-        for node in ast.walk(tree):
+    for nodes, aliases in modules:
+        stands_for = functools.cache(functools.partial(resolved, tables=(aliases, functions)))
+        for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                reads[node.attr] |= resolved(names_of(node.value), aliases, functions)
+                reads[node.attr] |= stands_for(frozenset(names_of(node.value)))
             if isinstance(node, ast.Call) and names_of(node.func) == {"getattr"} and len(node.args) > 1:
                 for name in names_of(node):
-                    reads[name] |= resolved(names_of(node.args[0]), aliases, functions)
+                    reads[name] |= stands_for(frozenset(names_of(node.args[0])))
     return reads
 
 
-def resolved(names: Iterable[str], *tables: dict[str, set[str]]) -> set[str]:
+def resolved(names: frozenset[str], tables: Iterable[dict[str, set[str]]]) -> set[str]:
     """The names and all that they stand for, with a leading _ and a suffix such as _cfg taken off."""
     found, open_names = set(), list(names)
     while open_names:

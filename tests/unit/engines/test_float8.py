@@ -1,20 +1,16 @@
 """Products in FP8 are those of their recipe: by hand in float64, and torchao's."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import float8_reference as reference
 import pytest
 import torch
+from dist_harness import run_interpreted
 from torch import nn
 
 from siirl.engines.train.fsdp.float8 import FP8, Float8Linear, Float8Product, rounded, use_float8
 from siirl.errors import NotSupportedError
 
-SUPPORT = Path(__file__).resolve().parents[2] / "support"
 CPU = torch.device("cpu")
 
 
@@ -133,7 +129,4 @@ def test_sides_that_are_no_multiples_of_16_are_refused():
 
 def test_the_kernel_rounds_as_the_formula_does():
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(SUPPORT / "float8_kernel.py")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("float8_kernel")

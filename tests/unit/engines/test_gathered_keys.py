@@ -1,14 +1,11 @@
 """Rows that share prompts, by one call of a kernel: what it reads, and attention as of each row alone."""
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import flash_stand_ins
 import pytest
 import torch
+from dist_harness import run_interpreted
 from packed_attention_cases import bounds_of, drawn_forest, each_row, forest_bounds, rows_alone, sample
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +14,6 @@ from siirl.engines.train.attention.shared_attention import FlashKernels, added_u
 from siirl.engines.train.packed import sequence_bounds
 from siirl.engines.train.packed.sequence_bounds import with_segment
 
-SUPPORT = Path(__file__).resolve().parents[2] / "support"
 ONES = ([1, 1], [[1, 1], [1]], [1])
 NOTHING_AFTER = ([3, 2], [[0], [4]], [])
 SEEDS = range(24)
@@ -141,7 +137,4 @@ def test_rows_that_share_nothing_read_what_they_are_given():
 
 def test_the_kernels_gather_and_add_up_as_torch_does():
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(SUPPORT / "gathered_keys_kernels.py")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("gathered_keys_kernels")

@@ -1,29 +1,22 @@
 """Draws of vLLM's samplers: the Triton kernels, interpreted, and the second model runner, on a GPU only."""
 
 import inspect
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from dist_harness import run_interpreted
 
 from siirl.engines.rollout.sampling import invert, uniforms
 
 VOCAB = 30
-SUPPORT = Path(__file__).resolve().parents[2] / "support"
 
 
 def test_draws_in_one_pass_are_those_of_float64():
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / "one_pass_draws.py")], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("one_pass_draws")
 
 
 class Table(SimpleNamespace):

@@ -56,6 +56,7 @@ def test_an_answer_behind_its_mark_is_what_it_is_in_a_box():
     assert len(rows) > 600 and len(missed) <= len(rows) // 40, missed
 
 
+@pytest.mark.slow  # of another package, for the page; what ours says is above
 def test_math_verify_alone_says_otherwise_more_often():
     """The figures of docs/evidence/rewards.md."""
     missed = wrong(of_math_verify)
