@@ -32,7 +32,7 @@ class Policy(Protocol):
 
 
 class StreamGate:
-    """The way to one engine: open during a rollout, closed between two. Of one event loop."""
+    """The way to one engine: open while it may be asked. Used in one event loop."""
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -46,16 +46,21 @@ class StreamGate:
         self._opened.set()
 
     def close(self) -> None:
-        """Take back what is asked; see StreamClient.pause. Whoever asks from now on waits. Outside the
-        event loop."""
+        """Whoever asks from now on waits."""
         self._opened.clear()
+
+    def take_back(self) -> None:
+        """Take back what is asked; see StreamClient.pause. Of a gate that is closed, outside the event
+        loop."""
         if self._client is not None:
             self._client.pause()
 
-    async def ask(self, request: Request) -> Completion:
-        """See StreamClient; waits until the gate is open."""
-        await self._opened.wait()
+    async def ask(self, request: Request, asked: Callable[[], None]) -> Completion:
+        """See StreamClient; waits until the gate is open. asked: is called then."""
+        while not self._opened.is_set():  # it may have closed again before who waited comes to run
+            await self._opened.wait()
         assert self._client is not None
+        asked()
         self.num_asked += 1
         try:
             return await self._client.ask(request)
@@ -72,6 +77,9 @@ class ResumablePolicy:
     key: str
     """The episode, unique among those of the gate."""
 
+    asked: Callable[[], None]
+    """Is called when a turn, or the rest of one, is asked for."""
+
     heard: Callable[[Completion], None]
     """Is told each part of a turn, when it comes."""
 
@@ -81,7 +89,7 @@ class ResumablePolicy:
         """See Policy. Under equal weights the turn is what it would have been without pauses."""
         turn, so_far = Request(self.key, prompt, params, seed, seen=seen), PartialCompletion()
         while True:
-            part = await self.gate.ask(so_far.rest(turn))
+            part = await self.gate.ask(so_far.rest(turn), self.asked)
             self.heard(part)
             so_far.extend(part)
             if so_far.finish_reason is not None:

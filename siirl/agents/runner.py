@@ -5,8 +5,10 @@ policies, tools and environments. unblocked by: their answers or deadlines.
 """
 
 import asyncio
+import concurrent.futures
 import functools
 import hashlib
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -112,16 +114,50 @@ class Played:
         self.episode.turns, self.full = 0, False
 
 
-def run_all(game: Game, episodes: Sequence[Episode], prompts: Sequence[list[int]]) -> list[Played]:
+def run_all(
+    game: Game,
+    episodes: Sequence[Episode],
+    prompts: Sequence[list[int]],
+    run: Callable[[Coroutine[Any, Any, list[Played]]], list[Played]] = asyncio.run,
+) -> list[Played]:
     """Play all episodes side by side, in order of `episodes`. prompts: tokens of each one's raw_prompt, by
     the template and tokenizer of the first agent. An episode that fails is marked; other errors end the run.
+
+    run: gives what a coroutine gives, in an event loop.
     """
 
     async def everything() -> list[Played]:
         pairs = zip(episodes, prompts, strict=True)
         return await asyncio.gather(*(run_episode(game, episode, prompt) for episode, prompt in pairs))
 
-    return asyncio.run(interruptible(everything()))
+    return run(interruptible(everything()))
+
+
+class LoopThread:
+    """An event loop that runs all the time, in a thread of its own, until `close`."""
+
+    def __init__(self) -> None:
+        self._loop: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        self._closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._serve, name="episodes", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """What `work` gives, from any other thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop.result()).result()
+
+    def close(self) -> None:
+        """Cancel all tasks and wait for their ends. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.result().call_soon_threadsafe(self._closed.set)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        async def until_closed() -> None:
+            self._loop.set_result(asyncio.get_running_loop())
+            await self._closed.wait()
+
+        asyncio.run(until_closed())
 
 
 async def interruptible(work: Coroutine[Any, Any, Result]) -> Result:

@@ -16,6 +16,7 @@ from siirl.compiler.memory.resident_engines import with_shares
 from siirl.compiler.models import plan_links, plan_models
 from siirl.compiler.plan import (
     Instruction,
+    InteractionPlan,
     LinkPlan,
     ModelPlan,
     NodePlan,
@@ -247,8 +248,7 @@ def _emit(
         dag_id=dag_id,
         world_size=world_size,
         nodes={
-            node.id: _node_plan(node, workflow.graph, turns.get(node.id, {}), models)
-            for node in nodes.values()
+            node.id: _node_plan(node, workflow, turns.get(node.id, {}), models) for node in nodes.values()
         },
         pruned=pruned,
         models=models,
@@ -295,13 +295,13 @@ def _tells(node: ResolvedNode) -> bool:
 
 
 def _node_plan(
-    node: ResolvedNode, graph: Graph, more: dict[str, int], models: dict[str, ModelPlan]
+    node: ResolvedNode, workflow: Workflow, more: dict[str, int], models: dict[str, ModelPlan]
 ) -> NodePlan:
     max_lag = node.cfg.actor_rollout_ref.rollout.max_lag if node.op.may_be_stale else 0
     return NodePlan(
         name=node.id,
         agent=node.agent,
-        dependencies=graph.parents[node.id],
+        dependencies=workflow.graph.parents[node.id],
         op=node.op.name,
         model=node.model,
         executable=node.spec.executable_ref,
@@ -309,16 +309,29 @@ def _node_plan(
         options=node.options | more,
         own_needs=node.op.needs if node.spec.executable_ref else (),
         max_lag=max_lag,
-        runs_in_background=max_lag > 0
-        and "engine" in node.op.needs  # for itself: not by an interaction, whose episodes wait between steps
-        and _is_undisturbed(models[str(node.model)], models.values()),
+        runs_in_background=max_lag > 0 and _goes_on(node, workflow.interactions, models),
     )
 
 
-def _is_undisturbed(rollout: ModelPlan, models: Iterable[ModelPlan]) -> bool:
-    """Whether its engines can go on by themselves: no model that computes for others is on their ranks."""
-    others = {rank for model in models if model.computes_between for rank in model.ranks}
-    return backend_of(rollout).works_alone and others.isdisjoint(rollout.ranks)
+def _goes_on(node: ResolvedNode, talks: Mapping[str, InteractionPlan], models: dict[str, ModelPlan]) -> bool:
+    """Whether what a rollout asks for can go on while others train: on the ranks of its engines no model
+    computes for others.
+
+    An interaction asks in a thread, so that any engine works then: those of the ranks that play it, and in no
+    other interaction.
+    """
+    others = {rank for model in models.values() if model.computes_between for rank in model.ranks}
+    if (talk := talks.get(node.id)) is None:
+        model = models.get(str(node.model))
+        return (
+            model is not None
+            and "engine" in node.op.needs
+            and backend_of(model).works_alone
+            and others.isdisjoint(model.ranks)
+        )
+    asked = [name for other in talks.values() for name in other.policies]
+    alone = all(asked.count(name) == 1 and others.isdisjoint(models[name].ranks) for name in talk.policies)
+    return alone and not talk.streams
 
 
 def _groups(

@@ -360,6 +360,8 @@ class DAGWorker:
 
     def close(self) -> None:
         """Release engines and reward processes. The process groups stay until the process ends."""
+        for engine in self.rollout_engines.values():
+            engine.let_go()
         for node in self.nodes.values():
             node.buffer.close()
         for played in self.interactions.values():

@@ -3,23 +3,26 @@
 consumes: prompts, and in each step the engines. produces: the episodes of one batch of prompts, those that
 were begun first. waits for: the episodes, until a batch of groups is over. unblocked by: their ends.
 
-Between steps no event loop runs and no engine is asked: a turn keeps the tokens that it has
-(ResumablePolicy), an environment stays as it is, and what it is doing goes on in its thread.
+Where the engines have ranks of their own, episodes go on between steps, in a thread: turns are generated,
+tools run and environments step while others train, and new weights arrive within a turn. Else no event loop
+runs then and no engine is asked: a turn keeps the tokens that it has (ResumablePolicy), an environment stays
+as it is, and what it is doing goes on in its thread.
 """
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict
 
 from siirl.agents.episode import Episode
 from siirl.agents.policy import ResumablePolicy, StreamGate
-from siirl.agents.runner import Game, Played, interruptible, run_episode
+from siirl.agents.runner import Game, LoopThread, Played, interruptible, run_episode
 from siirl.agents.stream_client import StreamClient
 from siirl.data.buffer import ORDER
 from siirl.data.completions import Completion, Key
@@ -28,6 +31,9 @@ from siirl.nodes.in_flight import InFlight
 
 Begin = Callable[[TensorDict, list[int]], list[list[tuple[Episode, list[int]]]]]
 """(prompts, number of the batch of each) -> the episodes of each prompt, with the tokens of their prompts."""
+Clients = Mapping[str, Sequence[StreamClient]]
+"""Of each policy, as many in every step."""
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -40,6 +46,9 @@ class HeldEpisode:
     """The training step in which its first token was sampled."""
 
     last_step: int | None = None
+
+    asked_step: int | None = None
+    """The training step in which it has asked for what it waits for; None: for nothing."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +90,23 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
         batch_size: int,
         step_size: int | None = None,
         stale: str = "wait",
+        runs_in_background: bool = False,
     ) -> None:
-        """See InFlight."""
+        """See InFlight. runs_in_background: episodes go on between the steps, while others train."""
         super().__init__(max_lag, surplus, batch_size, step_size, stale)
+        self._runs_in_background = runs_in_background
         self._batches: dict[int, int] = {}  # ORDER of a group -> number of its batch, which the seeds are of
         self._num_restarted = 0
-        self._runner: asyncio.Runner | None = None
+        self._runner: asyncio.Runner | LoopThread | None = None
+        self._opened = ExitStack()  # what is open while the engines may be asked
+        self._is_open = False
         self._news = asyncio.Event()
         self._lines: dict[str, tuple[StreamGate, ...]] = {}
         self._step_of: dict[str, dict[int, int]] = {}  # see FinishedEpisodes
         self._game: Game | None = None
         self._step = 0
         self._failure: BaseException | None = None
-        self._lock = threading.Lock()  # of what follows, which threads of the engines read
+        self._lock = threading.Lock()  # of steps and of what follows: for the loop and threads of engines
         self._num_open: dict[int, int] = {}
         self._firsts: dict[int, int] = {}  # ORDER of a group -> the step of its oldest token
         self._ended_turns: set[Key] = set()
@@ -106,40 +119,68 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
 
     def play(
         self,
-        stream_clients: Mapping[str, Sequence[StreamClient]],
+        open_clients: Callable[[], AbstractContextManager[Clients]],
         game_of: Callable[[dict[str, tuple[Any, ...]]], Game],
         begin: Begin,
         step: int,
+        versions: Mapping[str, int],
     ) -> FinishedEpisodes:
-        """Let episodes go on until a batch of groups can leave; the others are paused.
+        """Let episodes go on until a batch of groups can leave; the others are paused, unless they run in the
+        background.
 
-        stream_clients: of each policy, as many in every step. game_of: the game whose policies are
-        these lines. Raises what ends an episode but an EpisodeFailed; then all are over.
+        game_of: the game whose policies are these lines. versions: of the weights of policies of which that
+        is known. Raises what ends an episode but an EpisodeFailed; then all are over.
         """
-        self._step, self._ending = step, False
         if self._stale == "restart":
             self._restart(self._too_old(step))
-        self._runner = self._runner or asyncio.Runner()
-        self._lines = self._lines or {
-            name: tuple(StreamGate() for _ in found) for name, found in stream_clients.items()
-        }
-        self._game = self._game or game_of(self._lines)
-        for name in self._lines:
-            known = self._step_of.get(name, {})
-            self._step_of[name] = {v: at for v, at in known.items() if step - at <= self._max_lag}
+        self._runner = self._runner or (LoopThread() if self._runs_in_background else asyncio.Runner())
         try:
-            for name, lines in self._lines.items():
-                for line, stream_client in zip(lines, stream_clients[name], strict=True):
-                    line.open(stream_client)
-            self._runner.run(interruptible(self._until_enough(self._game, begin)))
-            self._ending = True
-            for line in self._all_lines():
-                line.close()
-            self._runner.run(self._all_read())
-        except BaseException:
+            clients = None
+            if not self._is_open:
+                self._ending, clients = False, self._opened.enter_context(open_clients())
+                self._is_open = True
+                self._lines = self._lines or {
+                    name: tuple(StreamGate() for _ in found) for name, found in clients.items()
+                }
+            self._begin_step(step, versions)
+            self._game = self._game or game_of(self._lines)
+            self._runner.run(interruptible(self._until_enough(self._game, begin, clients)))
+            if not self._runs_in_background:
+                self.pause()
+        except BaseException as error:
+            opened, self._opened = self._opened, ExitStack()
             self.close()
+            opened.__exit__(type(error), error, error.__traceback__)
             raise
         return self._leave()
+
+    def pause(self) -> None:
+        """Take back from the engines what they are asked, until the next step. Idempotent."""
+        if not self._is_open:
+            return
+        assert self._runner is not None
+        self._ending, self._is_open = True, False
+        if self._runs_in_background:
+            self._runner.run(self._closed_gates())
+        for line in self._all_lines():
+            line.close()
+            line.take_back()
+        self._runner.run(self._all_read())
+        self._opened.close()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """What a coroutine gives; in the loop of the episodes if that runs, as they share tools."""
+        runs = isinstance(self._runner, LoopThread)
+        return self._runner.run(work) if runs else asyncio.run(work)
+
+    def _begin_step(self, step: int, versions: Mapping[str, int]) -> None:
+        with self._lock:
+            self._step = step
+            for name in self._lines:
+                known = self._step_of.get(name, {})
+                self._step_of[name] = {v: at for v, at in known.items() if step - at <= self._max_lag}
+                if name in versions:
+                    self._step_of[name][versions[name]] = step
 
     def may_end(self, ended: Sequence[Key]) -> bool:
         """Whether the step would be over if the episodes whose turns have ended were over too.
@@ -174,8 +215,10 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
     def close(self) -> None:
         """End all episodes, and their environments. Idempotent."""
         runner, self._runner = self._runner, None
+        self._ending, self._is_open = True, False
         if runner is not None:
             runner.close()
+        self._opened.close()
         self.work, self._num_open, self._firsts = {}, {}, {}
 
     def _restart(self, orders: Sequence[int]) -> None:
@@ -191,6 +234,8 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
 
     def _end(self, orders: Sequence[int]) -> None:
         """End the episodes of groups, and their environments."""
+        if orders:
+            self.pause()  # another episode may ask under the same key
         held = [one for order in orders for one in self.work.pop(order)]
         for order in orders:
             del self._num_open[order], self._firsts[order]
@@ -198,11 +243,20 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
             assert self._runner is not None
             self._runner.run(interruptible(_cancelled([one.task for one in held])))
 
-    async def _until_enough(self, game: Game, begin: Begin) -> None:
+    async def _until_enough(self, game: Game, begin: Begin, clients: Clients | None) -> None:
+        """clients: those that can be asked from now on; None: the ones of before."""
+        for name, found in (clients or {}).items():
+            for line, client in zip(self._lines[name], found, strict=True):
+                line.open(client)
         self._begin(game, begin)
         while not self._may_stop():
             self._news.clear()
             await self._news.wait()
+
+    async def _closed_gates(self) -> None:
+        """In the loop: else who has passed a gate would ask a client that is closed."""
+        for line in self._all_lines():
+            line.close()
 
     async def _all_read(self) -> None:
         """Until what the engines have said is with the episodes."""
@@ -230,12 +284,21 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
         """Begin an episode, the task of which it is."""
         key = f"{order}/{number}"
 
+        def asked() -> None:
+            with self._lock:
+                held.asked_step = self._step
+                self._firsts[order] = min(self._firsts[order], self._step)
+
         def heard(policy: str, part: Completion) -> None:
+            """A version that nobody has told is that of the last step that has asked for its tokens."""
             with self._lock:
                 self._ended_turns.discard(key)
+                step, held.asked_step = held.asked_step or self._step, None
                 if part.token_ids:
-                    self._step_of[policy] |= dict.fromkeys(part.token_versions, self._step)
-                    held.first_step, held.last_step = held.first_step or self._step, self._step
+                    known, versions = self._step_of[policy], set(part.token_versions)
+                    known |= {version: max(step, known.get(version, step)) for version in versions}
+                    held.first_step = held.first_step or min(known[version] for version in versions)
+                    held.last_step = max(known[version] for version in versions)
                     self._firsts[order] = min(self._firsts[order], held.first_step)
 
         def ended(task: asyncio.Task[Played]) -> None:
@@ -247,7 +310,7 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
             self._news.set()
 
         policy_of = {line: name for name, lines in self._lines.items() for line in lines}
-        asks = game.asking(lambda line: ResumablePolicy(line, key, partial(heard, policy_of[line])))
+        asks = game.asking(lambda line: ResumablePolicy(line, key, asked, partial(heard, policy_of[line])))
         held = HeldEpisode(asyncio.get_running_loop().create_task(run_episode(asks, episode, prompt)))
         held.task.add_done_callback(ended)
         return held
@@ -263,11 +326,16 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
     def _is_enough(self, num_open: dict[int, int]) -> bool:
         return self._may_end(num_open, lambda: self._firsts, self._step)
 
+    def _oldest(self, order: int, step: int) -> int:
+        """See InFlight; also of a token that is not told yet."""
+        return min(one.first_step or one.asked_step or step for one in self.work[order])
+
     def _leave(self) -> FinishedEpisodes:
-        chosen = self._chosen(self._num_open, self._step)
-        groups = [self.work.pop(order) for order in chosen]
-        for order in chosen:
-            del self._num_open[order], self._firsts[order], self._batches[order]
+        with self._lock:
+            chosen = self._chosen(self._num_open, self._step)
+            groups = [self.work.pop(order) for order in chosen]
+            for order in chosen:
+                del self._num_open[order], self._firsts[order], self._batches[order]
         staleness = [self._step - (one.first_step or self._step) for group in groups for one in group]
         prompts = self.give_prompts(chosen)
         played = []

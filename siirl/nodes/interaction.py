@@ -1,5 +1,6 @@
 """The ops of an interaction: prompts in, episodes played, the rows of each agent out."""
 
+import asyncio
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -218,8 +219,12 @@ def interaction(
     if in_flight is None or ctx.validate:
         episodes = episodes_of(ctx, interaction, rows, n, [ctx.step] * len(rows))
         prompts = [tokens for tokens in prompt_tokens(rows) for _ in range(n)]
+        run = asyncio.run
+        if in_flight is not None:
+            in_flight.pause()
+            run = in_flight.run
         with interaction.streams.open() as policies:
-            played = run_all(game_of(interaction, policies, ctx.validate), episodes, prompts)
+            played = run_all(game_of(interaction, policies, ctx.validate), episodes, prompts, run)
     else:
         rows, played = _asynchronous(ctx, rows, interaction, in_flight, n)
     return give_rows(ctx, interaction, rows, played, n)
@@ -235,10 +240,13 @@ def _asynchronous(
         return [[(next(episodes), tokens) for _ in range(n)] for tokens in prompt_tokens(prompts)]
 
     in_flight.admit(rows, ctx.step)
-    with shared.streams.open(in_flight.may_end) as stream_clients:
-        left = in_flight.play(
-            stream_clients, lambda gates: game_of(shared, gates, validate=False), begin, ctx.step
-        )
+    left = in_flight.play(
+        lambda: shared.streams.open(in_flight.may_end, ctx.node.plan.runs_in_background),
+        lambda gates: game_of(shared, gates, validate=False),
+        begin,
+        ctx.step,
+        {name: engine.weight_version for name, engine in shared.engines.items()},
+    )
     shared.step_of = left.step_of
     dropped = in_flight.drain_dropped()
     report_staleness(ctx, left.staleness, left.num_partial, left.num_restarted, dropped, left.num_in_flight)

@@ -58,18 +58,18 @@ def _in_flight(node: LocalNode, rank: OnRank) -> InFlight | None:
     if not node.plan.max_lag:
         return None
     batch = batch_of(node.cfg)
-    sizes = {"batch_size": batch.generated, "step_size": batch.prompts}
+    how: dict[str, Any] = {
+        "batch_size": batch.generated,
+        "step_size": batch.prompts,
+        "stale": rollout.stale,
+        "runs_in_background": node.plan.runs_in_background,
+    }
     if "interaction" in node.plan.needs:
-        kept = EpisodesInFlight(rollout.max_lag, rollout.surplus, **sizes, stale=rollout.stale)
+        kept = EpisodesInFlight(rollout.max_lag, rollout.surplus, **how)
     else:
         engine = rank.engines[str(node.plan.model)]
         assert isinstance(engine, RolloutEngine)
-        kept = RolloutsInFlight(
-            *(engine, rollout.n, rollout.max_lag, rollout.surplus),
-            **sizes,
-            stale=rollout.stale,
-            runs_in_background=node.plan.runs_in_background,
-        )
+        kept = RolloutsInFlight(engine, rollout.n, rollout.max_lag, rollout.surplus, **how)
     node.buffer = kept
     return kept
 

@@ -1,9 +1,9 @@
 """Whom the episodes on a rank ask for turns, and whom its engines answer: at hand, or over TCP."""
 
-import functools
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch.distributed as dist
 
@@ -52,10 +52,13 @@ class Streams:
         self._wait(self._serving())
 
     @contextmanager
-    def open(self, interrupt: Interrupt | None = None) -> Iterator[Policies]:
+    def open(
+        self, interrupt: Interrupt | None = None, runs_in_background: bool = False
+    ) -> Iterator[Policies]:
         """The policies, for a rank that plays episodes; its engines answer other drivers as well.
 
-        interrupt: see RolloutEngine.stream, of engines of this rank that serve nobody else.
+        interrupt, runs_in_background: see RolloutEngine.stream, of engines of this rank that serve nobody
+        else.
 
         What is raised inside is told to those who serve this rank. At the end it waits for the drivers that
         it serves, and raises as `serve` does.
@@ -67,7 +70,8 @@ class Streams:
                 policies: Policies = {}
                 for name in self._plan.policies:
                     heads = self._plan.heads(name, self._rank)
-                    stream_clients = [self._stream_client(name, head, opened, interrupt) for head in heads]
+                    how = (opened, interrupt, runs_in_background)
+                    stream_clients = [self._stream_client(name, head, *how) for head in heads]
                     policies[name] = tuple(stack.enter_context(client) for client in stream_clients)
                 try:
                     yield policies
@@ -89,7 +93,12 @@ class Streams:
             server.close()
 
     def _stream_client(
-        self, name: str, head: int, opened: list[RemoteStream], interrupt: Interrupt | None
+        self,
+        name: str,
+        head: int,
+        opened: list[RemoteStream],
+        interrupt: Interrupt | None,
+        runs_in_background: bool,
     ) -> StreamClient:
         """The policy that the engine of one rank answers for."""
 
@@ -99,7 +108,8 @@ class Streams:
             return stream
 
         served = self._plan.clients(name, head)
-        open_stream = connect if served else functools.partial(self._engines[name].stream, interrupt)
+        own = self._engines.get(name)
+        open_stream = connect if served or own is None else partial(own.stream, interrupt, runs_in_background)
         return StreamClient(open_stream, name, self._deadline_s, 0.0 if interrupt is None else PATIENCE_S)
 
     def _serving(self) -> list["Service"]:

@@ -104,10 +104,8 @@ def _staleness(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool)
     prompts = int((1 + rollout.surplus) * batch.prompts)
     if node.runs_in_background:
         kept = ", with the keys and values that they have" if rollout.keeps_kv else ""
-        rest = (
-            "the engines go on with them while the trainer trains, and under its new weights after each sync"
-            + kept
-        )
+        who = "turns, tools and environments go on" if talks else "the engines go on with them"
+        rest = f"{who} while the trainer trains, and under its new weights after each sync{kept}"
     else:
         kept = _kept_memory(cfg) if rollout.keeps_kv else "no device memory"
         rest = f"those that a step does not complete keep their tokens, and {kept}, and go on in the next one"

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from dist_harness import WorkerFailure
 from fixtures_tiny import make_tiny_model_dir
-from job_harness import Finished, Inputs, overrides, run_job, three_steps
+from job_harness import Finished, Inputs, audited, overrides, run_job, three_steps
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LAG = [f"{ROLLOUT}.max_lag=2", f"{ROLLOUT}.surplus=1.5"]
@@ -166,3 +166,70 @@ def test_episodes_on_vllm_go_on(inputs, tmp_path):
     assert run.values("rollout/in_flight")[-1] == 0
     assert trained(tmp_path).total() == 5 * 8 * 2
     assert min(run.values("actor/grad_norm")) > 0
+
+
+TRAINS_LONG = """
+import time
+from pathlib import Path
+
+
+def train_long(ctx, rows):
+    began = time.time()
+    time.sleep(3 if ctx.step < 4 else 0)
+    with Path(SLEPT).open("a") as file:
+        file.write(f"{began} {time.time()}\\n")
+    return rows.select()
+"""
+TIMED = """
+
+_step = Dice.step
+
+
+def step(self, actions):
+    import time
+
+    time.sleep(0.2 * (self.left % 2))
+    with Path(BEGUN + "_stepped").open("a") as file:
+        file.write(f"{time.time()}\\n")
+    return _step(self, actions)
+
+
+Dice.step = step
+"""
+
+
+def apart(folder: Path) -> list[str]:
+    """The game, played on rank 1; rank 0 trains, and sleeps while it does."""
+    game(folder)
+    stepped = (folder / "game.py").read_text() + TIMED.replace("BEGUN", repr(str(folder / "begun")))
+    (folder / "game.py").write_text(stepped)
+    (folder / "trains_long.py").write_text(TRAINS_LONG.replace("SLEPT", repr(str(folder / "slept"))))
+    dag = yaml.safe_load((folder / "dag.yaml").read_text())
+    for node in dag["nodes"]:
+        node["placement"] = "1" if node["node_id"] in ("talk_0", "game") else "0"
+    dag["nodes"].append(
+        {
+            **{"node_id": "slow", "agent_group": 0, "node_type": "COMPUTE", "dependencies": ["advantage_0"]},
+            **{"executable_ref": f"{folder / 'trains_long.py'}:train_long", "reads": ["advantage"]},
+            **{"writes": [], "placement": "0"},
+        }
+    )
+    return workflow(folder, dag["nodes"])
+
+
+def while_it_trained(folder: Path) -> int:
+    """How often an environment has stepped while rank 0 slept in training."""
+    slept = [tuple(map(float, line.split())) for line in (folder / "slept").read_text().splitlines()]
+    stepped = map(float, Path(f"{folder / 'begun'}_stepped").read_text().split())
+    return sum(any(began + 0.3 < at < ended for began, ended in slept) for at in stepped)
+
+
+def test_episodes_on_ranks_of_their_own_go_on_while_the_trainer_trains(inputs, tmp_path):
+    """Turns, environments and weights go on; each prompt is trained once, within the bound."""
+    run = compared(inputs, tmp_path, 2, apart, "trainer.ledger=rows")
+    assert while_it_trained(tmp_path / "plain") == 0 < while_it_trained(tmp_path / "lagging")
+    assert 0 < max(run.values("rollout/staleness_max")) <= 2
+    assert run.values("rollout/in_flight")[-1] == 0 and not any(run.values("rollout/restarted"))
+    begun = [(tmp_path / name / "begun").read_text().split() for name in ("plain", "lagging")]
+    assert sorted(begun[0]) == sorted(begun[1]), "no environment is begun again"
+    audited(run)

@@ -3,9 +3,10 @@
 An engine belongs to one data-parallel shard of its node; methods are local to the shard's ranks.
 """
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,15 +22,60 @@ DRAIN_S = 0.5
 """Longest wait for an answer before a stream that is drained is asked again."""
 
 
+class StreamGuard:
+    """Who may use a stream: the thread that asks, or the engine, which does something else from `hold` to
+    `go_on`. The engine comes first, and whoever asks waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+        self._is_used = False
+        self._holder: int | None = None  # the thread that the engine is used by
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the engine has it, or waits for it."""
+        return self._holder is not None
+
+    def hold(self) -> None:
+        """Wait until nobody uses the stream, and let nobody else use it. Again: nothing to do."""
+        with self._news:
+            self._holder = threading.get_ident()
+            self._news.wait_for(lambda: not self._is_used)
+
+    def go_on(self) -> None:
+        """Let others use it again."""
+        with self._news:
+            self._holder = None
+            self._news.notify_all()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Use it alone; waits while it is held by another thread."""
+        with self._news:
+            mine = (None, threading.get_ident())
+            self._news.wait_for(lambda: self._holder in mine and not self._is_used)
+            self._is_used = True
+        try:
+            yield
+        finally:
+            with self._news:
+                self._is_used = False
+                self._news.notify_all()
+
+
 class RolloutStream(ABC):
     """Requests to one engine, each answered as soon as it is complete, while others join and run.
 
     Used by one thread at a time, on the first rank of the engine's shard; no communication with other ranks.
-    After an error only `close` is of use.
+    Meanwhile another one may use the engine. After an error only `close` is of use.
     """
 
     runs_in_background: bool = False
     """See RolloutEngine.stream."""
+
+    def __init__(self) -> None:
+        self.guard = StreamGuard()
 
     @property
     @abstractmethod
@@ -67,13 +113,14 @@ class RolloutStream(ABC):
     def hold(self) -> None:
         """Have nothing of it run in the engine, which will do something else, until `go_on`.
 
-        What is pending stays so. Called by the engine. Nothing to do where nothing runs outside `collect`.
+        What is pending stays so. Called by the engine, from any thread; another one that calls the stream
+        meanwhile waits.
         """
-        return None
+        self.guard.hold()
 
     def go_on(self) -> None:
         """Let what was held run again, each response from its tokens on."""
-        return None
+        self.guard.go_on()
 
     @abstractmethod
     def close(self) -> None:
@@ -171,8 +218,30 @@ class RolloutEngine(ABC):
         return [found[request.key] for request in requests]
 
     def alone(self, num_requests: int) -> AbstractContextManager[None]:
-        """Around `generate`: what runs in the background is held; nothing by default."""
-        return nullcontext()
+        """Around `generate`: what runs in the background is held."""
+        return self.streams_held()
+
+    @contextmanager
+    def streams_held(self) -> Iterator[None]:
+        """Have no request of its stream run meanwhile."""
+        self.hold_stream()
+        yield
+        self.stream_goes_on()
+
+    def hold_stream(self) -> None:
+        """Have no request of its stream run until `stream_goes_on`."""
+        if self._stream is not None:
+            self._stream.hold()
+
+    def stream_goes_on(self) -> None:
+        """Let the requests that were held run again."""
+        if self._stream is not None:
+            self._stream.go_on()
+
+    def let_go(self) -> None:
+        """Let nobody wait for what the engine does, which has failed: to be called before streams close."""
+        if self._stream is not None:
+            self._stream.guard.go_on()
 
     def score(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], top_k: int
@@ -280,6 +349,7 @@ class WaveStream(RolloutStream):
 
     def __init__(self, engine: RolloutEngine, sample: SampleWave, interrupt: Interrupt | None) -> None:
         """interrupt: see RolloutEngine.stream."""
+        super().__init__()
         self._engine, self._sample, self._interrupt = engine, sample, interrupt
         self._waiting: dict[Key, tuple[Request, PartialCompletion]] = {}
         self._refused: dict[Key, EpisodeFailed] = {}
@@ -290,19 +360,25 @@ class WaveStream(RolloutStream):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See RolloutStream."""
-        refused = self._engine.check_requests(requests, [*self._waiting, *self._refused])
-        self._refused |= refused
-        self._waiting |= {r.key: (r, PartialCompletion()) for r in requests if r.key not in refused}
+        with self.guard.used():
+            refused = self._engine.check_requests(requests, [*self._waiting, *self._refused])
+            self._refused |= refused
+            self._waiting |= {r.key: (r, PartialCompletion()) for r in requests if r.key not in refused}
 
     def collect(self, timeout_s: float) -> list[tuple[Key, Completion | EpisodeFailed]]:
-        """See RolloutStream; takes as long as the wave, whatever timeout_s."""
+        """See RolloutStream; takes as long as the wave, whatever timeout_s. One that the engine needs to end
+        is cut."""
+        with self.guard.used():
+            return self._collected()
+
+    def _collected(self) -> list[tuple[Key, Completion | EpisodeFailed]]:
         answers: list[tuple[Key, Completion | EpisodeFailed]] = list(self._refused.items())
         waiting, self._waiting, self._refused = self._waiting, {}, {}
         by_params: dict[SamplingParams, list[Request]] = {}
         for request, so_far in waiting.values():
             by_params.setdefault(replace(request.params, max_tokens=1), []).append(so_far.rest(request))
         for requests in by_params.values():
-            for request, part in zip(requests, self._sample(requests, self._interrupt), strict=True):
+            for request, part in zip(requests, self._sample(requests, self._is_cut), strict=True):
                 _, so_far = waiting[request.key]
                 so_far.extend(part)
                 if so_far.finish_reason is None:
@@ -310,6 +386,10 @@ class WaveStream(RolloutStream):
                 else:
                     answers.append((request.key, so_far.completion(part.weight_version)))
         return answers
+
+    def _is_cut(self, ended: Sequence[Key]) -> bool:
+        told = self._interrupt is not None and self._interrupt(ended)
+        return told or self.guard.is_held
 
     def pause(self, keys: Collection[Key] | None = None) -> list[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream."""

@@ -135,6 +135,7 @@ class EndpointStream(RolloutStream):
     """Requests to a service; an answer comes when the service gives it."""
 
     def __init__(self, engine: OpenAIRollout) -> None:
+        super().__init__()
         self._engine = engine
         self._pending: set[Key] = set()
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()

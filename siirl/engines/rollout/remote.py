@@ -282,6 +282,7 @@ class RemoteStream(RolloutStream):
 
     def __init__(self, address: Address, rank: int, deadline_s: float) -> None:
         """Connect, as this rank. PeerError if nobody listens."""
+        super().__init__()
         self._address, self._silent = address, Deadline(deadline_s)
         self._pending: set[Key] = set()
         self._sending = threading.Lock()

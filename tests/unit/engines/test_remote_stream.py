@@ -28,6 +28,7 @@ class Script(RolloutStream):
     of this request."""
 
     def __init__(self):
+        super().__init__()
         self.waiting, self.asked, self.closed, self.frozen_s = [], [], 0, 0.0
 
     @property

@@ -279,6 +279,7 @@ class OwnDevices(FakeEngine):
 
 class Decoding(RolloutStream):
     def __init__(self, engine):
+        super().__init__()
         self.engine, self.running = engine, {}
 
     @property

@@ -172,6 +172,10 @@ class HFRollout(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; wakes the engine."""
         self.check_idle("take weights")
+        with self.streams_held():
+            self._load_weights(weights, version)
+
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.wake()
         self._state, self.weight_version = "loading", -1
         own = stored_tensors_of(self._model)

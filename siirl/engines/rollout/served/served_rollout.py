@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,6 +111,7 @@ class ServedRollout(RolloutEngine):
         self._dtype = cfg.actor_rollout_ref.rollout.dtype
         self._state: WeightState = "empty"
         self._metrics = Metrics()
+        self._counting = threading.Lock()  # a thread of an interaction's stream counts
         self._adapter = plan.name if plan.base else None
         self.keeps_kv = cfg.actor_rollout_ref.rollout.keeps_kv
         self._newest = -1  # of all versions that it had
@@ -190,7 +192,7 @@ class ServedRollout(RolloutEngine):
     def alone(self, num_requests: int) -> Iterator[None]:
         """See RolloutEngine: the streams of all its users are held, or idle."""
         self._check_all_idle("generate")
-        with self._streams_held(), phase("generate", rows=num_requests):
+        with self.streams_held(), phase("generate", rows=num_requests):
             yield
 
     def score(
@@ -239,12 +241,13 @@ class ServedRollout(RolloutEngine):
         reread: those of them that had been read before a response was paused, and were not in the cache.
         """
         cached = float(sum(answer.num_cached_tokens for answer in answers))
-        self._metrics.mean("rollout/prefix_cache_hits", cached, prompt_tokens)
-        if self._cfg.actor_rollout_ref.rollout.max_lag:
-            self._metrics.sum("rollout/reread_tokens", reread)
-        for name, metric in self.counters:
-            if name in stats:
-                self._metrics.max(metric, stats[name])
+        with self._counting:
+            self._metrics.mean("rollout/prefix_cache_hits", cached, prompt_tokens)
+            if self._cfg.actor_rollout_ref.rollout.max_lag:
+                self._metrics.sum("rollout/reread_tokens", reread)
+            for name, metric in self.counters:
+                if name in stats:
+                    self._metrics.max(metric, stats[name])
 
     @property
     def leads(self) -> bool:
@@ -280,7 +283,7 @@ class ServedRollout(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; wakes the weights. Collective over the ranks of the shard."""
         self._check_all_idle("take weights")
-        with self._streams_held():
+        with self.streams_held():
             self._load_weights(weights, version)
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -324,16 +327,6 @@ class ServedRollout(RolloutEngine):
         """See Policy."""
         self._state, self.weight_version = "empty", -1
 
-    def hold_stream(self) -> None:
-        """See Policy."""
-        if self._stream is not None:
-            self._stream.hold()
-
-    def stream_goes_on(self) -> None:
-        """See Policy."""
-        if self._stream is not None:
-            self._stream.go_on()
-
     def sleep(self) -> None:
         """Give back the memory of weights and KV cache, on a GPU with free_cache_engine. Idempotent.
 
@@ -368,7 +361,8 @@ class ServedRollout(RolloutEngine):
 
     def drain_metrics(self) -> Metrics:
         """What the engine counted since the last call."""
-        metrics, self._metrics = self._metrics, Metrics()
+        with self._counting:
+            metrics, self._metrics = self._metrics, Metrics()
         return metrics
 
     def drain_restarts(self) -> int | None:
@@ -405,8 +399,8 @@ class ServedRollout(RolloutEngine):
             user.hold_stream()
 
     @contextmanager
-    def _streams_held(self) -> Iterator[None]:
-        """Have no request of a stream run meanwhile, whoever's it is."""
+    def streams_held(self) -> Iterator[None]:
+        """See RolloutEngine: the streams of all its users."""
         self._hold_streams()
         yield
         for user in self._engine.users:

@@ -127,6 +127,7 @@ class EngineStream(RolloutStream):
         self, engine: StreamedEngine, router: StreamRouter, dtype: str, adapter: str | None = None
     ) -> None:
         """adapter: name of the LoRA adapter that its requests are for."""
+        super().__init__()
         self._engine, self._router, self._dtype, self._adapter = engine, router, dtype, adapter
         self._pending: dict[str, Asked] = {}  # under the names that the process knows
         self._held: list[Asked] = []
@@ -142,10 +143,11 @@ class EngineStream(RolloutStream):
         """See RolloutStream; wakes the engine's KV cache. RolloutError also when the process died."""
         if not requests:
             return
-        running = [request.key for request, _ in (*self._pending.values(), *self._held)]
-        refused = self._engine.check_requests(requests, [*running, *(key for key, _ in self._answered)])
-        self._answered += refused.items()
-        self._send([(request, PartialCompletion()) for request in requests if request.key not in refused])
+        with self.guard.used():
+            running = [request.key for request, _ in (*self._pending.values(), *self._held)]
+            refused = self._engine.check_requests(requests, [*running, *(key for key, _ in self._answered)])
+            self._answered += refused.items()
+            self._send([(request, PartialCompletion()) for request in requests if request.key not in refused])
 
     def _send(self, wanted: Sequence[Asked]) -> None:
         """Have the process work on what is wanted of some responses."""
@@ -173,16 +175,19 @@ class EngineStream(RolloutStream):
 
     def collect(self, timeout_s: float) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream. RolloutError for log-probs that are not finite: the weights are broken."""
-        if self._answered or not self._pending:
+        with self.guard.used():
+            if self._pending and not self._answered:
+                for finished in self._router.listen(self._name, timeout_s):
+                    self._take(finished)
             answered, self._answered = self._answered, []
-            return answered
-        for finished in self._router.listen(self._name, timeout_s):
-            self._take(finished)
-        answered, self._answered = self._answered, []
         return answered
 
     def pause(self, keys: Collection[Key] | None = None) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream; errors as of collect."""
+        with self.guard.used():
+            return self._paused(keys)
+
+    def _paused(self, keys: Collection[Key] | None) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
         self._hold(keys)
         version = self._engine.weight_version
         held, self._held = self._held, []
@@ -196,6 +201,7 @@ class EngineStream(RolloutStream):
 
     def hold(self) -> None:
         """See RolloutStream; errors as of collect."""
+        super().hold()
         self._hold()
 
     def _hold(self, keys: Collection[Key] | None = None) -> None:
@@ -209,6 +215,7 @@ class EngineStream(RolloutStream):
         """See RolloutStream. RolloutError if the process died."""
         held, self._held = self._held, []
         self._send(held)
+        super().go_on()
 
     def close(self) -> None:
         """See RolloutStream. RolloutError if the process died."""
