@@ -95,6 +95,29 @@ def test_an_engine_goes_on_beside_the_trainer_if_nothing_else_computes_on_its_ra
     assert ("go on with them while the trainer trains" in report(plan, configs)) == goes_on
 
 
+@pytest.mark.parametrize(
+    ("trainer", "verifier", "goes_on"),
+    [("2", "0-1", True), ("2", "1", False), ("1-2", "0-1", False), (None, None, False)],
+    ids=["apart", "one is asked from another rank", "the trainer is on a rank of theirs", "colocated"],
+)
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_episodes_go_on_beside_the_trainer_where_their_engines_are_on_the_ranks_that_play_them(
+    trainer, verifier, goes_on, engine
+):
+    """Whoever asks has a thread, so that also an engine does that works in its worker."""
+    dag = load_dag_file(TEMPLATES / "solver_verifier.yaml")
+    places = {"solver": verifier and "0-1", "verifier": verifier}
+    nodes = [replace(node, placement=places.get(node.node_id, trainer)) for node in dag.nodes]
+    cfg = config(f"{ROLLOUT}.name={engine}", *LAG)
+    plan, configs = compile_plan(dag_spec(dag.dag_id, nodes, ""), cfg, 3)
+    assert {name for name, node in plan.nodes.items() if node.runs_in_background} == (
+        {"solver"} if goes_on else set()
+    )
+    assert (
+        "turns, tools and environments go on while the trainer trains" in report(plan, configs)
+    ) == goes_on
+
+
 def test_dynamic_sampling_with_a_lag_loads_ahead_in_its_own_batches():
     keys = ("algorithm.filter_groups.enable=true", "data.gen_batch_size=5")
     cfg = config(*LAG, *keys)
