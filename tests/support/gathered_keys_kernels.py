@@ -1,4 +1,4 @@
-"""The kernels that gather keys and values and add their gradients up, against torch.
+"""The kernels that gather keys and values, join parts of attention and add gradients up, against torch.
 
 Interpreted by Triton on a CPU, or on the device that is named.
 """
@@ -49,6 +49,29 @@ def compare(forest, heads: int, size: int, dtype: torch.dtype, device: str = "cp
         assert torch.equal(mine, again) and mine.stride() == torch.empty_like(x).stride()
 
 
+def compare_joined(dtype: torch.dtype) -> None:
+    """Two parts of attention whose softmax has normalisers that are far apart, for some rows."""
+    draw = torch.Generator().manual_seed(0)
+    parts_PRHD = torch.randn(2, 37, 3, 24, generator=draw).to(dtype)
+    lse_PHR = torch.randn(2, 3, 37, generator=draw) * torch.tensor([1.0, 10.0, 200.0])[:, None]
+    share_PRH = lse_PHR.double().softmax(0).transpose(1, 2)
+    out, lse = parts_PRHD[0].clone(), lse_PHR[0].clone()
+    triton_kernels.join_(out, lse, parts_PRHD[1], lse_PHR[1])
+    exact = (parts_PRHD.double() * share_PRH[..., None]).sum(0)
+    torch.testing.assert_close(out.double(), exact, rtol=ROUNDING["cpu", dtype], atol=1e-4)
+    torch.testing.assert_close(lse.double(), lse_PHR.double().logsumexp(0), rtol=1e-6, atol=1e-5)
+
+
+def compare_added(dtype: torch.dtype) -> None:
+    """Gradients in bfloat16, of which the first one begins the sum."""
+    first, second = torch.randn(2, 1500, generator=torch.Generator().manual_seed(0)).bfloat16()
+    total = triton_kernels.added(None, first, dtype)
+    assert total.dtype == dtype and torch.equal(total, first.to(dtype))
+    assert triton_kernels.added(total, second, dtype) is total
+    exact = first.double() + second.double()
+    torch.testing.assert_close(total.double(), exact, rtol=ROUNDING["cpu", dtype], atol=1e-6)
+
+
 def main(device: str = "cpu") -> None:
     sequence_bounds.MOST_GATHERED = 100.0
     for forest in FORESTS:
@@ -56,3 +79,6 @@ def main(device: str = "cpu") -> None:
             compare(forest, heads, size, torch.float32, device)
     compare(FORESTS[-1], 8, 64, torch.float16, device)
     compare(FORESTS[-1], 8, 64, torch.bfloat16, device)
+    for dtype in (torch.float32, torch.bfloat16):
+        compare_joined(dtype)
+        compare_added(dtype)

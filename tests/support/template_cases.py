@@ -1,10 +1,11 @@
 """Conversations under chat templates without models: tokens are characters and marks, turns are scripted."""
 
+import functools
 import re
 from types import MappingProxyType
 
 from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils import chat_template_utils
 
 from siirl.dialect.dialect import derive
 from siirl.dialect.template import ChatTemplate
@@ -17,6 +18,9 @@ MARKS = re.compile(
 EOS = "<EOS>"
 ENDS = ("<|END_OF_TURN_TOKEN|>", "<|end_of_msg|>", "<|im_end|>", "<|eot_id|>", "<|eot|>", "[|endofturn|]")
 """Ends of sequences of families, where their templates do not write eos_token."""
+
+_compile = chat_template_utils._compile_jinja_template.__wrapped__
+chat_template_utils._compile_jinja_template = functools.cache(_compile)  # it keeps 128, and these are more
 
 
 class TemplateTokenizer:
@@ -52,7 +56,7 @@ class TemplateTokenizer:
             "pad_token": "<PAD>",
             "unk_token": "<UNK>",
         }
-        (text,), _ = render_jinja_template(
+        (text,), _ = chat_template_utils.render_jinja_template(
             [conversation], tools=tools, chat_template=self.chat_template, **variables, **options
         )
         return text

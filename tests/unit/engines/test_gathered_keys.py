@@ -135,6 +135,6 @@ def test_rows_that_share_nothing_read_what_they_are_given():
     assert bounds.keys is None and gathered(k, v, None) == (k, v) and added_up(k, v, k, v, None) == (k, v)
 
 
-def test_the_kernels_gather_and_add_up_as_torch_does():
+def test_the_kernels_gather_join_and_add_up_as_torch_does():
     pytest.importorskip("triton")
     run_interpreted("gathered_keys_kernels")
