@@ -78,8 +78,8 @@ class SteppingEngine(TrainEngine):
         """Gradients of a mini-batch with trained tokens, then `_step`."""
 
     @abstractmethod
-    def _clip(self) -> float:
-        """Scale the gradient, which is complete by now, to a norm of at most grad_clip; the norm before."""
+    def _clip(self, max_norm: float) -> float:
+        """Scale the gradient, which is complete by now, to a norm of at most this; the norm before."""
 
     @abstractmethod
     def _update(self) -> None:
@@ -163,7 +163,7 @@ class SteppingEngine(TrainEngine):
         They are read when the norm has come, on which the device works until then: it is idle once.
         """
         with phase("clip_gradients"):
-            norm = self._clip()
+            norm = self._clip(self._settings.grad_clip)
         with phase("read_metrics"):
             metrics = read()
         with phase("optimizer_step"):

@@ -1,6 +1,7 @@
 """The FSDP2 strategy: weights, gradients and optimizer state of one model, sharded over its ranks."""
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from siirl.data.completions import no_experts
 from siirl.data.rows import take_rows
 from siirl.engines.train.adapters.frozen_base import FrozenBase
 from siirl.engines.train.attention.ulysses import of_all_tokens, own_tokens
-from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
+from siirl.engines.train.base import EXPERTS, AdamStep, BatchCounts, LossFn
 from siirl.engines.train.experts.expert_parallel import add_up_copies
 from siirl.engines.train.experts.router_loss import RouterLoss
 from siirl.engines.train.experts.router_replay import RouterReplay, put_experts
@@ -50,7 +51,7 @@ from siirl.engines.train.packed.packing import PackedBatch, new_columns, vector_
 from siirl.engines.train.packed.shared_rows import SumOverRanks
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.settings import engine_settings
-from siirl.engines.train.stepping import SteppingEngine
+from siirl.engines.train.stepping import PARTS, SteppingEngine
 from siirl.engines.train.transfers import Arrivals
 from siirl.engines.weights.bucket import LiveWeights
 from siirl.model_files.hf_config import written_changes
@@ -212,6 +213,45 @@ class FSDPEngine(SteppingEngine):
         outputs: tuple[str, ...],
         temperature: float,
     ) -> Metrics:
+        return self._step(self._backward(rows, loss_fn, counts, outputs, temperature).read)
+
+    def add_gradients(
+        self, rows: TensorDict, loss_fn: LossFn, outputs: tuple[str, ...], temperature: float
+    ) -> Metrics:
+        self._require_on_device(*PARTS)
+        self._check_outputs(outputs)
+        return self._backward(rows, loss_fn, BatchCounts(0.0, 0.0, 0), outputs, temperature).read()
+
+    def step(self, adam: AdamStep) -> float:
+        self._require_on_device(*PARTS)
+        norm = self._clip(adam.max_norm)
+        if math.isfinite(norm):
+            for group in self._optimizer.param_groups:
+                group |= {
+                    "lr": adam.learning_rate,
+                    "betas": (adam.beta1, adam.beta2),
+                    "eps": adam.eps,
+                    "weight_decay": adam.weight_decay,
+                }
+            self._update()
+            self.version += 1
+        self._optimizer.zero_grad()
+        return norm
+
+    def drop_gradients(self) -> None:
+        if self._lone:
+            self._lone.hand_over()
+        self._optimizer.zero_grad()
+
+    def _backward(
+        self,
+        rows: TensorDict,
+        loss_fn: LossFn,
+        counts: BatchCounts,
+        outputs: tuple[str, ...],
+        temperature: float,
+    ) -> TensorMetrics:
+        """Add the gradients of the rows to those that are there; the metrics of loss_fn."""
         found, shares = TensorMetrics(), self._shares_prompts(rows)
         micro_batches = self._split(rows, self._settings.train_limit)
         if self._router_loss:
@@ -230,9 +270,7 @@ class FSDPEngine(SteppingEngine):
                 columns, router_loss = self._run(batch, temperature, outputs)
                 loss = self._share(columns, batch, mine, loss_fn, counts, found)
                 (loss + router_loss).backward()
-        if self._lone:
-            self._lone.hand_over()
-        return self._step(found.read)
+        return found
 
     def _run(
         self, batch: PackedBatch, temperature: float, outputs: tuple[str, ...]
@@ -261,10 +299,12 @@ class FSDPEngine(SteppingEngine):
                 num_tokens += 0 if batch.is_dummy else batch.num_tokens
         return num_tokens
 
-    def _clip(self) -> float:
+    def _clip(self, max_norm: float) -> float:
+        if self._lone:
+            self._lone.hand_over()
         add_up_copies(self._model, self._mesh)
         grads = [p.grad for p in self._trained()]
-        return scaled_to_norm(grads, self._settings.grad_clip, self._shard_group)
+        return scaled_to_norm(grads, max_norm, self._shard_group)
 
     def _update(self) -> None:
         self._settle()

@@ -304,12 +304,12 @@ class MegatronEngine(SteppingEngine):
         value_BT = batch.packed.to_cells(value_M)
         return SumOverRanks.apply(value_BT, self._scope.groups.cp) if self._dims.cp > 1 else value_BT
 
-    def _clip(self) -> float:
+    def _clip(self, max_norm: float) -> float:
         self._optimizer.prepare_grads()
-        norm, limit = float(self._optimizer.get_grad_norm()), self._settings.grad_clip
-        for part in self._optimizer.chained_optimizers if math.isfinite(norm) and limit > 0 else ():
+        norm = float(self._optimizer.get_grad_norm())
+        for part in self._optimizer.chained_optimizers if math.isfinite(norm) and max_norm > 0 else ():
             if part.get_parameters():
-                clip_grad_by_total_norm_fp32(part.get_parameters(), limit, norm)
+                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm, norm)
         return norm
 
     def _update(self) -> None:

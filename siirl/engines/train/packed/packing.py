@@ -277,6 +277,8 @@ def new_columns(
     columns: dict[str, Tensor] = {}
     for name in outputs:
         width, dtype = vectors.get(name, (None, torch.float32))
+        if name == "top_log_prob" and "top_ids" in rows.keys():
+            width = rows["top_ids"].shape[-1]
         columns[name] = torch.zeros(*shape, *([] if width is None else [width]), dtype=dtype, device=device)
     return columns
 
