@@ -1,4 +1,4 @@
-"""The console script: siirl check | test | plan | run | migrate | export | convert | trace
+"""The console script: siirl check | test | plan | run | serve | migrate | export | convert | trace
  | new | resume | eval | chat | ls | compare | watch | audit | view | doctor.
 
 A user error is one message and exit code 2. check and plan need neither torch nor devices; export and
@@ -45,10 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     complete(_parser)
     with user_errors() as outcome:
         _check_command(argv)
-        if argv[:1] and argv[0] in ("check", "test", "plan", "run", "migrate"):
+        if argv[:1] and argv[0] in ("check", "test", "plan", "run", "serve", "migrate"):
             import_from_here()
         if argv[:1] == ["run"]:
             return main_dag.main(argv[1:])
+        if argv[:1] == ["serve"]:
+            return main_dag.main(["--config-name", "serve", *argv[1:]])
         args, overrides = parse_settings(_parser(), argv)
         outcome.code = args.command(args, overrides) or 0
     return outcome.code
@@ -284,6 +286,10 @@ def _parser() -> argparse.ArgumentParser:
             )
     run = commands.add_parser("run", help="train: the same as python -m siirl.main_dag", add_help=False)
     add_config_arguments(run)
+    serve = commands.add_parser(
+        "serve", help="let clients of Tinker's API train adapters here, by their own loops", add_help=False
+    )
+    add_config_arguments(serve)
     migrate = commands.add_parser(
         "migrate", help="turn a launch script or YAML file of siiRL or verl into a command of siirl"
     )

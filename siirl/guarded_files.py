@@ -2,11 +2,13 @@
 
 import errno
 import grp
+import json
 import os
 import pwd
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 MOST_BYTES = 1 << 20
 ENTER = stat.S_IXGRP | stat.S_IXOTH
@@ -110,6 +112,16 @@ def first_bytes(name: str | os.PathLike[str], folder: int | None = None) -> byte
     """The beginning of a regular file. OSError."""
     with os.fdopen(open_regular(name, folder), "rb") as file:
         return file.read(MOST_BYTES)
+
+
+def write_own(path: Path, value: Any) -> None:
+    """Write JSON to a file that this user alone may read, whole or not at all; folders are made. OSError."""
+    aside = path.with_suffix(".new")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside.unlink(missing_ok=True)
+    with open(aside, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
+        json.dump(value, out)
+    os.replace(aside, path)
 
 
 def own_secret(path: Path) -> bytes:

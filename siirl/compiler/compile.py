@@ -89,6 +89,8 @@ def _built(function: str) -> DagSpec:
 
 def template_of(cfg: Config) -> str:
     """The file in dag_templates/ that fits the algorithm."""
+    if cfg.service.enable:
+        return "serve.yaml"
     if cfg.actor_rollout_ref.rollout.gives_data:
         if cfg.reward_model.enable:
             return "reward_training.yaml"
@@ -181,7 +183,7 @@ def _check(
 ) -> tuple[Workflow, dict[str, ModelPlan]]:
     """The nodes that are left, and their models. Raises if anything is wrong with them."""
     so_far, kept = len(found), with_moved_rows(whole.without(pruned))
-    found.ask(CHECKS, "nodes", kept=kept, whole=whole)
+    found.ask(CHECKS, "nodes", kept=kept, whole=whole, world=world_size)
     models = plan_models(kept, world_size, found)
     if len(found) > so_far:
         found.close()

@@ -148,7 +148,7 @@ class _Section:
     def _prepare(self, node: ResolvedNode) -> tuple[tuple[FieldKey, ...], Joins]:
         """Bring what a node reads or carries; returns these keys, and those of other agents to join."""
         place = self.places[node.id]
-        if node.op.is_handed:
+        if node.op.is_handed or node.op.is_asked:
             self._wait_for_parents(node, place.source)
             return (), ()
         level, carried = self.shared.level(place.source), self.carried.get(node.id, ())

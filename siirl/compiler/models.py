@@ -50,7 +50,7 @@ def plan_links(models: dict[str, ModelPlan], nodes: Nodes) -> dict[str, LinkPlan
     """
     links: dict[str, LinkPlan] = {}
     for target in models.values():
-        if target.is_rollout and backend_of(target).weights:
+        if target.is_rollout and backend_of(target).weights and not nodes[target.node].op.is_asked:
             source = models[f"agent_{target.agent}.actor"]
             name = f"agent_{target.agent}.weights"
             union = tuple(sorted({*source.ranks, *target.ranks}))

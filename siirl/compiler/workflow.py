@@ -41,7 +41,8 @@ class Workflow:
     def own_bases(self) -> tuple[int, ...]:
         """Agents whose adapter goes to the engine alone, on their own base (rollout.merge_lora=false)."""
         trained = {node.agent for node in self.nodes.values() if node.op.trains_policy}
-        return tuple(
+        asked = (node.agent for node in self.nodes.values() if node.op.is_asked and node.lora_rank)
+        return *asked, *(
             agent
             for agent, node in self.rollouts.items()
             if agent in trained - self.bases.keys() and not node.op.gives_data and node.lora_rank

@@ -194,7 +194,7 @@ COMMANDS = {
     **dict.fromkeys(("init", "create", "quickstart"), "new"),
     **dict.fromkeys(("list", "runs", "status", "ps"), "ls"),
     **dict.fromkeys(("log", "logs", "tail", "stats", "top"), "watch"),
-    **dict.fromkeys(("generate", "serve", "infer", "sample"), "chat"),
+    **dict.fromkeys(("generate", "infer", "sample"), "chat"),
     **dict.fromkeys(("version",), "--version"),
     **dict.fromkeys(("continue", "restart"), "resume"),
     **dict.fromkeys(("diff",), "compare"),

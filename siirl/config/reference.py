@@ -121,6 +121,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "actor_rollout_ref.rollout.agent",
         "actor_rollout_ref.serve",
     ),
+    "clients that train here by Tinker's API": ("service",),
     "rewards (a function, a reward model, a judge, a service)": (
         "custom_reward_function",
         "reward_model",

@@ -14,6 +14,7 @@ from siirl.config.keys import Key, group, walk
 from siirl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from siirl.config.rollout import RolloutConfig
 from siirl.config.serve import ServeConfig
+from siirl.config.service import ServiceConfig
 from siirl.config.teacher import FrozenConfig, TeacherConfig
 from siirl.config.trainer import DagConfig, ProfilerConfig, RayInitConfig, TrainerConfig
 from siirl.config.unused_keys import unused_keys
@@ -48,6 +49,7 @@ class Config:
     custom_reward_function: CustomRewardFunctionConfig = group(
         CustomRewardFunctionConfig, "own reward function"
     )
+    service: ServiceConfig = group(ServiceConfig, "clients that train here")
     algorithm: AlgorithmConfig = group(AlgorithmConfig, "advantages")
     trainer: TrainerConfig = group(TrainerConfig, "run")
     ray_init: RayInitConfig = group(RayInitConfig, "Ray")

@@ -28,7 +28,7 @@ from siirl.types import FIELDS, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELD
 
 SERVICES = (
     *("engine", "scorer", "encoder", "judge", "judge_tokenizer", "interaction", "recordings"),
-    *("buffer", "in_flight"),
+    *("buffer", "in_flight", "service"),
 )
 """What an op can need besides its rows and its context; siirl/nodes/services.py builds them."""
 
@@ -82,6 +82,10 @@ class OpSpec:
 
     is_handed: bool = False
     """A rollout whose rows another node of its interaction makes: it reads nothing and asks no engine."""
+
+    is_asked: bool = False
+    """Its work comes from outside, as commands: it reads no rows, and a step ends with an optimizer step that
+    somebody has asked for."""
 
     is_environment: bool = False
     """It answers the agents of an interaction, inside their rollout."""
@@ -144,7 +148,7 @@ class OpSpec:
     @property
     def asks_policy(self) -> bool:
         """Whether it asks the rollout engine of its agent, which must have the trainer's weights by then."""
-        return self.role is not None and self.role.takes_weights and not self.is_handed
+        return self.role is not None and self.role.takes_weights and not (self.is_handed or self.is_asked)
 
 
 def fixed(*names: str) -> Callable[[Config], Names]:
@@ -397,6 +401,19 @@ FILTER = OpSpec(
     changes_rows=True,
     wanted=lambda cfg: True,
 )
+SERVICE = OpSpec(
+    "service",
+    fixed(),
+    fixed(),
+    "asked:asked",
+    needs=("service",),
+    model="rollout",
+    node_role="SERVICE",
+    is_asked=True,
+    side_effect=True,
+    unique="service",
+)
+"""Clients of another API decide what is computed, on a trainer and a sampler of adapters."""
 CUSTOM = OpSpec("custom", fixed(), fixed(), "function_reward:custom_op")
 """The user's code, on the fields that it declares, or on those of the op whose place it takes."""
 
@@ -408,7 +425,7 @@ OPS: dict[str, OpSpec] = {
         *(FUNCTION_REWARD, BASELINE_REWARD, MODEL_REWARD, JUDGE_REWARD, JUDGE_SERVICE, COMBINE_REWARDS),
         *(ADVANTAGE, OLD_LOG_PROB, LATER_OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, PREFERENCE_TRAIN),
         *(TEACHER, SCORING_TEACHER, CRITIC_TRAIN, REWARD_TRAIN),
-        *(DYNAMIC_SAMPLING, RESAMPLE, FILTER, CUSTOM),
+        *(DYNAMIC_SAMPLING, RESAMPLE, FILTER, SERVICE, CUSTOM),
     )
 }
 """Name -> op, as plans name them."""

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -364,6 +364,8 @@ class DAGWorker:
             engine.let_go()
         for node in self.nodes.values():
             node.buffer.close()
+            if "service" in node.services:
+                node.services["service"].close()
         for played in self.interactions.values():
             played.close()
         for streams in self.streams.values():
@@ -432,10 +434,16 @@ class DAGWorker:
     def _build_node(self, plan: NodePlan) -> LocalNode:
         cfg = self.node_cfg(plan.name)
         node = LocalNode(plan, cfg, self._tokenizer(cfg))
-        shared = OnRank({**self.train_engines, **self.rollout_engines}, self.interactions)
+        engines = {**self.train_engines, **self.rollout_engines}
+        shared = OnRank(engines, self.interactions, self._make_adapter)
         node.services = {name: SERVICES[name](node, shared) for name in plan.needs}
         self.ops[plan.name] = find_op(plan)
         return node
+
+    def _make_adapter(self, base: str, name: str, cfg: Config) -> TrainEngine:
+        """An engine in training on the weights of another, which are frozen. Collective over its ranks."""
+        model = replace(self.plan.models[base], name=name, trains=True, base=base)
+        return make_train_engine(model, cfg, self.groups, self.device, self.train_engines[base])
 
     def _build_loader(self, node: str, layout_id: str) -> LocalLoader:
         cfg, layout = self.node_cfg(node), self.plan.layouts[layout_id]

@@ -151,6 +151,18 @@ def programs(run: Subject) -> Iterator[Line]:
         yield Line(False, "endpoint of clients", asks, remedy)
 
 
+def training_service(run: Subject) -> Iterator[Line]:
+    """The server of `siirl serve`."""
+    for node in run.plan.nodes.values():
+        if not node.spec.is_asked:
+            continue
+        address = run.node_cfgs[node.name].service.address
+        away = not is_loopback(address.rpartition(":")[0])
+        asks = f"{address}: {CLUSTER if away else HERE}; asks for the server's key; all who have it may read"
+        remedy = "It is not encrypted: let nobody listen between clients and server (ssh -L)" if away else ""
+        yield Line(False, "training service", f"{asks} and load what any of them saved", remedy)
+
+
 def vllm(run: Subject) -> Iterator[Line]:
     """What vLLM's processes talk through."""
     if any(model.backend == "vllm" for model in run.plan.models.values()):
@@ -365,7 +377,10 @@ def _readers(readable: bool) -> str:
 
 Check = Callable[[Subject], Iterator[Line]]
 SECTIONS: Mapping[str, tuple[Check, ...]] = {
-    "listens": (torch_store, gloo, nccl, streams, programs, vllm, sglang, ray, prometheus),
+    "listens": (
+        *(torch_store, gloo, nccl, streams, programs, training_service),
+        *(vllm, sglang, ray, prometheus),
+    ),
     "asks": (services,),
     "runs": (user, code, sandbox),
     "files": (folders, changeable, secrets),

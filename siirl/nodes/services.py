@@ -1,5 +1,6 @@
 """What ops need besides their rows, built once for each node: a table by the names in the op table."""
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.compiler.plan import NodePlan
+from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
@@ -33,6 +35,9 @@ class OnRank:
     interactions: Mapping[str, Interaction]
     """By entry node."""
 
+    make_adapter: Callable[[str, str, Config], TrainEngine]
+    """(model, name, configuration): an engine in training for an adapter on the weights of a model."""
+
     def interaction_of(self, node: str) -> Interaction:
         """The interaction that a node is a stage of."""
         return next(x for x in self.interactions.values() if node in (s.node for s in x.plan.stages))
@@ -47,6 +52,7 @@ SERVICES: dict[str, Callable[[LocalNode, OnRank], Any]] = {
     "interaction": lambda node, rank: rank.interaction_of(node.plan.name),
     "buffer": lambda node, rank: node.buffer,
     "in_flight": lambda node, rank: _in_flight(node, rank),
+    "service": lambda node, rank: _service(node, rank),
     "recordings": lambda node, rank: Path(node.cfg.actor_rollout_ref.rollout.replay_dir or "").expanduser(),
 }
 """Name of what an op needs -> how it is made."""
@@ -72,6 +78,13 @@ def _in_flight(node: LocalNode, rank: OnRank) -> InFlight | None:
         kept = RolloutsInFlight(engine, rollout.n, rollout.max_lag, rollout.surplus, **how)
     node.buffer = kept
     return kept
+
+
+def _service(node: LocalNode, rank: OnRank) -> Any:
+    from siirl.nodes.asked import Service  # a server, which no other run needs
+
+    base, sampler = f"agent_{node.plan.agent}.actor", rank.engines[str(node.plan.model)]
+    return Service(node, sampler, rank.engines[base], functools.partial(rank.make_adapter, base))
 
 
 def find_op(node: NodePlan) -> Op:

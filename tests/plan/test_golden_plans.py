@@ -80,7 +80,14 @@ def apart() -> DagSpec:
     return dag_spec(dag.dag_id, nodes, dag.description)
 
 
+SERVICE = (
+    *("service.enable=true", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.name=hf"),
+    *("trainer.val_before_train=false", "trainer.test_freq=-1"),
+)
+
+
 CASES = {
+    "serve_on_1": lambda: template_plan(1, *SERVICE),
     "grpo_on_1": lambda: template_plan(1),
     "grpo_on_8_all_nodes": lambda: template_plan(
         8,

@@ -110,7 +110,7 @@ class Endpoint:
         if self._loop is not None:
             return
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=_run, args=[self._loop], name="endpoint of programs", daemon=True).start()
+        threading.Thread(target=run_loop, args=[self._loop], name="endpoint of programs", daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(START_S)
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Endpoint:
             for prefix in ("", "/v1"):
                 app.router.add_post(f"{prefix}/session", self._session)
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, logger=_http_log(), shutdown_timeout=1.0
+            app, handler_cancellation=True, access_log=None, logger=http_log(), shutdown_timeout=1.0
         )
         await self._runner.setup()
         try:
@@ -156,7 +156,7 @@ class Endpoint:
                 f"actor_rollout_ref.serve.address={host}:{port} cannot be listened on: {error}. Set another "
                 "one, or port 0, which is a free one."
             ) from error
-        self.url = f"http://{_reached_at(host)}:{self._server.sockets[0].getsockname()[1]}"
+        self.url = f"http://{reached_at(host)}:{self._server.sockets[0].getsockname()[1]}"
         if self._queue is not None:
             self._queue.open(self.url)
             self._looking = asyncio.create_task(self._look(self._queue))
@@ -387,13 +387,13 @@ class Endpoint:
                 )
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
     """The thread."""
     loop.run_forever()
     loop.close()
 
 
-def _http_log() -> logging.Logger:
+def http_log() -> logging.Logger:
     """aiohttp's log, without a traceback for each request that is no HTTP, which is answered with 400."""
     theirs = HttpProcessingError, web.RequestPayloadError
 
@@ -405,7 +405,7 @@ def _http_log() -> logging.Logger:
     return http_log
 
 
-def _reached_at(host: str) -> str:
+def reached_at(host: str) -> str:
     """How a URL names an address that we listen on; all addresses of this machine: its name."""
     if host in ("0.0.0.0", "::"):
         return socket.gethostname()

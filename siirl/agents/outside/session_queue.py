@@ -17,7 +17,7 @@ from typing import Any
 from siirl.agents.outside.program import SessionInfo
 from siirl.deadline import Deadline
 from siirl.errors import ConfigError, UserCodeError
-from siirl.guarded_files import own_secret
+from siirl.guarded_files import own_secret, write_own
 from siirl.observe.curve import duration
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class SessionQueue:
 
     def __init__(self, address: ListenAddress) -> None:
         self.address = address
-        self.token = address.token or _kept_token(address.file) or f"siirl-{secrets.token_urlsafe(32)}"
+        self.token = address.token or kept_token(address.file) or f"siirl-{secrets.token_urlsafe(32)}"
         self.url = ""
         self.over = False
         self._offered: deque[tuple[SessionInfo, asyncio.Future[None]]] = deque()
@@ -73,13 +73,9 @@ class SessionQueue:
     def open(self, url: str) -> None:
         """Write where clients find us, and say so. OSError."""
         self.url = url
-        file, aside = self.address.file, self.address.file.with_suffix(".new")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside.unlink(missing_ok=True)
-        with open(aside, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
-            json.dump({"url": url, "base_url": f"{url}/v1", "token": self.token}, out)
-        os.replace(aside, file)
-        log.info("listening for clients at %s; its token is in %s", url, file)
+        told = {"url": url, "base_url": f"{url}/v1", "token": self.token}
+        write_own(self.address.file, told)
+        log.info("listening for clients at %s; its token is in %s", url, self.address.file)
 
     async def start(self, info: SessionInfo) -> ExternalClient:
         """Offer a session until a client takes it (a Start). UserCodeError if none comes in time."""
@@ -155,7 +151,7 @@ class SessionQueue:
             log.warning("the run %s. %s.", self.missing, where)
 
 
-def _kept_token(file: Path) -> str | None:
+def kept_token(file: Path) -> str | None:
     """The token of an earlier start of this run: clients that have it come in again.
 
     None if anybody else can have written or read it: who may write to the folder does not choose it.
@@ -170,13 +166,13 @@ def _kept_token(file: Path) -> str | None:
     return token if isinstance(token, str) and token else None
 
 
-def token_of(variable: str | None) -> str | None:
-    """The value of the environment variable that serve.token_env names. ConfigError if it has none."""
+def token_of(variable: str | None, key: str = "actor_rollout_ref.serve.token_env") -> str | None:
+    """The value of the environment variable that a key names. ConfigError if it has none."""
     if variable is None:
         return None
     if not (token := os.environ.get(variable, "").strip()):
         raise ConfigError(
-            f"the environment variable {variable} (actor_rollout_ref.serve.token_env) is not set: clients "
+            f"the environment variable {variable} ({key}) is not set: clients "
             "would have nothing to show. Set it to a secret, or leave the key out: the run makes a token."
         )
     return token

@@ -41,7 +41,8 @@ def check_kept(kept: Workflow) -> Iterator[UserError]:
         return
     trained = {node.agent for node in kept.nodes.values() if node.op.trains_policy}
     learning = {node.agent for node in kept.nodes.values() if node.op.trains and node.op.on_scorer}
-    if not trained | learning:
+    serving = any(node.op.is_asked for node in kept.nodes.values())
+    if not (trained or learning or serving):
         yield NotSupportedError(
             "not supported yet: a DAG that trains nothing. Add a node with node_type MODEL_TRAIN and "
             "node_role ACTOR; or set trainer.rollout_only=true to sample and score only."

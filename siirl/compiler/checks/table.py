@@ -1,7 +1,8 @@
 """All checks of a compiled workflow, in the order in which they are told; each is beside what it checks.
 
 "ops": of the nodes with their ops. "interactions": of them with what follows from interactions (`talking`).
-"nodes": of the nodes that are left when idle ones are pruned (`kept`), and of all of them (`whole`).
+"nodes": of the nodes that are left when idle ones are pruned (`kept`), of all of them (`whole`), and the
+number of ranks (`world`).
 "engines", "places": of the nodes, their models and where their rows lie.
 "plan": of the plan, and the configuration of each of its nodes (`configs`).
 Those of a node's model stand with its backend (`siirl/compiler/backends`), of what it is made of in
@@ -17,6 +18,7 @@ from siirl.compiler.checks import (
     fields,
     reward_checks,
     sampling_rounds,
+    service_checks,
     staleness_checks,
 )
 from siirl.compiler.interactions.find import check_agents_of
@@ -43,6 +45,7 @@ CHECKS = (
     Check("interactions", ("talking",), check_agents_of),
     Check("nodes", KEPT, fields.check_kept),
     Check("nodes", KEPT, fields.check_critics),
+    Check("nodes", ("kept", "world"), service_checks.check_asked),
     Check("nodes", KEPT, sampling_rounds.check_sampling),
     Check("nodes", KEPT, sampling_rounds.check_resampling),
     Check("nodes", KEPT, reward_checks.check_named_values),

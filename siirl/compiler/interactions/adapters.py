@@ -57,7 +57,8 @@ def check_bases(workflow: Workflow) -> None:
         for one in (node, rollouts[owner]):
             _check_experts(key, one, "unset share_instance")
     for agent in workflow.own_bases:
-        _check_alone(rollouts[agent])
+        if agent in rollouts:
+            _check_alone(rollouts[agent])
 
 
 def _check_alone(node: ResolvedNode) -> None:

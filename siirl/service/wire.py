@@ -1,0 +1,160 @@
+"""The bytes of Tinker's API that are no JSON: forward_backward and sample speak protobuf.
+
+The fields are those that the client `tinker` 0.38.0 sends and reads; there is no public schema. Others are
+passed over, as protobuf does.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from siirl.service.commands import Datum, Refused, Sampled, Trained
+
+PROTOBUF = "application/x-protobuf"
+_SCHEMA = {
+    "SparseCsr": "values=1:bytes crow_indices=2:bytes col_indices=3:bytes",
+    "Tensor": "dense=1:bytes sparse_csr=2:SparseCsr dtype=3:int32 shape=4:int64*",
+    "EncodedTextChunk": "tokens=1:bytes",
+    "Other": "",
+    "Chunk": "encoded_text=1:EncodedTextChunk image=2:Other dmel=3:Other",
+    "InputEntry": "key=1:string value=2:Tensor",
+    "Datum": "model_input=1:Chunk* loss_fn_inputs=2:InputEntry*",
+    "NumberEntry": "key=1:string value=2:double",
+    "OptionValue": "number=1:double text=2:string",
+    "OptionEntry": "key=1:string value=2:OptionValue",
+    "ForwardBackwardRequest": "model_id=1:string seq_id=2:int32 data=3:Datum* loss_fn=4:string "
+    "loss_fn_config=5:NumberEntry* forward_only=6:bool loss_fn_config_v2=7:OptionEntry*",
+    "BatchedTensor": "data=1:bytes offsets=2:bytes dtype=3:int32 trailing_shape=4:int64*",
+    "FieldEntry": "key=1:string value=2:BatchedTensor",
+    "ArrayRecord": "type_tag=1:string fields=2:FieldEntry* num_datums=3:int64",
+    "ForwardBackwardOutput": "loss_fn_output_type=1:string loss_fn_outputs=2:ArrayRecord* "
+    "metrics=3:NumberEntry*",
+    "SampledSequence": "stop_reason=1:int32 tokens=2:bytes logprobs=3:bytes",
+    "SampleResponse": "sequences=1:SampledSequence* prompt_logprobs=2:bytes",
+}
+"""Message -> its fields, name=number:type, * for several. A map is a list of entries; an enum a number."""
+_TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12}
+_MESSAGE, _ONE, _SEVERAL = 11, 1, 3
+_FLOAT32 = 1
+_DTYPES = {_FLOAT32: np.float32, 2: np.int64, 3: np.int32}
+_STOP, _LENGTH = 0, 1
+MOST_NUMBERS = 1 << 24
+"""Of one tensor that is sent as a sparse one."""
+
+
+@functools.cache
+def messages() -> dict[str, Any]:
+    """Name -> class of the protobuf messages."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    file = descriptor_pb2.FileDescriptorProto(name="siirl/service.proto", package="siirl", syntax="proto2")
+    for name, fields in _SCHEMA.items():
+        message = file.message_type.add(name=name)
+        for text in fields.split():
+            field, _, rest = text.partition("=")
+            number, _, kind = rest.partition(":")
+            label, kind = (_SEVERAL if kind.endswith("*") else _ONE), kind.rstrip("*")
+            told = {"type": _TYPES[kind]} if kind in _TYPES else {"type": _MESSAGE}
+            made = message.field.add(name=field, number=int(number), label=label, **told)
+            if kind not in _TYPES:
+                made.type_name = f".siirl.{kind}"
+            elif label == _SEVERAL:
+                made.options.packed = True
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"siirl.{name}")) for name in _SCHEMA
+    }
+
+
+class TrainingRequest:
+    """A request of forward_backward, of which only the head has been looked at. Refused if it is none."""
+
+    def __init__(self, body: bytes) -> None:
+        self._message = messages()["ForwardBackwardRequest"]()
+        try:
+            self._message.ParseFromString(body)
+        except Exception as error:  # the edge to what others sent; DecodeError is not the only one
+            raise Refused(f"the body is no request of forward_backward: {error}") from error
+        self.model, self.number = str(self._message.model_id), int(self._message.seq_id)
+        self.loss, self.forward_only = str(self._message.loss_fn), bool(self._message.forward_only)
+
+    def options(self) -> dict[str, float | str]:
+        """loss_fn_config."""
+        found: dict[str, float | str] = {one.key: one.value for one in self._message.loss_fn_config}
+        for one in self._message.loss_fn_config_v2:
+            found[one.key] = one.value.text if one.value.HasField("text") else one.value.number
+        return found
+
+    def data(self) -> list[Datum]:
+        """Refused for what cannot be read, or trained on."""
+        return [
+            Datum(
+                [token for chunk in one.model_input for token in _tokens(chunk, f"datum {number}")],
+                {x.key: _array(x.value, f"datum {number}: {x.key}") for x in one.loss_fn_inputs},
+            )
+            for number, one in enumerate(self._message.data)
+        ]
+
+
+def _tokens(chunk: Any, where: str) -> list[int]:
+    if not chunk.HasField("encoded_text"):
+        raise Refused(f"{where} has a part that is no text: images and sounds are not trained on here")
+    data = chunk.encoded_text.tokens
+    if len(data) % 4:
+        raise Refused(f"{where}: {len(data)} bytes of tokens are no int32 numbers")
+    return np.frombuffer(data, np.int32).tolist()
+
+
+def _array(tensor: Any, where: str) -> np.ndarray:
+    shape = tuple(tensor.shape)
+    kind = _DTYPES.get(tensor.dtype)
+    if kind is None:
+        raise Refused(f"{where} has dtype {tensor.dtype}: float32, int64 and int32 are read")
+    if min(shape, default=0) < 0 or len(shape) > 2 or np.prod(shape, dtype=float) > MOST_NUMBERS:
+        raise Refused(f"{where} has shape {list(shape)}: [N] and [N, K] are read")
+    try:
+        if not tensor.HasField("sparse_csr"):
+            return np.frombuffer(tensor.dense, kind).reshape(shape or -1)
+        sparse, found = tensor.sparse_csr, np.zeros(shape, kind)
+        starts = np.frombuffer(sparse.crow_indices, np.int64)
+        row = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        found[row, np.frombuffer(sparse.col_indices, np.int64)] = np.frombuffer(sparse.values, kind)
+        return found
+    except (ValueError, IndexError) as error:
+        raise Refused(f"{where} of shape {list(shape)} cannot be read: {error}") from error
+
+
+def trained_bytes(found: Trained) -> bytes:
+    """The answer to forward_backward."""
+    out = messages()["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    record = out.loss_fn_outputs.add(num_datums=len(found.log_probs))
+    parts = [np.ascontiguousarray(one, np.float32) for one in found.log_probs]
+    offsets = np.cumsum([0, *(one.nbytes for one in parts)], dtype=np.int64)
+    trailing = parts[0].shape[1:] if parts else ()
+    entry = record.fields.add(key="logprobs")
+    entry.value.data, entry.value.offsets = b"".join(one.tobytes() for one in parts), offsets.tobytes()
+    entry.value.dtype = _FLOAT32
+    entry.value.trailing_shape.extend(trailing)
+    out.metrics.add(key="loss:sum", value=found.loss)
+    return out.SerializeToString()
+
+
+def sampled_bytes(found: Sampled) -> bytes:
+    """The answer to a request for samples."""
+    out = messages()["SampleResponse"]()
+    for tokens, log_probs, stopped in found.sequences:
+        out.sequences.add(
+            stop_reason=_STOP if stopped else _LENGTH,
+            tokens=np.asarray(tokens, np.int32).tobytes(),
+            logprobs=_floats(log_probs),
+        )
+    if found.prompt_log_probs:
+        out.prompt_logprobs = _floats(found.prompt_log_probs)
+    return out.SerializeToString()
+
+
+def _floats(values: Sequence[float]) -> bytes:
+    return np.asarray(values, np.float32).tobytes()

@@ -1,0 +1,217 @@
+"""`siirl serve` by its command: a session over HTTP, requests that are none, the unmodified client."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from fixtures_tiny import make_tiny_model_dir
+
+from siirl.service.wire import PROTOBUF, messages
+
+TOKENS = [5, 6, 7, 8, 9]
+ADAM = {"learning_rate": 1e-2, "grad_clip_norm": 1.0}
+
+
+class Server:
+    """A server that runs, and requests to it."""
+
+    def __init__(self, folder, steps: int) -> None:
+        self.model = make_tiny_model_dir(folder / "model", init_std=0.1)
+        self.output, self.log = folder / "run", folder / "log"
+        keys = {
+            "actor_rollout_ref.model.path": self.model,
+            "actor_rollout_ref.model.lora_rank": 8,
+            "data.max_prompt_length": 32,
+            "data.max_response_length": 32,
+            "service.address": "127.0.0.1:0",
+            "trainer.device": "cpu",
+            "trainer.total_training_steps": steps,
+            "trainer.output_dir": self.output,
+            "trainer.logger": "[]",
+        }
+        words = [sys.executable, "-m", "siirl.cli", "serve", *(f"{k}={v}" for k, v in keys.items())]
+        with self.log.open("wb") as log:
+            self.job = subprocess.Popen(words, env=os.environ, stdout=log, stderr=log)
+        file, end_s = self.output / "service" / "client.json", time.monotonic() + 200
+        while not file.is_file():
+            assert self.job.poll() is None and time.monotonic() < end_s, self.log.read_text()
+            time.sleep(0.1)
+        assert file.stat().st_mode & 0o777 == 0o600
+        told = json.loads(file.read_text())
+        self.url, self.token = told["base_url"], told["token"]
+
+    def ask(self, path: str, body=None, kind: str = "application/json", token: str = ""):
+        """Status and answer; bytes as they are."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        heads = {"X-API-Key": token or self.token, "Content-Type": kind}
+        request = urllib.request.Request(f"{self.url}/api/v1/{path}", data, heads)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                found = answer.read()
+                return answer.status, found if PROTOBUF in answer.headers["Content-Type"] else json.loads(
+                    found
+                )
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def of(self, path: str, body, kind: str = "application/json"):
+        """The answer to a request whose answer comes later."""
+        status, told = self.ask(path, body, kind)
+        assert status == 200, told
+        while True:
+            status, found = self.ask("retrieve_future", {"request_id": told["request_id"]})
+            if not (isinstance(found, dict) and found.get("type") == "try_again"):
+                assert status == 200, found
+                return found
+
+    def session(self) -> str:
+        return self.ask("create_session", {"tags": []})[1]["session_id"]
+
+    def new_model(self, session: str, rank: int = 4) -> str:
+        asked = {"session_id": session, "model_seq_id": 0, "base_model": str(self.model)}
+        return self.of("create_model", asked | {"lora_config": {"rank": rank, "seed": 1}})["model_id"]
+
+    def train(self, model: str, number: int, loss: str = "cross_entropy"):
+        """The loss and the log-probs; or what is wrong."""
+        found = self.of("forward_backward", training(model, number, loss), PROTOBUF)
+        if isinstance(found, dict):
+            return found
+        out = messages()["ForwardBackwardOutput"].FromString(found)
+        (field,) = out.loss_fn_outputs[0].fields
+        return out.metrics[0].value, np.frombuffer(field.value.data, np.float32)
+
+
+def training(model: str, number: int, loss: str) -> bytes:
+    request = messages()["ForwardBackwardRequest"](model_id=model, seq_id=number, loss_fn=loss)
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array(TOKENS[:-1], np.int32).tobytes()
+    for name, values, dtype in (
+        ("target_tokens", np.array(TOKENS[1:], np.int64), 2),
+        ("weights", np.ones(4, np.float32), 1),
+    ):
+        entry = datum.loss_fn_inputs.add(key=name)
+        entry.value.dense, entry.value.dtype = values.tobytes(), dtype
+        entry.value.shape.append(4)
+    return request.SerializeToString()
+
+
+@contextmanager
+def serving(folder, steps: int):
+    server = Server(folder, steps)
+    try:
+        yield server
+    finally:
+        server.job.send_signal(signal.SIGTERM)
+        server.job.wait(60)
+
+
+def fuzzed(server: Server, draw: random.Random, model: str, session: str) -> None:
+    """Requests that are none: each is answered, none with an error of the server's own."""
+    values = [None, -1, 1 << 70, "x", "../..", [], {}, [{}], True, 0.5, model, session, "\ud800" * 2]
+    names = ["session_id", "model_id", "seq_id", "base_model", "lora_config", "adam_params", "path", "prompt"]
+    names += ["sampling_session_id", "sampling_params", "request_id", "model_seq_id", "num_samples"]
+    paths = ["create_model", "optim_step", "save_weights", "load_weights", "asample", "retrieve_future"]
+    paths += ["save_weights_for_sampler", "create_sampling_session", "get_info", "weights_info", "nothing"]
+    for _ in range(60):
+        body = {name: draw.choice(values) for name in draw.sample(names, 6)} | {"session_id": "none"}
+        status, _ = server.ask(draw.choice(paths), body)
+        assert 200 <= status < 500
+    for body in (b"", b"{", b"[1]", b"\xff" * 40, b"[" * 5000, draw.randbytes(300)):
+        for path in ("forward_backward", "asample", "create_model"):
+            assert 400 <= server.ask(path, body)[0] < 500
+
+
+def test_a_session_over_http_trains_samples_saves_and_outlives_what_is_sent(tmp_path):
+    with serving(tmp_path, steps=4) as server:
+        assert server.ask("get_server_capabilities", token="tml-guess")[0] == 401
+        session = server.session()
+        model = server.new_model(session)
+        first, log_probs = server.train(model, 1)
+        assert first == pytest.approx(-log_probs.sum(), rel=1e-5)
+        repeated = server.train(model, 1)
+        step = {"model_id": model, "adam_params": ADAM}
+        norm = server.of("optim_step", step | {"seq_id": 2})["metrics"]["grad_norm:mean"]
+        assert repeated[0] == first
+        once = server.new_model(server.session())
+        server.train(once, 1)
+        alone = server.of("optim_step", {"model_id": once, "adam_params": ADAM, "seq_id": 2})
+        assert alone["metrics"]["grad_norm:mean"] == norm, "what came twice has counted once"
+        refused = server.train(model, 3, "stable_reinforce")
+        assert refused["category"] == "user" and "no public definition" in refused["error"]
+        fuzzed(server, random.Random(1), model, session)
+        assert server.train(model, 4)[0] < first
+
+        saved = server.of("save_weights", {"model_id": model, "seq_id": 5, "path": "one"})["path"]
+        asked = {"model_id": model, "seq_id": 6, "sampling_session_seq_id": 0}
+        sampler = server.of("save_weights_for_sampler", asked)["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": TOKENS[:3]}]}
+        params = {"max_tokens": 5, "seed": 1, "temperature": 1.0}
+        sample = {"sampling_session_id": sampler, "num_samples": 2, "prompt": prompt}
+        sample |= {"sampling_params": params, "prompt_logprobs": True}
+        found = server.of("asample", sample | {"seq_id": 1})
+        again = server.of("asample", sample | {"seq_id": 2})
+        assert found == again, "of one seed"
+        out = messages()["SampleResponse"].FromString(found)
+        assert len(out.sequences) == 2 and len(out.prompt_logprobs) == 3 * 4
+        unknown = server.ask("asample", sample | {"sampling_session_id": f"{session}:sample:9", "seq_id": 1})
+        assert unknown[0] == 404
+        assert server.ask("weights_info", {"tinker_path": saved})[1]["lora_rank"] == 4
+        runs = server.ask("training_runs")[1]["training_runs"]
+        assert {run["training_run_id"] for run in runs} == {model, once}
+        (kept,) = server.ask(f"training_runs/{model}/checkpoints")[1]["checkpoints"]
+        assert kept["tinker_path"] == saved
+
+        assert server.ask(f"sessions/{session}/finish", {"reason": {"type": "success"}})[0] == 200
+        assert server.ask("session_heartbeat", {"session_id": session})[0] == 410
+        other = {"session_id": server.session(), "model_seq_id": 3, "path": saved, "optimizer": True}
+        loaded = server.of("load_weights", other)["model_id"]
+        server.train(loaded, 1)
+        server.of("optim_step", {"model_id": loaded, "adam_params": ADAM, "seq_id": 2})
+        server.train(loaded, 3)
+        server.ask("optim_step", {"model_id": loaded, "adam_params": ADAM, "seq_id": 4})
+        assert server.job.wait(120) == 0, server.log.read_text()
+    lines = [json.loads(line) for line in (server.output / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[0]["actor/grad_norm"] == pytest.approx(norm)
+
+
+@pytest.mark.slow
+def test_the_unmodified_client_goes_through_a_session(tmp_path, monkeypatch):
+    tinker = pytest.importorskip("tinker")
+    types = tinker.types
+    with serving(tmp_path, steps=100) as server:
+        monkeypatch.setenv("TINKER_BASE_URL", server.url)
+        monkeypatch.setenv("TINKER_API_KEY", server.token)
+        service = tinker.ServiceClient()
+        model = service.create_lora_training_client(base_model=str(server.model), rank=8, seed=1).result()
+        inputs = {"target_tokens": TOKENS[1:], "weights": [0.0, 1.0, 1.0, 0.5]}
+        datum = types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)
+        losses = []
+        for _ in range(3):
+            trained = model.forward_backward([datum, datum], "cross_entropy")
+            model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+            losses.append(trained.result().metrics["loss:sum"])
+        assert losses == sorted(losses, reverse=True)
+        with pytest.raises(tinker.RequestFailedError, match="no public definition"):
+            model.forward_backward([datum], "stable_reinforce").result()
+        many = model.forward_backward([datum] * 1500, "cross_entropy").result()
+        assert len(many.loss_fn_outputs) == 1500, "which come in parts, the first one last"
+        sampler = model.save_weights_and_get_sampling_client()
+        prompt = types.ModelInput.from_ints(TOKENS[:3])
+        params = types.SamplingParams(max_tokens=6, seed=3, stop=["zz"])
+        assert len(sampler.sample(prompt, 2, params).result().sequences) == 2
+        assert len(sampler.compute_logprobs(prompt).result()) == 3
+        state = model.save_state("one").result().path
+        again = service.create_training_client_from_state_with_optimizer(state).result()
+        losses = [x.forward([datum], "cross_entropy").result().metrics for x in (model, again)]
+        assert losses[0] == losses[1]
+        service.close(status="success").result()

@@ -1,0 +1,387 @@
+"""Losses, gradients and steps of training clients, against the protocol's own definitions in float64."""
+
+import math
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fixtures_tiny import make_tiny_model_dir
+from transformers import AutoModelForCausalLM
+
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.config.load import load_config
+from siirl.dag_worker.worker import DAGWorker
+from siirl.data.completions import SamplingParams
+from siirl.engines.train.base import AdamStep
+from siirl.observe.spans import Observer
+from siirl.service.commands import (
+    BASE,
+    AdapterSpec,
+    CreateModel,
+    Datum,
+    ForwardBackward,
+    LoadState,
+    OptimStep,
+    Refused,
+    Sample,
+    SaveSampler,
+    SaveState,
+)
+
+pytestmark = pytest.mark.heavy
+ALPHA, MOST_RANK = 32, 8
+STILL = AdamStep(0.0, 0.0, 0.9, 1e-8, 0.0, 0.0)
+"""Its first moment is the gradient, and no weight moves."""
+OPTIONS = {"ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, "dro": {"beta": 0.3}}
+ROUNDING = 3e-6
+"""Of float32 through all layers, in units of the largest value of a gradient."""
+SOURCES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """The service of a worker, whose server does not listen."""
+    folder = tmp_path_factory.mktemp("service")
+    model = make_tiny_model_dir(folder / "model", init_std=0.1)
+    cfg = load_config(
+        [
+            f"actor_rollout_ref.model.path={model}",
+            f"actor_rollout_ref.model.lora_rank={MOST_RANK}",
+            "data.max_prompt_length=32",
+            "data.max_response_length=32",
+            "actor_rollout_ref.rollout.dtype=float32",
+            "trainer.device=cpu",
+            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32",
+            "service.max_models=6",
+            f"trainer.output_dir={folder / 'run'}",
+        ],
+        "serve",
+    )
+    plan, _ = compile_plan(load_dag(cfg), cfg, 1)
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
+    )
+    worker = DAGWorker(cfg, plan, 0, torch.device("cpu"), Observer())
+    yield worker.nodes["service"].services["service"]
+    worker.close()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def tenants(service):
+    yield service.tenants
+    for session in ("a", "b", "c"):
+        service.tenants.release(session)
+
+
+def created(tenants, model: str, rank: int = 4, seed: int = 3) -> None:
+    """A model whose adapter is no longer zero."""
+    tenants.create(CreateModel(model, AdapterSpec(rank, seed)))
+    draw = torch.Generator().manual_seed(seed)
+    for tensor in tenants._tenants[model].engine.state_dict()["model"].values():
+        local = tensor.to_local()
+        local.add_(0.05 * torch.randn(local.shape, generator=draw))
+
+
+def data_of(seed: int, follows: bool = True, num_targets: int = 0) -> list[Datum]:
+    """Three sequences; follows: the targets are the tokens that come next. num_targets: K; 0: one each."""
+    draw, data = np.random.default_rng(seed), []
+    for count in (7, 1, 4):
+        tokens = draw.integers(2, 64, count + 1)
+        target = (
+            tokens[1:] if follows else draw.integers(2, 64, (count, num_targets) if num_targets else count)
+        )
+        shape = target.shape
+        inputs = {
+            "target_tokens": target.astype(np.int64),
+            "weights": draw.random(shape).astype(np.float32),
+            "logprobs": (-4.2 - draw.random(shape)).astype(np.float32),
+            "advantages": draw.standard_normal(shape).astype(np.float32),
+        }
+        data.append(Datum(tokens[:-1].tolist(), inputs))
+    return data
+
+
+def summed(name: str, lp, q, w, adv) -> torch.Tensor:
+    """The loss by the protocol's own words."""
+    ratio = torch.exp(lp - q)
+    if name == "cross_entropy":
+        return -(w * lp).sum()
+    if name == "importance_sampling":
+        return -(ratio * adv).sum()
+    if name == "ppo":
+        return -torch.min(ratio * adv, torch.clip(ratio, 0.9, 1.1) * adv).sum()
+    if name == "cispo":
+        return -(torch.clip(ratio, 0.0, 4.0).detach() * lp * adv).sum()
+    return -(lp * adv - 0.3 / 2 * (lp - q) ** 2).sum()
+
+
+class ByHand:
+    """The model in float64, its adapter as A and B."""
+
+    def __init__(self, service, weights: dict[str, torch.Tensor], rank: int) -> None:
+        path = service._cfg.actor_rollout_ref.model.path
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).requires_grad_(False)
+        self.parts = {name: one.double().requires_grad_() for name, one in weights.items()}
+        self.scale = ALPHA / rank
+        self.weights = dict(self.model.named_parameters())
+
+    def log_probs(self, datum: Datum) -> torch.Tensor:
+        merged = {}
+        for name, a in self.parts.items():
+            if ".lora_A" in name:
+                layer, b = name.replace(".lora_A", ""), self.parts[name.replace(".lora_A", ".lora_B")]
+                merged[layer] = self.weights[layer] + self.scale * b @ a
+        out = torch.func.functional_call(self.model, merged, (torch.tensor([datum.tokens]),))
+        target = torch.from_numpy(datum.inputs["target_tokens"])
+        whole = torch.log_softmax(out.logits[0], -1)
+        return whole.gather(-1, target.reshape(len(target), -1)).reshape(target.shape)
+
+    def loss(self, name: str, data: list[Datum]) -> torch.Tensor:
+        columns = ("logprobs", "weights", "advantages")
+        return sum(
+            summed(
+                name,
+                self.log_probs(one),
+                *(torch.from_numpy(one.inputs[column]).double() for column in columns),
+            )
+            for one in data
+        )
+
+
+def gradient_of(tenants, model: str) -> dict[str, torch.Tensor]:
+    """The gradient so far, which is then gone."""
+    tenants.step(OptimStep(model, STILL))
+    tenants.save(SaveState(model, f"tinker://{model}/weights/still", True))
+    _, stored = tenants.read(f"tinker://{model}/weights/still")
+    prefix = "optimizer/exp_avg."
+    return {
+        name.removeprefix(prefix).replace(".default", ""): one
+        for name, one in stored.items()
+        if name.startswith(prefix)
+    }
+
+
+def adapter_of(tenants, model: str) -> dict[str, torch.Tensor]:
+    tenants.save_sampler(SaveSampler(model, None, f"{model}:now"))
+    return tenants.snapshot(f"{model}:now").weights
+
+
+def off(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """The largest difference, in units of the largest value."""
+    assert found.keys() == wanted.keys()
+    size = max(one.abs().max().item() for one in wanted.values())
+    return max((found[name].double() - one).abs().max().item() for name, one in wanted.items()) / size
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(("follows", "num_targets"), [(True, 0), (False, 0), (False, 3)])
+def test_losses_and_gradients_are_those_of_the_protocol_in_float64(
+    service, tenants, name, follows, num_targets
+):
+    created(tenants, "a:train:0")
+    data = data_of(1, follows, num_targets)
+    by_hand = ByHand(service, adapter_of(tenants, "a:train:0"), 4)
+    wanted = by_hand.loss(name, data)
+    wanted.backward()
+    command = ForwardBackward("a:train:0", name, OPTIONS.get(name, {}), data, False)
+    looked = tenants.train(ForwardBackward("a:train:0", name, OPTIONS.get(name, {}), data, True))
+    trained = tenants.train(command)
+    for found in (looked, trained):
+        assert found.loss == pytest.approx(wanted.item(), rel=1e-6)
+        for one, datum in zip(found.log_probs, data, strict=True):
+            np.testing.assert_allclose(one, by_hand.log_probs(datum).detach().numpy(), atol=2e-6)
+    grads = {name: one.grad for name, one in by_hand.parts.items()}
+    far = off(gradient_of(tenants, "a:train:0"), grads)
+    assert far < ROUNDING
+
+
+def test_gradients_of_several_requests_and_losses_add_up_until_the_step(service, tenants):
+    created(tenants, "a:train:0")
+    by_hand = ByHand(service, adapter_of(tenants, "a:train:0"), 4)
+    parts = [("cross_entropy", data_of(1)), ("ppo", data_of(2)), ("cross_entropy", data_of(3, False, 2))]
+    for name, data in parts:
+        by_hand.loss(name, data).backward()
+        tenants.train(ForwardBackward("a:train:0", name, OPTIONS.get(name, {}), data, False))
+        tenants.train(ForwardBackward("a:train:0", name, OPTIONS.get(name, {}), data, True))
+    assert off(gradient_of(tenants, "a:train:0"), {n: p.grad for n, p in by_hand.parts.items()}) < ROUNDING
+    assert tenants.step(OptimStep("a:train:0", STILL)) == 0, "the step before has cleared it"
+
+
+def test_a_step_is_adamw_by_the_parameters_of_its_request(service, tenants):
+    created(tenants, "a:train:0")
+    names = list(adapter_of(tenants, "a:train:0"))
+    mine = [torch.nn.Parameter(one.clone()) for one in adapter_of(tenants, "a:train:0").values()]
+    adam = torch.optim.AdamW(mine)
+    steps = [AdamStep(1e-2, 0.9, 0.95, 1e-12, 0.0, 0.0), AdamStep(3e-3, 0.8, 0.99, 1e-8, 0.1, 0.5)]
+    for number, step in enumerate(steps):
+        by_hand = ByHand(service, {n: p.detach() for n, p in zip(names, mine, strict=True)}, 4)
+        by_hand.loss("cross_entropy", data_of(number)).backward()
+        for one, name in zip(mine, names, strict=True):
+            one.grad = by_hand.parts[name].grad.float()
+        norm = torch.nn.utils.clip_grad_norm_(mine, step.max_norm or math.inf)
+        adam.param_groups[0].update(
+            lr=step.learning_rate,
+            betas=(step.beta1, step.beta2),
+            eps=step.eps,
+            weight_decay=step.weight_decay,
+        )
+        adam.step()
+        tenants.train(ForwardBackward("a:train:0", "cross_entropy", {}, data_of(number), False))
+        assert tenants.step(OptimStep("a:train:0", step)) == pytest.approx(norm.item(), rel=1e-5)
+        found = adapter_of(tenants, "a:train:0")
+        far = max((found[n] - p.detach()).abs().max().item() for n, p in zip(names, mine, strict=True))
+        assert far < 1e-4, "of a first step a sign is all that counts, also of a number that is nearly 0"
+
+
+def trained(tenants, models: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """Steps of models, whose requests take turns; the whole state of each."""
+    specs = {"a:train:0": (4, 3), "b:train:0": (8, 5), "c:train:0": (2, 3)}
+    for model in models:
+        tenants.create(CreateModel(model, AdapterSpec(*specs[model])))
+    for step in range(2):
+        for _ in range(2):
+            for model in models:
+                data = data_of(step + specs[model][1])
+                tenants.train(ForwardBackward(model, "ppo", {}, data, False))
+        for model in models:
+            tenants.step(OptimStep(model, AdamStep(1e-2, 0.9, 0.95, 1e-12, 0.1, 1.0)))
+    found = {}
+    for model in models:
+        tenants.save(SaveState(model, f"tinker://{model}/weights/end", True))
+        found[model] = tenants.read(f"tinker://{model}/weights/end")[1]
+    return found
+
+
+def test_clients_at_once_are_bit_for_bit_what_each_is_alone(tenants):
+    models = ["a:train:0", "b:train:0", "c:train:0"]
+    together = trained(tenants, models)
+    for model in models:
+        tenants.release(model.partition(":")[0])
+    for model in models:
+        (alone,) = trained(tenants, [model]).values()
+        assert alone.keys() == together[model].keys()
+        assert all(torch.equal(alone[name], one) for name, one in together[model].items())
+
+
+def test_a_saved_state_goes_on_bit_for_bit_in_a_new_model(tenants):
+    (before,) = trained(tenants, ["a:train:0"]).values()
+    tenants.load(LoadState("b:train:1", "tinker://a:train:0/weights/end", True, True))
+    for model in ("a:train:0", "b:train:1"):
+        tenants.train(ForwardBackward(model, "cross_entropy", {}, data_of(9), False))
+        tenants.step(OptimStep(model, AdamStep(1e-2, 0.9, 0.95, 1e-12, 0.1, 1.0)))
+        tenants.save(SaveState(model, f"tinker://{model}/weights/on", True))
+    one, other = (tenants.read(f"tinker://{m}/weights/on")[1] for m in ("a:train:0", "b:train:1"))
+    assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
+    assert not any(torch.equal(one[name], before[name]) for name in one if ".lora_B" in name)
+
+
+def sampled(service, source: str, **more):
+    params = SamplingParams(max_tokens=6, temperature=more.pop("temperature", 1.0), stop_token_ids=(1,))
+    command = Sample(source, [5, 9, 11], params, more.pop("num_samples", 2), 7, **more)
+    (found,) = service.sampler.sample([command])
+    return found
+
+
+def test_samples_are_of_the_snapshot_that_is_asked_for_and_so_are_their_log_probs(service, tenants):
+    created(tenants, "a:train:0", rank=4)
+    tenants.save_sampler(SaveSampler("a:train:0", None, "a:sample:0"))
+    first = sampled(service, "a:sample:0", prompt_log_probs=True)
+    base = sampled(service, BASE)
+    tenants.train(ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), False))
+    tenants.step(OptimStep("a:train:0", AdamStep(0.1, 0.9, 0.95, 1e-12, 0.0, 0.0)))
+    tenants.save_sampler(SaveSampler("a:train:0", "tinker://a:train:0/sampler_weights/on", None))
+    later = sampled(service, "tinker://a:train:0/sampler_weights/on")
+    assert sampled(service, "a:sample:0", prompt_log_probs=True).sequences == first.sequences
+    assert len({str(one.sequences) for one in (first, base, later)}) == 3
+    by_hand = ByHand(service, tenants.snapshot("a:sample:0").weights, 4)
+    for tokens, log_probs, _ in first.sequences:
+        whole = [5, 9, 11, *tokens]
+        datum = Datum(whole[:-1], {"target_tokens": np.array(whole[1:])})
+        wanted = by_hand.log_probs(datum).detach().numpy()
+        np.testing.assert_allclose(log_probs, wanted[2:], atol=2e-5)
+        np.testing.assert_allclose(first.prompt_log_probs[1:], wanted[:2], atol=2e-5)
+    assert math.isnan(first.prompt_log_probs[0])
+
+
+def test_a_text_that_stops_ends_a_response_where_it_is_complete(service):
+    (tokens, log_probs, _), *_ = sampled(service, BASE, num_samples=1).sequences
+    text = service.sampler._tokenizer.decode(tokens[:3])
+    (cut, cut_log_probs, stopped), *_ = sampled(
+        service, BASE, num_samples=1, stops=("nothing", text)
+    ).sequences
+    assert stopped and cut == tokens[: len(cut)] and cut_log_probs == log_probs[: len(cut)]
+    assert service.sampler._tokenizer.decode(cut).endswith(text) and len(cut) <= 3
+
+
+def refusal(tenants, command) -> str:
+    kinds = {ForwardBackward: "train", CreateModel: "create", OptimStep: "step", SaveState: "save"}
+    kinds |= {LoadState: "load"}
+    with pytest.raises(Refused) as refused:
+        getattr(tenants, kinds[type(command)])(command)
+    return str(refused.value)
+
+
+def changed(**inputs) -> list[Datum]:
+    one = data_of(1)[0]
+    return [Datum(inputs.pop("tokens", one.tokens), one.inputs | inputs)]
+
+
+WRONG = [
+    ("stable_reinforce", {}, data_of(1), "no public definition"),
+    ("ppo", {"clip": 0.2}, data_of(1), "clip_low_threshold"),
+    ("ppo", {}, [], "no data"),
+    ("ppo", {}, changed(tokens=[]), "0 tokens"),
+    ("ppo", {}, changed(tokens=[5] * 65), "65 tokens"),
+    ("ppo", {}, changed(tokens=[5, 6, 7, 8, 9, 10, 64]), "ids below 64"),
+    ("ppo", {}, changed(tokens=[5, 6, 7, 8, 9, 10, -1]), "ids below 64"),
+    ("ppo", {}, changed(target_tokens=np.arange(3)), "target_tokens are 7"),
+    ("ppo", {}, changed(advantages=np.ones(3, np.float32)), "advantages has shape"),
+    ("ppo", {}, changed(logprobs=np.full(7, np.nan, np.float32)), "not finite"),
+    ("ppo", {}, [Datum([5], {"target_tokens": np.array([6])})], "has no logprobs"),
+]
+
+
+@pytest.mark.parametrize(("loss", "options", "data", "said"), WRONG, ids=[row[3] for row in WRONG])
+def test_what_cannot_be_trained_on_is_refused_and_changes_nothing(tenants, loss, options, data, said):
+    created(tenants, "a:train:0")
+    tenants.train(ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), False))
+    assert said in refusal(tenants, ForwardBackward("a:train:0", loss, options, data, False))
+    with_refusal = gradient_of(tenants, "a:train:0")
+    tenants.train(ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), False))
+    assert all(torch.equal(with_refusal[n], one) for n, one in gradient_of(tenants, "a:train:0").items())
+
+
+def test_names_that_there_are_not_are_refused(service, tenants):
+    for source in ("a:sample:9", "tinker://a:train:0/sampler_weights/none", "tinker://../weights/x", "../x"):
+        with pytest.raises(Refused):
+            sampled(service, source)
+    assert "no model" in refusal(tenants, OptimStep("a:train:7", STILL))
+    created(tenants, "a:train:0")
+    path = "tinker://a:train:0/weights/{}"
+    assert "nothing was saved" in refusal(tenants, LoadState("a:train:0", path.format("none"), True, False))
+    assert "is no path" in refusal(tenants, SaveState("a:train:0", "tinker://a:train:0/weights/..", False))
+    tenants.save(SaveState("a:train:0", path.format("one"), True))
+    assert "is there already" in refusal(tenants, SaveState("a:train:0", path.format("one"), False))
+    created(tenants, "a:train:1", rank=2)
+    assert "another shape" in refusal(tenants, LoadState("a:train:1", path.format("one"), True, False))
+    assert "ranks 1 to 8" in refusal(tenants, CreateModel("a:train:2", AdapterSpec(9, 0)))
+    assert "nothing would be trained" in refusal(
+        tenants, CreateModel("a:train:2", AdapterSpec(2, 0, False, False))
+    )
+    for number in range(2, 6):
+        tenants.create(CreateModel(f"a:train:{number}", AdapterSpec(2, 0, mlp=False)))
+    assert "service.max_models" in refusal(tenants, CreateModel("a:train:9", AdapterSpec(2, 0)))
+
+
+def test_a_gradient_that_is_not_finite_takes_no_step(tenants):
+    created(tenants, "a:train:0")
+    before = adapter_of(tenants, "a:train:0")
+    huge = changed(logprobs=np.full(7, -1e4, np.float32))
+    tenants.train(ForwardBackward("a:train:0", "importance_sampling", {}, huge, False))
+    said = refusal(tenants, OptimStep("a:train:0", AdamStep(1.0, 0.9, 0.9, 1e-8, 0.0, 0.0)))
+    assert "no step was taken" in said
+    after = adapter_of(tenants, "a:train:0")
+    assert all(torch.equal(before[name], one) for name, one in after.items())
