@@ -43,7 +43,12 @@ def groups_are_as_declared(trial: Trial) -> Verdict:
             ids = record.column(own).tolist() if own else range(len(groups))
             for group, sample in zip(groups, ids, strict=True):
                 samples[group].add(sample)
-            odd = {group: len(found) for group, found in samples.items() if len(found) != n}
+            silent = _groups_in_which_it_is_silent(trial, record, n) if own else {}
+            odd = {
+                group: len(found)
+                for group, found in samples.items()
+                if len(found) != n and found != silent.get(group)
+            }
             if odd:
                 group, size = next(iter(odd.items()))
                 return failing(
@@ -61,6 +66,20 @@ def groups_are_as_declared(trial: Trial) -> Verdict:
     if not told:
         return not_here("no advantage node compares the responses of a prompt")
     return passed("; ".join(dict.fromkeys(told)))
+
+
+def _groups_in_which_it_is_silent(trial: Trial, record: NodeRecord, n: int) -> dict[int, set[Any]]:
+    """Groups of n episodes, of which an agent speaks in some -> those in which it does."""
+    played: dict[int, set[Any]] = defaultdict(set)
+    own: dict[int, set[Any]] = defaultdict(set)
+    for one in calls(trial, lambda node: node.spec.is_rollout):
+        if one.step == record.step and one.has("group_id", "episode_id"):
+            ids = one.column("group_id").tolist(), one.column("episode_id").tolist()
+            for group, episode in zip(*ids, strict=True):
+                played[group].add(episode)
+                if one.agent == record.agent:
+                    own[group].add(episode)
+    return {group: found for group, found in own.items() if len(played[group]) == n}
 
 
 def equal_rewards_teach_nothing(trial: Trial) -> Verdict:
@@ -81,8 +100,10 @@ def equal_rewards_teach_nothing(trial: Trial) -> Verdict:
             )
         told.append(f"{record.node}: advantages 0")
     for record in calls(trial, trains_policy, "equal"):
-        norm = record.metrics.get("actor/grad_norm")
-        if norm is not None and norm > SAME and not trial.cfg(record.node).actor_rollout_ref.actor.distills:
+        norm, actor = record.metrics.get("actor/grad_norm"), trial.cfg(record.node).actor_rollout_ref.actor
+        if actor.distills or not actor.reads_advantage:
+            continue  # what it learns is not from rewards
+        if norm is not None and norm > SAME:
             return failing(
                 f"with equal rewards the gradient of {record.node!r} has norm {norm:.3g}",
                 "Find the term of the loss that does not come from rewards.",

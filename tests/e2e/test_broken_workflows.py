@@ -1,5 +1,8 @@
 """`siirl test`: a sound workflow passes, and each broken one is caught by the assertion that is about it."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -186,3 +189,35 @@ def test_without_a_baseline_equal_rewards_teach(job, tmp_path):
     code.write_text(ESTIMATOR.replace("FORMULA", "total"))
     settings = [*settings, f"algorithm.adv_estimator={code}:mine"]
     assert failed(settings, folder, tmp_path / "out", ("alone", "equal")) == ["equal rewards teach nothing"]
+
+
+WRAPPER = """#!/bin/bash
+if [[ "$1 $2" == "-m siirl.main_dag" ]]; then shift 2; exec PYTHON -m siirl.cli test "$@"; fi
+exec PYTHON "$@"
+"""
+EXAMPLES = {
+    "given_responses/run.sh sft": "",
+    "given_responses/run.sh dpo": "",
+    "given_responses/run.sh reward": "",
+    "given_responses/run.sh sft_grpo": "",
+    "distillation/run.sh": "",
+    "environments/run.sh nim": "groups are as declared",
+}
+"""Example -> the assertion that is looked at; empty: all."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_passes_as_its_script_starts_it(name, tmp_path):
+    """Also an imitation beside a policy that rewards teach, and a player who is not asked in each episode."""
+    python = tmp_path / "python"
+    python.write_text(WRAPPER.replace("PYTHON", sys.executable))
+    python.chmod(0o755)
+    script, *words = name.split()
+    folders = ("GIVEN_RESPONSES_DIR", "DISTILLATION_DIR", "ENVIRONMENTS_DIR")
+    places = {folder: str(tmp_path / "out") for folder in folders}
+    command = ["bash", str(ROOT / "examples" / script), *words]
+    environment = os.environ | places | {"PYTHON": str(python), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("FAIL") and EXAMPLES[name] in line]
+    assert "assertions failed" in done.stdout and not wrong, done.stdout + done.stderr
