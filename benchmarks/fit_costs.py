@@ -26,9 +26,10 @@ from backends_gpu import SHAPES as BACKEND_SHAPES
 from grpo_gpu import COMMON, HERE, SHAPES, overrides
 
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.cost.device_kinds import H200, DeviceKind, scaled
+from siirl.compiler.cost.device_kinds import H200, Constant, DeviceKind, scaled
 from siirl.compiler.cost.lengths import Lengths, lengths_of
 from siirl.compiler.cost.step_time import StepTime, step_time
+from siirl.compiler.memory.estimate import model_shape
 from siirl.compiler.plan import Plan
 from siirl.config import Config, load_config
 from siirl.dag.ops import LATER_OLD_LOG_PROB, OLD_LOG_PROB
@@ -42,6 +43,8 @@ FITTED = (
 """The files that the constants are fitted to; all others are held out."""
 EXPERTS = ("experts_gpu_30B-A3B-8_2_ep2",)
 """The same for the constant of experts, by itself, as these are of H100s."""
+HOST = "memory_checkpoint_gpu_A_1"
+"""The file of the rate between device and host: it saves to host memory."""
 KINDS = (
     *("grpo_gpu_*", "shared_prompts_gpu_A_1", "one_pass_draws_gpu_*", "flash_four_gpu_A_1"),
     "one_call_gpu_A_1",
@@ -190,7 +193,7 @@ def predicted(run: Measured, device: DeviceKind) -> StepTime:
 
 def fit(runs: list[Measured], device: DeviceKind = H200) -> DeviceKind:
     """The device with constants that predict the phases of the fitted runs best."""
-    alone = ("network", "experts")
+    alone = ("network", "experts", "host")
     names = {constant.what: name for name, constant in device.constants.items() if name not in alone}
     for _ in range(ROUNDS):
         found = [
@@ -206,7 +209,15 @@ def fit(runs: list[Measured], device: DeviceKind = H200) -> DeviceKind:
             value = old.value / factor if old.unit.endswith("/s") else old.value * factor
             constants[name] = replace(old, value=float(value))
         device = replace(device, constants=constants)
+    device = replace(device, constants=device.constants | {"host": _host(device.constants["host"])})
     return _with_experts([run for run in runs if run.fitted and run.card != device.name], device)
+
+
+def _host(constant: Constant) -> Constant:
+    """The rate at which a run saved its state to host memory: weights and two moments in fp32."""
+    (run,) = json.loads((RESULTS / f"{HOST}.json").read_text())["runs"]
+    state = 12 * model_shape({"model_type": "qwen3", **COMMON, **SHAPES["A"]}).params
+    return replace(constant, value=state / run["metrics"]["time/memory_checkpoint_s"]["median"])
 
 
 def _with_experts(runs: list[Measured], device: DeviceKind) -> DeviceKind:

@@ -58,11 +58,12 @@ _H200 = {
     "activations_compiled": Constant(6.66e12, "bytes/s", "activations of compiled layers", _SHARED),
     "link": Constant(229e9, "bytes/s", "messages", "backends_gpu_speed_1.7B_4_tp4, grpo_gpu_A_4, A_4_tp2"),
     "network": Constant(50e9, "bytes/s", "messages between machines", _NONE),
+    "host": Constant(49.9e9, "bytes/s", "to the host and back", "memory_checkpoint_gpu_A_1"),
     "memory": Constant(3.23e12, "bytes/s", "weights and KV cache", _ROLLOUTS),
     "decode_layer": Constant(23.2e-6, "s of a layer and token", "kernels of each token", _ROLLOUTS),
     "decode_exchange": Constant(44.8e-6, "s of an all-reduce", "all-reduces", "grpo_gpu_A_4_tp2"),
     "sync_tensor": Constant(430e-6, "s of a tensor", "loading tensors", _ROLLOUTS),
-    "sync_ranks": Constant(0.0926, "s of a sync", "agreeing", "grpo_gpu_A_4, A_4_tp2"),
+    "sync_ranks": Constant(0.0813, "s of a sync", "agreeing", "grpo_gpu_A_4, A_4_tp2"),
     "wake": Constant(0.272, "s of a rollout", "waking and sleeping", "grpo_gpu_A_1, B_1, A_4, A_4_tp2"),
     "slowest": Constant(
         0.0115, "s of a rollout's second, for each doubling", "the slowest rank", "grpo_gpu_A_4, A_4_tp2"

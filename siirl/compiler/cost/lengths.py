@@ -47,6 +47,13 @@ class RowTokens:
         """Mean of the squares of response lengths."""
         return _mean_square(self.lengths) if self.lengths else float(self.response**2)
 
+    @property
+    def held(self) -> float:
+        """Tokens of a row that a cache holds, averaged over the time in which it decodes: of rows that begin
+        one after the other as others end. Rows that all have one length end together, and need all of it."""
+        decoded = self.response_square / self.response / 2 if self.lengths else self.response
+        return self.prompt + decoded
+
     def longest(self, rows: int) -> int:
         """Tokens of the longest response of so many."""
         share = 1 - math.exp(-_EULER - 0.5 / rows) / rows

@@ -15,12 +15,13 @@ from siirl.compiler.cost.lengths import Lengths, RowTokens
 from siirl.compiler.cost.work import (
     PackedRows,
     Work,
+    host_work,
     model_pass,
     packed_rows,
     rollout_work,
     sync_work,
 )
-from siirl.compiler.memory.estimate import BYTES, ModelShape, read_shape
+from siirl.compiler.memory.estimate import BYTES, Activity, ModelShape, read_shape
 from siirl.compiler.memory.phases import engine_rows
 from siirl.compiler.plan import ModelPlan, NodePlan, Plan, Repeat, Reshard, Run, SyncWeights
 from siirl.config import Config
@@ -93,6 +94,14 @@ class _Walk:
     def packed(self, model: ModelPlan, cfg: Config) -> PackedRows:
         tokens = self.row_tokens(cfg)
         return packed_rows(model, cfg, tokens) if self.today else PackedRows(tokens, 1)
+
+    def from_host(self, model: ModelPlan, activity: Activity) -> Work:
+        """What a phase moves of what the model keeps in host memory."""
+        cfg = ROLES[model.role].engine_cfg(self.configs[model.node])
+        if not _offloads(model, cfg):
+            return {}
+        rows = engine_rows(self.plan, model, self.configs)
+        return host_work(backend_of(model).memory(model, cfg, self.shapes[model.name], rows), activity)
 
     def parts(self, work: Work) -> dict[str, float]:
         """Kind of work -> seconds."""
@@ -181,7 +190,9 @@ def _node_parts(walk: _Walk, name: str, node: NodePlan) -> tuple[str, dict[str, 
         return "rollout", _rollout_parts(walk, name, model, cfg)
     if model.trains and node.spec.trains:
         walk.found.tokens += batch_of(cfg, model.role).rows * walk.row_tokens(cfg).row * model.is_policy
-    return "update" if node.spec.trains else "pass", _pass_parts(walk, model, cfg, node)
+    moved = walk.from_host(model, "update" if node.spec.trains else "forward")
+    parts = _pass_parts(walk, model, cfg, node) | walk.parts(moved)
+    return "update" if node.spec.trains else "pass", parts
 
 
 def _own_parts(walk: _Walk, name: str, node: NodePlan) -> dict[str, float]:
@@ -238,7 +249,8 @@ def _rollout_parts(walk: _Walk, name: str, model: ModelPlan, cfg: Config) -> dic
     rows = engine_rows(walk.plan, model, walk.configs)
     device_bytes = (cfg.trainer.device_memory_gib or walk.device.gib) * GIB
     shape, flops = walk.shapes[model.name], walk.device.flops_of_a_byte
-    work = rollout_work(model, cfg, shape, walk.row_tokens(cfg), rows, device_bytes, flops)
+    tokens = walk.row_tokens(cfg)
+    work = rollout_work(model, cfg, shape, tokens, rows, device_bytes, flops, walk.machine)
     parts = walk.parts(work)
     constants = walk.device.constants
     if model.dims.world > 1:
@@ -253,11 +265,12 @@ def _rollout_parts(walk: _Walk, name: str, model: ModelPlan, cfg: Config) -> dic
 
 def _sync_parts(walk: _Walk, name: str) -> dict[str, float]:
     link = walk.plan.links[name]
-    target = walk.plan.models[link.target]
+    source, target = walk.plan.models[link.source], walk.plan.models[link.target]
     if not backend_of(target).timed and walk.recorded is None:
         return {}
     cfg = walk.configs[target.node]
-    return walk.parts(sync_work(link, cfg, walk.shapes[target.name], walk.machine))
+    work = sync_work(link, source, cfg, walk.shapes[target.name], walk.machine)
+    return walk.parts(work | walk.from_host(source, "forward"))
 
 
 def _skip(walk: _Walk, line: str) -> None:
@@ -305,11 +318,17 @@ def _unmeasured(model: ModelPlan, cfg: Config, shape: ModelShape) -> list[str]:
                 "rollout.enforce_eager=True counts as fast as CUDA graphs, and is slower: not measured"
             )
         return lines
-    backend, group = backend_of(model), ROLES[model.role].group
+    group = ROLES[model.role].group
     dtype = get(cfg, f"{group}.{COMPUTE_DTYPE[model.backend]}")
     if BYTES[dtype] != 2:
         lines.append(f"{model.name} computes in {dtype}: measured in bfloat16, and counted as fast as that")
-    keys = [*backend.offloads, *(backend.offloads_trained if model.trains else ())]
-    if any(get(cfg, f"{group}.{key}") for key in keys):
-        lines.append(f"{model.name}: the way of offloaded parts to the host and back is not counted")
+    if _offloads(model, cfg):
+        lines.append(f"{model.name}: offloaded parts go at the rate at which an H200 saved to host memory")
     return lines
+
+
+def _offloads(model: ModelPlan, cfg: Config) -> bool:
+    """Whether a model keeps parts in host memory while it does not compute."""
+    backend, group = backend_of(model), ROLES[model.role].group
+    keys = [*backend.offloads, *(backend.offloads_trained if model.trains else ())]
+    return any(get(cfg, f"{group}.{key}") for key in keys)

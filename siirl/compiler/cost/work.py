@@ -5,7 +5,7 @@ rates, and the constants are fitted to measured times by least squares (benchmar
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from siirl.compiler.backends import backend_of
@@ -14,6 +14,8 @@ from siirl.compiler.memory.estimate import (
     BYTES,
     ENGINE_CONTEXT_BYTES,
     KEPT_LOGITS_BYTES,
+    Activity,
+    MemoryLine,
     ModelShape,
     kept_values,
     query_width,
@@ -324,6 +326,7 @@ def rollout_work(
     rows: int,
     device_bytes: float,
     flops_of_a_byte: float,
+    machine: int,
 ) -> Work:
     """What a rank of a vLLM engine does for the responses of a batch: of the engine with the longest one.
 
@@ -338,7 +341,7 @@ def rollout_work(
     row_bytes = 2 * shape.attending * shape.kv_width * width / min(tp, shape.kv_heads)
     share = rollout.device_share
     cache = max(share * device_bytes - weights - ENGINE_CONTEXT_BYTES, GIB)
-    at_once = max(1, min(rows, rollout.max_num_seqs, int(cache / row_bytes / tokens.row)))
+    at_once = max(1, min(rows, rollout.max_num_seqs, int(cache / row_bytes / tokens.held)))
     prompts = own / batch_of(cfg).samples
     prefill = 2 * active_layer_params(shape) * shape.layers * prompts * tokens.prompt
     steps, products = 0.0, 0.0
@@ -353,6 +356,8 @@ def rollout_work(
     }
     if tp > 1:
         work["decode_exchange"] = 2.0 * steps * shape.layers
+    if tp > machine:  # a ring: what an all-reduce sums goes around it twice
+        work["network"] = 4.0 * shape.layers * own * tokens.response * shape.hidden * width * (tp - 1) / tp
     return work
 
 
@@ -366,14 +371,38 @@ def _weights_of_a_token(shape: ModelShape, width: int, together: float, flops_of
     return max(seen * width, computed / flops_of_a_byte)
 
 
-def sync_work(link: LinkPlan, cfg: Config, shape: ModelShape, machine: int) -> Work:
-    """What it takes to bring a rollout engine to its trainer's weights: tensors by their number."""
+def sync_work(link: LinkPlan, source: ModelPlan, cfg: Config, shape: ModelShape, machine: int) -> Work:
+    """What it takes to bring a rollout engine to its trainer's weights: tensors by their number, and what a
+    rank gathers of them."""
     shared = 4 if shape.shared_width else 0  # an expert and its gate
     of_experts = shape.moe_layers * (3 * shape.experts + 1 - 3 + shared)  # and the router, in place of an MLP
     work = {"sync_tensor": float(shape.layers * shape.layer_tensors + of_experts + 2 + (not shape.tied))}
     if len(link.ranks) > 1:
         work["sync_ranks"] = 1.0
+    width = BYTES[cfg.actor_rollout_ref.rollout.dtype]
     if link.kind != "local":
         way = _way(max(link.ranks) - min(link.ranks) + 1, machine)
-        work[way] = float(shape.params * BYTES[cfg.actor_rollout_ref.rollout.dtype])
+        return work | {way: float(shape.params * width)}
+    _add(work, _gathered(source, shape, width, machine))
     return work
+
+
+def _gathered(source: ModelPlan, shape: ModelShape, width: int, machine: int) -> Work:
+    """Bytes that a trainer's rank receives until it has seen all weights: of shards, then of other stages."""
+    dims, experts = source.dims, shape.moe_layers * shape.expert_params
+    cut = [(shape.params - experts, dims.tp), (experts, dims.ep * dims.etp)]
+    if backend_of(source).gathers_weights:
+        cut = [(shape.params, dims.weight_shards)]
+    work = Work()
+    for params, shards in cut:
+        of_stage = params * width / dims.pp
+        received = {_way(shards, machine): of_stage * (shards - 1) / shards}
+        _add(received, {_way(dims.world, machine): of_stage * (dims.pp - 1)})
+        _add(work, {way: amount for way, amount in received.items() if amount})
+    return work
+
+
+def host_work(lines: Iterable[MemoryLine], activity: Activity) -> Work:
+    """Bytes of offloaded parts that come to a device for what a model does, and go back."""
+    away = sum(line.num_bytes for line in lines if line.host and activity in line.during)
+    return {"host": 2.0 * away} if away else {}

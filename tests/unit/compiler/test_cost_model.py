@@ -14,9 +14,16 @@ from plan_cases import add_agent, config
 from siirl.cli import main
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.cost.device_kinds import DEVICES, H200
-from siirl.compiler.cost.lengths import RowTokens
+from siirl.compiler.cost.lengths import RowTokens, lengths_of
 from siirl.compiler.cost.step_time import StepTime, step_time
-from siirl.compiler.cost.work import LEAST_SAVING, PackedRows, model_pass, packed_rows, sync_work
+from siirl.compiler.cost.work import (
+    LEAST_SAVING,
+    PackedRows,
+    model_pass,
+    packed_rows,
+    rollout_work,
+    sync_work,
+)
 from siirl.compiler.memory.estimate import model_shape, read_shape
 from siirl.compiler.plan import LinkPlan
 from siirl.config import load_config
@@ -96,8 +103,10 @@ def test_every_constant_names_files_that_exist_or_says_that_it_was_not_measured(
         prefix = ""
         for name in constant.source.split(", "):
             full = name if "_gpu_" in name else prefix + name
-            prefix = re.match(r"(grpo_gpu_|backends_gpu_speed_|backends_gpu_vllm_|experts_gpu_)", full)[1]
-            assert full in (*fit_costs.FITTED, *fit_costs.EXPERTS), full
+            prefix = re.match(
+                r"(grpo|backends_gpu_speed|backends_gpu_vllm|experts|memory_checkpoint)_(gpu_)?", full
+            )[0]
+            assert full in (*fit_costs.FITTED, *fit_costs.EXPERTS, fit_costs.HOST), full
             assert (ROOT / "benchmarks" / "results" / f"{full}.json").is_file()
 
 
@@ -253,7 +262,8 @@ def test_a_stage_that_waits_and_the_fullest_one_decide_a_pipeline(model):
         next(phase for phase in predict([*keys, f"{budget}={most}"]).phases if phase.name == "actor_train")
         for most in (81920, 5120)
     )
-    assert few.parts["pipeline waits"] / few.seconds == pytest.approx(1 / 5, rel=0.01)  # 4 micro-batches
+    computed = few.seconds - few.parts["to the host and back"]
+    assert few.parts["pipeline waits"] / computed == pytest.approx(1 / 5, rel=0.01)  # 4 micro-batches
     assert many.parts["pipeline waits"] < 0.1 * few.parts["pipeline waits"]
 
 
@@ -358,7 +368,70 @@ def test_experts_that_a_token_does_not_choose_cost_nothing(model):
     active = active_layer_params(model_shape(raw)) * 48 + 2 * 151936 * 2048
     assert active == pytest.approx(3.3e9, rel=0.03)  # Qwen3-30B-A3B: 3.3 billion are active
     link = LinkPlan("agent_0.weights", "agent_0.actor", "agent_0.rollout", (0,), "local")
-    assert sync_work(link, config(), model_shape(raw), 8)["sync_tensor"] == 18867  # tensors of its files
+    plan, _ = compile_plan(load_dag(cfg := config(f"{MODEL}={model}")), cfg, 1)
+    alone = sync_work(link, plan.models["agent_0.actor"], cfg, model_shape(raw), 8)
+    assert alone == {"sync_tensor": 18867}  # tensors of its files; nothing is gathered
+
+
+MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
+TP, PP = (f"actor_rollout_ref.actor.megatron.{x}_model_parallel_size" for x in ("tensor", "pipeline"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "world", "link", "network"),
+    [
+        ((), 4, 3 / 4, 0),  # FSDP: three of four shards
+        ((MEGATRON,), 4, 0, 0),
+        ((MEGATRON, f"{TP}=4"), 4, 3 / 4, 0),
+        ((MEGATRON, f"{PP}=2"), 4, 1 / 2, 0),  # the other stage
+        ((MEGATRON, f"{TP}=2", f"{PP}=2"), 8, 1 / 4, 1 / 2),  # stages are on two machines
+    ],
+)
+def test_a_weight_sync_gathers_what_a_rank_does_not_hold(keys, world, link, network, model):
+    machines = ["trainer.n_gpus_per_node=4", f"trainer.nnodes={world // 4}"]
+    cfg = load_config([*BASE[:-1], *machines, *keys, f"{MODEL}={model}"])
+    plan, _ = compile_plan(load_dag(cfg), cfg, world)
+    ((found,), shape) = plan.links.values(), read_shape(cfg, "actor")
+    work = sync_work(found, plan.models["agent_0.actor"], cfg, shape, 4)
+    assert work.get("link", 0) == pytest.approx(link * 2 * shape.params)
+    assert work.get("network", 0) == pytest.approx(network * 2 * shape.params)
+
+
+def test_offloaded_parts_come_to_a_device_for_each_phase_that_needs_them_and_go_back(model):
+    """FSDP on four devices, in fp32: of 1.7B parameters a quarter, and two moments of each in an update."""
+    away = [f"actor_rollout_ref.actor.fsdp_config.{x}_offload=True" for x in ("param", "optimizer")]
+    keys = [*BASE, f"{MODEL}={model}"]
+    here, there = predict(keys), predict([*keys, *away])
+    shard = 4 * read_shape(load_config(keys), "actor").params / 4
+    moved = {phase.name: phase.parts.get("to the host and back", 0) for phase in there.phases}
+    of_weights = 2 * shard / H200.constants["host"].value
+    assert moved.pop("actor_train") == pytest.approx(3 * of_weights, rel=1e-6)
+    for phase in ("actor_old_log_prob", "weights of agent_0.rollout"):
+        assert moved.pop(phase) == pytest.approx(of_weights, rel=1e-6)
+    assert not any(moved.values())
+    assert there.step_s - here.step_s == pytest.approx(5 * of_weights, rel=1e-6)
+    assert any("offloaded parts go at the rate" in line for line in there.assumed)
+
+
+def test_an_engine_over_two_machines_sums_over_the_network(model):
+    """16 rows of 1,024 tokens: two sums of each of 28 layers, of 2,048 values, go around 4 devices twice."""
+    cfg = load_config([*BASE, f"{MODEL}={model}"])
+    plan, _ = compile_plan(load_dag(cfg), cfg, 4)
+    engine = plan.models["agent_0.rollout"]
+    shape, tokens = read_shape(cfg, "actor"), RowTokens(256, 1024)
+    work = {}
+    for tp in (2, 4):
+        wide = replace(engine, dims=replace(engine.dims, tp=tp))
+        work[tp] = rollout_work(wide, cfg, shape, tokens, 16, 139 * 2**30, 2)
+    assert "network" not in work[2]
+    assert work[4]["network"] == 16 * 1024 * 28 * 2 * 2 * 2048 * 2 * 3 / 4
+
+
+def test_a_cache_holds_rows_that_begin_in_turn_on_average_half_as_long_as_they_get():
+    assert RowTokens(256, 1024).held == 256 + 1024  # all end together
+    assert RowTokens(256, 1024, (1024,)).held == 256 + 512
+    lengths = lengths_of("100+600").up_to(100_000)
+    assert lengths.held == pytest.approx(100 + 600, rel=0.02)  # geometric: as long to go as on average
 
 
 def test_every_device_has_every_constant():
