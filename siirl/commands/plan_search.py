@@ -459,6 +459,10 @@ def _text(found: Search, best: list[Candidate], said: list[str]) -> str:
         lines.append(_lines_to_paste(_pasted(candidate.changes)) or "   as it is")
     if not best:
         lines.append(_why_none(found))
+    elif not found.own_problem and time.step_s > best[0].time.step_s:
+        longer = [*time.longer(best[0].time).items()][:_PARTS]
+        differs = ", ".join(f"{what} {seconds:+.1f}" for what, seconds in longer)
+        lines.append(f"as it is, against 1.: {time.step_s - best[0].time.step_s:+.1f} s ({differs})")
     for texts in sorted(found.refused.values(), key=len, reverse=True)[:_REASONS]:
         lines.append(f"refused, {len(texts)}: {texts[0]}")
     notes = best[0].time if best else time

@@ -21,7 +21,7 @@ from siirl.compiler.cost.work import (
     rollout_work,
     sync_work,
 )
-from siirl.compiler.memory.estimate import BYTES, Activity, ModelShape, read_shape
+from siirl.compiler.memory.estimate import BYTES, Activity, MemoryLine, ModelShape, read_shape
 from siirl.compiler.memory.phases import engine_rows
 from siirl.compiler.plan import ModelPlan, NodePlan, Plan, Repeat, Reshard, Run, SyncWeights
 from siirl.config import Config
@@ -70,6 +70,15 @@ class StepTime:
     beside: float = 0.0
     """Seconds of a rollout that go on while others train."""
 
+    def longer(self, other: "StepTime") -> dict[str, float]:
+        """Kind of work -> seconds that it takes more of than another step does, most first; negative: less."""
+        kinds: dict[str, float] = {}
+        for sign, time in ((1, self), (-1, other)):
+            for phase in time.phases:
+                for what, seconds in phase.parts.items():
+                    kinds[what] = kinds.get(what, 0.0) + sign * seconds
+        return dict(sorted(kinds.items(), key=lambda kind: -abs(kind[1])))
+
 
 @dataclass
 class _Walk:
@@ -84,6 +93,8 @@ class _Walk:
     today: bool
     recorded: Calibration | None
     found: StepTime = field(default_factory=StepTime)
+    on_host: dict[str, list[MemoryLine]] = field(default_factory=dict)
+    """Of models that have been asked for: what they keep in host memory."""
 
     def row_tokens(self, cfg: Config) -> RowTokens:
         rollout = cfg.actor_rollout_ref.rollout
@@ -98,10 +109,13 @@ class _Walk:
     def from_host(self, model: ModelPlan, activity: Activity) -> Work:
         """What a phase moves of what the model keeps in host memory."""
         cfg = ROLES[model.role].engine_cfg(self.configs[model.node])
-        if not _offloads(model, cfg):
-            return {}
-        rows = engine_rows(self.plan, model, self.configs)
-        return host_work(backend_of(model).memory(model, cfg, self.shapes[model.name], rows), activity)
+        if model.name not in self.on_host:
+            lines: list[MemoryLine] = []
+            if _offloads(model, cfg):
+                rows = engine_rows(self.plan, model, self.configs)
+                lines = backend_of(model).memory(model, cfg, self.shapes[model.name], rows)
+            self.on_host[model.name] = [line for line in lines if line.host]
+        return host_work(self.on_host[model.name], activity)
 
     def parts(self, work: Work) -> dict[str, float]:
         """Kind of work -> seconds."""

@@ -403,6 +403,9 @@ def _gathered(source: ModelPlan, shape: ModelShape, width: int, machine: int) ->
 
 
 def host_work(lines: Iterable[MemoryLine], activity: Activity) -> Work:
-    """Bytes of offloaded parts that come to a device for what a model does, and go back."""
-    away = sum(line.num_bytes for line in lines if line.host and activity in line.during)
+    """Bytes of offloaded parts that come to a device for what a model does, and go back.
+
+    lines: those of parts that are in host memory otherwise.
+    """
+    away = sum(line.num_bytes for line in lines if activity in line.during)
     return {"host": 2.0 * away} if away else {}

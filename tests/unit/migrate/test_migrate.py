@@ -61,6 +61,8 @@ def lost(translation: Translation) -> list[str]:
     return sorted(item.there.partition("=")[0].lstrip("+") for item in translation.of("impossible"))
 
 
+SHOWN = 3
+"""Keys of a script that cannot be had, in the table by script."""
 REFUSED = {
     "dag.workflow_path": "cannot be read",
     "actor_rollout_ref.rollout.multi_turn.tool_config_path": "there is no such file",
@@ -117,9 +119,18 @@ def with_models(words: list[str], folder: Path) -> list[str]:
     return found
 
 
+def in_brief(cannot: tuple[str, ...], why: str) -> str:
+    """What a script asks for that siirl does not have; else what the check says of it."""
+    shown = [f"`{name}`" for name in sorted(cannot)[:SHOWN]]
+    shown += [f"{len(cannot) - SHOWN} more"] * (len(cannot) > SHOWN)
+    if shown:
+        return f"cannot be had: {', '.join(shown)}"
+    return ", ".join(f"`{key}`: {text}" for key, text in REFUSED.items() if text in why)
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> dict[tuple[str, str], tuple[bool, bool]]:
-    """Script -> (it runs unchanged, it runs by its migration), with the config.json of most models.
+def outcomes(tmp_path_factory) -> dict[tuple[str, str], tuple[bool, bool, str]]:
+    """Script -> (it runs unchanged, it runs by its migration, else why not), with config.json of most models.
 
     Asserts that each refusal is a known one.
     """
@@ -131,7 +142,8 @@ def outcomes(tmp_path_factory) -> dict[tuple[str, str], tuple[bool, bool]]:
         why = refusal(command(translation))
         assert not why or any(text in why for text in REFUSED.values()), (name, why)
         unchanged = not launch.cannot and not any(word.startswith("--") for word in words)
-        found[origin, name] = (unchanged and not refusal(words), not launch.cannot and not why)
+        unchanged = unchanged and not refusal(words)
+        found[origin, name] = (unchanged, not launch.cannot and not why, in_brief(launch.cannot, why))
     return found
 
 
@@ -142,7 +154,17 @@ def test_the_document_counts_the_scripts_that_run(outcomes):
     }
     for origin in ("siirl", "verl"):
         own = [outcome for (where, _), outcome in outcomes.items() if where == origin]
-        assert said[origin] == (len(own), sum(now for now, _ in own), sum(then for _, then in own))
+        assert said[origin] == (len(own), sum(one[0] for one in own), sum(one[1] for one in own))
+
+
+def test_the_reference_lists_each_script_with_what_becomes_of_it(outcomes):
+    rows = ["| script | unchanged | by `siirl migrate` | what it asks for |", "|---|---|---|---|"]
+    for (origin, name), (unchanged, migrated, why) in outcomes.items():
+        if origin != "bases":
+            runs = " | ".join("yes" if one else "no" for one in (unchanged, migrated))
+            rows.append(f"| {origin}: `{name}` | {runs} | {why} |")
+            assert migrated == (not why), name
+    assert "\n".join(rows) in (ROOT / "docs" / "migration_reference.md").read_text()
 
 
 @pytest.mark.parametrize("folder", ["Qwen2.5-VL-7B-Instruct", "checkpoint"])
@@ -186,7 +208,7 @@ def test_the_lists_of_the_document_are_current():
 
 
 def test_no_script_that_runs_unchanged_is_lost_by_its_migration(outcomes):
-    assert [name for name, (now, then) in outcomes.items() if now and not then] == []
+    assert [name for name, (now, then, _) in outcomes.items() if now and not then] == []
 
 
 def test_no_setting_of_a_script_is_lost_in_silence():

@@ -1,0 +1,65 @@
+"""`siirl plan --search` of large runs that others publish: their layout is among the best, or the reason why
+not is printed. The runs are those of test_published_steps.py."""
+
+import json
+import re
+import time
+
+import pytest
+from published_runs import CP, EP, PP, RUNS, TP, keys_of
+
+from siirl.commands.plan_search import search
+
+POLICY = "actor_rollout_ref"
+CHOSEN = ("micro", "token_len", "max_num_seqs", "gradient_checkpointing", "offload", "gpu_memory_utilization")
+"""Parts of keys that the plan chooses, or that a search tries."""
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+    "moe_intermediate_size": 2048, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "vocab_size": 129280,
+    "scoring_func": "sigmoid", "norm_topk_prob": True, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def searched(run, folder, *more):
+    """(sizes of each layout that is printed, all that is printed, processor seconds)."""
+    (folder / "config.json").write_text(json.dumps(run.shape))
+    keys = [key for key in keys_of(run, folder) if not any(part in key for part in CHOSEN)]
+    began = time.process_time()
+    out = search([*keys, *more], "ppo_dag_trainer", "h100", f"110+{run.mean - 110}")
+    spent = time.process_time() - began
+    layouts = []
+    for text in re.split(r"^\d\. ", out, flags=re.MULTILINE)[1:]:
+        named = dict(re.findall(r"actor\.megatron\.(\w+)=(\S+)", text))
+        layouts.append({size: int(named.get(size, run.layout.get(size, 1))) for size in (TP, PP, CP, EP)})
+    return layouts, out, spent
+
+
+def test_the_published_layout_of_32b_trains_among_the_best(tmp_path):
+    """TP 4 x PP 4 on 32 GPUs; an engine of eight GPUs before the published one of four."""
+    run = RUNS["Qwen3-32B, 0.4"]
+    layouts, out, _ = searched(run, tmp_path)
+    assert len(layouts) == 5 and layouts[0] == {TP: 4, PP: 4, CP: 1, EP: 1}
+    assert re.search(r"^as it is, against 1\.: \+[\d.]+ s \(weights and KV cache \+", out, re.MULTILINE)
+
+
+SAID = {
+    "Qwen3-30B-A3B, 0.4": r"as it is, against 1\.: \+[\d.]+ s \(messages \+",
+    "Llama-3.1-70B, 0.3": r"as it is, against 1\.: \+[\d.]+ s \(",
+    "Qwen3-235B-A22B, 0.4": r"as it is, against 1\.: \+[\d.]+ s \(messages between machines \+",
+}
+"""Run -> why its layout is not the first: what takes longer."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if "30B" in name else pytest.param(name, marks=pytest.mark.slow) for name in SAID]
+)
+def test_a_published_layout_is_among_the_best_or_what_takes_longer_is_printed(name, tmp_path):
+    run = RUNS[name]
+    more = [f"{POLICY}.rollout.tensor_model_parallel_size=8"] if run.engine > 8 else []
+    layouts, out, _ = searched(run, tmp_path, *more)
+    assert len(layouts) == 5
+    own = {size: run.layout.get(size, 1) for size in (TP, PP, CP, EP)}
+    assert own in layouts or re.search(SAID[name], out), out
