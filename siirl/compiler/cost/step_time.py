@@ -71,7 +71,7 @@ class StepTime:
     """Seconds of a rollout that go on while others train."""
 
     def longer(self, other: "StepTime") -> dict[str, float]:
-        """Kind of work -> seconds that it takes more of than another step does, most first; negative: less."""
+        """Kind of work -> seconds that it takes longer than another step, most first; negative: less."""
         kinds: dict[str, float] = {}
         for sign, time in ((1, self), (-1, other)):
             for phase in time.phases:
