@@ -61,7 +61,7 @@ def lost(translation: Translation) -> list[str]:
     return sorted(item.there.partition("=")[0].lstrip("+") for item in translation.of("impossible"))
 
 
-SHOWN = 3
+SHOWN = 1
 """Keys of a script that cannot be had, in the table by script."""
 REFUSED = {
     "dag.workflow_path": "cannot be read",
