@@ -124,7 +124,7 @@ def in_brief(cannot: tuple[str, ...], why: str) -> str:
     shown = [f"`{name}`" for name in sorted(cannot)[:SHOWN]]
     shown += [f"{len(cannot) - SHOWN} more"] * (len(cannot) > SHOWN)
     if shown:
-        return f"cannot be had: {', '.join(shown)}"
+        return ", ".join(shown)
     return ", ".join(f"`{key}`: {text}" for key, text in REFUSED.items() if text in why)
 
 
