@@ -422,7 +422,7 @@ def test_an_engine_over_two_machines_sums_over_the_network(model):
     work = {}
     for tp in (2, 4):
         wide = replace(engine, dims=replace(engine.dims, tp=tp))
-        work[tp] = rollout_work(wide, cfg, shape, tokens, 16, 139 * 2**30, 2)
+        work[tp] = rollout_work(wide, cfg, shape, tokens, 16, 139 * 2**30, 180, 2)
     assert "network" not in work[2]
     assert work[4]["network"] == 16 * 1024 * 28 * 2 * 2 * 2048 * 2 * 3 / 4
 

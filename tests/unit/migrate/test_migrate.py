@@ -29,7 +29,9 @@ ROOT = Path(__file__).parents[3]
 DOCUMENT = ROOT / "docs" / "migration.md"
 MODEL_PATH = "actor_rollout_ref.model.path"
 OPTIONS = "actor_rollout_ref.actor.megatron.override_transformer_config"
-COUNTS = re.compile(r"Of (\d+) launch scripts of (siiRL|verl), (\d+) run unchanged, (\d+) by `siirl migrate`")
+COUNTS = re.compile(
+    r"Of (\d+) launch scripts of (siiRL|verl)\b.*? (\d+) (?:are accepted )?unchanged, and (?:of )?(\d+) after"
+)
 
 
 def composed(words: list[str]) -> Config:
