@@ -108,8 +108,13 @@ class ForwardMegatronConfig(MegatronConfig):
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: str = key(
+        "adamw",
+        "optimizer; muon: of the matrices in a decoder's layers, with AdamW for all else; under fsdp",
+        choices=("adamw", "muon"),
+    )
     lr: float = key(1e-6, "peak learning rate", low=0)
     lr_warmup_steps_ratio: float = key(0.0, "warmup length as a share of all optimizer steps", low=0, high=1)
     min_lr: float = key(0.0, "final learning rate; or set min_lr_ratio", low=0)
@@ -144,7 +149,9 @@ class OptimConfig:
         -1, "warmup length in optimizer steps; negative: lr_warmup_steps_ratio decides"
     )
     num_cycles: float = key(0.5, "cosine waves of the cosine schedule", when="warmup_style=cosine", low=0)
-    override_optimizer_config: dict[str, Any] | None = key(None, "further arguments of torch.optim.AdamW")
+    override_optimizer_config: dict[str, Any] | None = key(
+        None, "further arguments of torch.optim.AdamW; of Muon momentum, nesterov, ns_steps and ns_dtype"
+    )
 
 
 @dataclass(frozen=True)

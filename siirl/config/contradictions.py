@@ -449,6 +449,11 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "{optim.lr_decay_style=} without the length of its decay. Set {}.optim.lr_wsd_decay_steps.",
         ),
         Contradiction(
+            lambda trained: trained.optim.name == "muon" and trained.strategy != "fsdp",
+            "{optim.name=} with {strategy=}: it is Muon over matrices as FSDP2 shards them. Set "
+            "{}.optim.name=adamw, or {}.strategy=fsdp.",
+        ),
+        Contradiction(
             lambda trained: "model" not in trained.checkpoint.save_contents,
             "{checkpoint.save_contents=}: a checkpoint without the model cannot be resumed. Add model.",
         ),

@@ -42,7 +42,7 @@ OF_THE_MACHINE = re.compile(
     r"|compile_layers|attention_kernels|use_fused|remove_padding|_offload$|gpu_memory_utilization|max_num_"
     r"|max_model_len|enforce_eager|free_cache_engine|quantization|rollout\.(dtype|mode|seed_engine)$|weight_link"
     r"|replace_weights|weight_buffer_gib|keep_kv|max_log_prob_diff|max_engine_restarts|merge_lora"
-    r"|optim\.(?!betas|weight_decay|override_optimizer_config|lr$)|^ray_init\.|^profiler\.|^dag\.|^trainer\."
+    r"|optim\.(?!name|betas|weight_decay|override_optimizer_config|lr$)|^ray_init\.|^profiler\.|^dag\.|^trainer\."
     r"|\.model\.(override_config|model_revision|cache_dir|hf_hub_token)|^data\.(train_batch_size|gen_batch_size)"
     r"|ppo_mini_batch_size|^data\.val_|first_step$|last_step$|train_cycle$|curriculum_steps|judge\.name$"
 )

@@ -31,8 +31,10 @@ def model_dir() -> str:
     return str(make_tiny_model_dir(root, hidden=64, init_std=0.15))
 
 
-def save_after_two_steps(rank: int, world: int, path: str, folder: str) -> dict[str, torch.Tensor]:
-    scenario = Scenario("", world)
+def save_after_two_steps(
+    rank: int, world: int, path: str, folder: str, *keys: str
+) -> dict[str, torch.Tensor]:
+    scenario = Scenario("", world, overrides=keys)
     engine, _ = cases.build_engine(scenario, path)
     cases.train_steps(engine, scenario, range(2))
     dcp.save(engine.state_dict(), checkpoint_id=folder)
@@ -40,8 +42,8 @@ def save_after_two_steps(rank: int, world: int, path: str, folder: str) -> dict[
     return {name: weight.clone() for name, weight in engine.export_weights()}
 
 
-def resume_last_step(rank: int, world: int, path: str, folder: str) -> dict[str, torch.Tensor]:
-    scenario = Scenario("", world)
+def resume_last_step(rank: int, world: int, path: str, folder: str, *keys: str) -> dict[str, torch.Tensor]:
+    scenario = Scenario("", world, overrides=keys)
     engine, _ = cases.build_engine(scenario, path)
     cases.train_steps(engine, scenario, range(1))  # whatever is there must be overwritten
     state = engine.state_dict()
@@ -61,6 +63,18 @@ def test_a_checkpoint_of_two_ranks_continues_on_two_one_and_three(model_dir, tmp
         other = run_workers(resume_last_step, world, model_dir, str(tmp_path))[0]
         for name in trained:
             torch.testing.assert_close(other[name], trained[name], atol=0.01 * cases.LR, rtol=0, msg=name)
+
+
+def test_muon_s_checkpoint_continues_bit_for_bit_and_nearly_so_on_another_number_of_ranks(
+    model_dir, tmp_path
+):
+    muon = "actor_rollout_ref.actor.optim.name=muon"
+    trained = run_workers(save_after_two_steps, 2, model_dir, str(tmp_path), muon)[0]
+    same = run_workers(resume_last_step, 2, model_dir, str(tmp_path), muon)[0]
+    other = run_workers(resume_last_step, 3, model_dir, str(tmp_path), muon)[0]
+    for name in trained:
+        assert torch.equal(trained[name], same[name]), name
+        torch.testing.assert_close(other[name], trained[name], atol=0.01 * cases.LR, rtol=0, msg=name)
 
 
 def export_and_score(rank: int, world: int, path: str, lora: bool) -> tuple[dict, dict, torch.Tensor]:

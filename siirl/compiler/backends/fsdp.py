@@ -14,9 +14,13 @@ from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.config.actor import ActorConfig
+from siirl.config.common import ModelConfig
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model, sequence_ranks, trained_group
-from siirl.errors import ConfigError, PlacementError, UserError
+from siirl.errors import ConfigError, NotSupportedError, PlacementError, UserError
 from siirl.findings import Check
+from siirl.models.config_json import as_built
+from siirl.models.families import family_of
+from siirl.models.sizes import num_experts
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.placement import Ranks
 
@@ -31,6 +35,13 @@ def _is_switch(value: Any) -> bool:
 
 ADAMW: Mapping[str, Callable[[Any], bool]] = {"eps": _is_number, "fused": _is_switch, "foreach": _is_switch}
 """Argument of torch.optim.AdamW besides the keys of optim -> whether it takes a value."""
+MUON: Mapping[str, Callable[[Any], bool]] = {
+    "momentum": lambda value: _is_number(value) and value < 1,
+    "nesterov": _is_switch,
+    "ns_steps": lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 < value < 100,
+    "ns_dtype": ("float32", "bfloat16").__contains__,
+}
+"""The same of Muon, which takes AdamW's, too, for what is no matrix."""
 RECOMPUTATION: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("use_reentrant", "preserve_rng_state", "debug", "early_stop"), _is_switch),
     "determinism_check": ("default", "none").__contains__,
@@ -73,13 +84,30 @@ def check_options(cfg: Config, role: str, node: ResolvedNode) -> Iterator[UserEr
     if not node.op.trains:
         return
     key, model = f"{ROLES[role].trainer}.optim.override_optimizer_config", role_model(cfg, role)
-    options = trained_group(cfg, role).optim.override_optimizer_config or {}
-    yield from _unlike(node, key, options, ADAMW)
+    optim = trained_group(cfg, role).optim
+    options = optim.override_optimizer_config or {}
+    yield from _unlike(node, key, options, {**ADAMW, **(MUON if optim.name == "muon" else {})})
+    if optim.name == "muon" and (lacks := _not_of_muon(model)):
+        yield NotSupportedError(
+            f"{node}: {ROLES[role].trainer}.optim.name=muon with {lacks}. Set it to adamw."
+        )
     if options.get("fused") and options.get("foreach"):
         yield ConfigError(f"{node}: {key} has fused and foreach, which are two ways. Remove one of them.")
     if model.enable_gradient_checkpointing:
         key = f"{ROLES[role].model}.gradient_checkpointing_kwargs"
         yield from _unlike(node, key, model.gradient_checkpointing_kwargs, RECOMPUTATION)
+
+
+def _not_of_muon(model: ModelConfig) -> str:
+    """What of a model Muon was not seen to train; empty if it does."""
+    built = as_built(model)
+    if model.lora_rank:
+        return f"lora_rank={model.lora_rank}: it makes updates of whole matrices orthogonal, not of factors"
+    if num_experts(built):
+        return f"{num_experts(built)} experts in a layer, whose matrices lie in one tensor"
+    if family_of(built.get("model_type")).sees_images:
+        return f"a {built['model_type']}, whose vision tower it was not seen to train"
+    return ""
 
 
 def _unlike(

@@ -19,7 +19,7 @@ from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.config.common import FSDPConfig, ModelConfig
 from siirl.config.resolve import get
-from siirl.config.roles import ROLES, role_group, role_model, token_budget
+from siirl.config.roles import ROLES, role_group, role_model, token_budget, trained_group
 from siirl.config.teacher import SAMPLED, WHOLE
 from siirl.dag.fields_read import uses_full_kl
 from siirl.models.adapter_targets import expert_targets
@@ -255,7 +255,13 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     lines = [offloadable(name, "parameters", -(-own // shards) * master, fsdp.param_offload, COMPUTING)]
     if model.trains:
         trained = -(-(adapter or shape.params) // shards)
-        moments = offloadable(name, "optimizer", 2 * trained * master, fsdp.optimizer_offload, ("update",))
+        held = 2 * trained
+        if trained_group(cfg, model.role).optim.name == "muon":
+            held = trained + -(-shape.embedding_params // shards)
+            lines.append(
+                MemoryLine(name, "orthogonal update", 6 * largest_matrix(shape) * master, ("update",))
+            )
+        moments = offloadable(name, "optimizer", held * master, fsdp.optimizer_offload, ("update",))
         lines += [MemoryLine(name, "gradients", trained * master, ("update",)), moments]
         reduced, summed = BYTES[fsdp.mixed_precision.reduce_dtype], adapter or gathered
         if whole and (more := summed * reduced - -(-summed // shards) * master) > 0:
@@ -343,6 +349,13 @@ def head_lines(model: ModelPlan, cfg: Config, vocabulary: int, hidden: int, widt
         update = kept * width + vocabulary * hidden * (4 + 2 * width)
         lines.append(MemoryLine(model.name, "log-prob head", update, ("update",)))
     return lines
+
+
+def largest_matrix(shape: ModelShape) -> int:
+    """Numbers of the largest matrix of a layer without experts."""
+    family, keys = family_of(shape.family), 2 * shape.kv_width
+    attention = (1 + shape.gated) * query_width(shape) + keys * family.fused_qkv
+    return shape.hidden * max(attention, (1 + family.fused_mlp) * shape.intermediate)
 
 
 def query_width(shape: ModelShape) -> int:

@@ -14,6 +14,8 @@ from siirl.config.common import OptimConfig
 from siirl.errors import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+STEP = "step"
+"""What AdamW calls the number of steps in the state of a parameter; all else there is as the parameter is."""
 ENDLESS = ("constant", "inverse-square-root")
 """Schedules that need no last step."""
 
@@ -35,7 +37,7 @@ class ShardAdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = map(_local, tensors)
+            tensors[:] = map(local_shard, tensors)
         return has_complex
 
 
@@ -59,7 +61,7 @@ def make_adamw(params: Sequence[nn.Parameter], optim: OptimConfig) -> ShardAdamW
     fused = bool(overrides.get("fused"))
     for param in params:
         step = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
-        adamw.state[param] = {"step": step} | {name: torch.zeros_like(param) for name in MOMENTS}
+        adamw.state[param] = {STEP: step} | {name: torch.zeros_like(param) for name in MOMENTS}
     return adamw
 
 
@@ -70,7 +72,7 @@ def scaled_to_norm(grads: Sequence[Tensor | None], max_norm: float, shard_group:
     One all-reduce over the ranks that share one copy of the weights. A norm that is not finite scales
     nothing.
     """
-    local = [_local(grad) for grad in grads if grad is not None]
+    local = [local_shard(grad) for grad in grads if grad is not None]
     square = torch.nn.utils.get_total_norm(local).float().square()
     dist.all_reduce(square, group=shard_group)
     norm = square.sqrt().item()
@@ -79,7 +81,7 @@ def scaled_to_norm(grads: Sequence[Tensor | None], max_norm: float, shard_group:
     return norm
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """The shard of a DTensor, without a graph."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

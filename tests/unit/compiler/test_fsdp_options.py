@@ -1,4 +1,6 @@
-"""Options that go on to AdamW and to recomputation are checked before a run, as the engine checks them."""
+"""Options of the optimizer and of recomputation are checked before a run, as the engine checks them."""
+
+import json
 
 import pytest
 from plan_cases import config
@@ -26,6 +28,7 @@ def check(*keys: str) -> None:
         (f"{ADAMW}={{eps: -1}}", r"eps=-1 is no value"),
         (f"{ADAMW}={{fused: maybe}}", r"fused=maybe is no value"),
         (f"{ADAMW}={{fused: true, foreach: true}}", r"two ways"),
+        (f"{ADAMW}={{momentum: 0.9}}", r"has momentum: it takes eps, fused, foreach\. Remove"),
         (f"{RECOMPUTED}={{reentrant: true}}", r"has reentrant: it takes use_reentrant"),
         (f"{RECOMPUTED}={{determinism_check: yes please}}", r"determinism_check=yes please is no value"),
     ],
@@ -33,6 +36,40 @@ def check(*keys: str) -> None:
 def test_options_that_the_engine_refuses_are_refused_before_it_is_built(key, words):
     with pytest.raises(UserError, match=words):
         check(key)
+
+
+DENSE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("keys", "model", "words"),
+    [
+        ((f"{ADAMW}={{momentum: 1}}",), {}, r"momentum=1 is no value"),
+        ((f"{ADAMW}={{ns_steps: 0}}",), {}, r"ns_steps=0 is no value"),
+        ((f"{ADAMW}={{ns_dtype: float16}}",), {}, r"ns_dtype=float16 is no value"),
+        (
+            (f"{ADAMW}={{amsgrad: true}}",),
+            {},
+            r"amsgrad: it takes eps, fused, foreach, momentum, nesterov, ns_st",
+        ),
+        ((f"{MODEL}.lora_rank=4",), {}, r"optim.name=muon with lora_rank=4: .* Set it to adamw"),
+        ((), {"model_type": "mixtral", "num_local_experts": 8}, r"name=muon with 8 experts in a layer"),
+        ((), {"model_type": "qwen3_vl"}, r"name=muon with a qwen3_vl"),
+        (
+            (f"{ADAMW}={{momentum: 0.9, nesterov: false, ns_steps: 6, ns_dtype: bfloat16, eps: 1.0e-6}}",),
+            {},
+            "",
+        ),
+        ((), {}, ""),
+    ],
+)
+def test_muon_is_refused_where_it_was_not_seen_to_train(tmp_path, keys, model, words):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | model))
+    asked = (f"{MODEL}.path={tmp_path}", f"{ACTOR}.optim.name=muon", *keys)
+    if not words:
+        return check(*asked)
+    with pytest.raises(UserError, match=words):
+        check(*asked)
 
 
 @pytest.mark.parametrize(

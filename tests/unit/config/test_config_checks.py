@@ -163,6 +163,10 @@ def test_mini_batches_follow_the_batch_that_was_set_alone():
             ["critic.optim.betas=[0.9,1.0]", "algorithm.adv_estimator=gae"],
             ("critic.optim.betas", "below 1"),
         ),
+        (
+            [f"{ACTOR}.optim.name=muon", f"{ACTOR}.strategy=megatron"],
+            ("name=muon with", "optim.name=adamw, or"),
+        ),
         ([f"{ACTOR}.optim.min_lr_ratio=2"], ("min_lr_ratio=2",)),
         ([f"{ACTOR}.fsdp_config.fsdp_size=0"], ("fsdp_size=0",)),
         ([f"{ACTOR}.checkpoint.save_contents=[optimizer]"], ("save_contents=[optimizer]", "Add model")),

@@ -86,6 +86,22 @@ def test_states_of_a_trained_model_are_sharded_and_offload_moves_them_to_the_hos
         assert (lines["optimizer"].host, lines["parameters"].host) == (True, False)
 
 
+def test_muon_has_one_tensor_of_a_matrix_and_two_of_all_else():
+    from plan_cases import config, template_plan
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    wanted = LlamaConfig(**sizes, vocab_size=1000, num_key_value_heads=2)
+    params = dict(AutoModelForCausalLM.from_config(wanted).named_parameters())
+    held = sum((1 if ".layers." in name and x.ndim == 2 else 2) * x.numel() for name, x in params.items())
+    cfg, shape = config("actor_rollout_ref.actor.optim.name=muon"), model_shape(wanted.to_dict())
+    for world in (1, 4):
+        model = template_plan(world).models["agent_0.actor"]
+        lines = {line.what: line.num_bytes for line in fsdp_lines(model, cfg, shape, 8)}
+        assert lines["optimizer"] == pytest.approx(4 * held / world, rel=0.01)
+        assert lines["orthogonal update"] == 6 * 4 * 128 * 256
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

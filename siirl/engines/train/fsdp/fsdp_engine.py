@@ -45,7 +45,8 @@ from siirl.engines.train.fsdp.fsdp_state import (
 )
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed, seen_back
-from siirl.engines.train.optimizer import make_adamw, scaled_to_norm
+from siirl.engines.train.muon import make_optimizer
+from siirl.engines.train.optimizer import STEP, scaled_to_norm
 from siirl.engines.train.packed.micro_batches import images_seen, repeated_prompt_tokens, row_lengths
 from siirl.engines.train.packed.packing import PackedBatch, new_columns, vector_outputs
 from siirl.engines.train.packed.shared_rows import SumOverRanks
@@ -156,7 +157,9 @@ class FSDPEngine(SteppingEngine):
             self._lone = LoneGradients(self._model, reduce_dtype(settings))
         self._router_loss = RouterLoss(self._model.hf, settings.router_loss) if settings.router_loss else None
         self._replay = RouterReplay.of_model(self._model.hf) if settings.replays_routers else None
-        self._optimizer = make_adamw(self._trained(), settings.optim) if settings.optim else None
+        self._optimizer = None
+        if settings.optim:
+            self._optimizer = make_optimizer(self._model, settings.optim, self._shard_group)
 
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
         """See TrainEngine; columns lie where `rows` are."""
@@ -414,7 +417,7 @@ class FSDPEngine(SteppingEngine):
                 yield param.grad.to_local()
             elif part == "optimizer" and self._optimizer:
                 state = self._optimizer.state.get(param, {})
-                yield from (state[name].to_local() for name in ("exp_avg", "exp_avg_sq") if name in state)
+                yield from (tensor.to_local() for name, tensor in state.items() if name != STEP)
 
     def _is_away(self, part: str) -> bool:
         return super()._is_away(part) or (part == "params" and bool(self._base))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from siirl.engines.train.adapters.lora import adapter_name, adapters_of, hf_name, merged_rows, plain_name
 from siirl.engines.train.experts.expert_lora import adapter_parts, adapters_of_experts, merged_experts
-from siirl.engines.train.optimizer import MOMENTS
+from siirl.engines.train.optimizer import STEP
 from siirl.engines.train.pieces import Piece, PiecewiseTensor
 from siirl.engines.weights.bucket import LiveWeights
 from siirl.errors import CheckpointError
@@ -235,8 +235,13 @@ def training_state(
     moments: dict[str, Tensor] = {}
     if optimizer is not None:
         trained = {name: param for name, param in params.items() if param.requires_grad}
-        for moment in MOMENTS:
-            held = {name: optimizer.state[param][moment] for name, param in trained.items()}
+        kinds = dict.fromkeys(kind for param in trained.values() for kind in optimizer.state[param])
+        for moment in (kind for kind in kinds if kind != STEP):
+            held = {
+                name: optimizer.state[param][moment]
+                for name, param in trained.items()
+                if moment in optimizer.state[param]
+            }
             moments |= {f"{moment}.{name}": tensor for name, tensor in _held_parts(held, parts).items()}
     weights = _held_parts({name: param.detach() for name, param in params.items()}, parts)
     if not base_names(hf, parts):
@@ -298,4 +303,5 @@ def load_training_state(
             tensor.copy_(state[part][name])
     if optimizer is not None:
         for per_param in optimizer.state.values():
-            per_param["step"].fill_(float(state["version"]))
+            if STEP in per_param:
+                per_param[STEP].fill_(float(state["version"]))
