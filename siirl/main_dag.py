@@ -16,7 +16,7 @@ from siirl.config.load import read_config
 from siirl.config.tree import print_config
 from siirl.errors import Place, UserError
 from siirl.findings import Findings
-from siirl.launch.devices import check_gpus, machine_of, rank_memory_gib, with_devices_here
+from siirl.launch.devices import assumed_devices, check_start, machine_of, rank_memory_gib, with_devices_here
 from siirl.launch.job import Job, Launcher, choose_launcher
 from siirl.launch.local import run_local
 from siirl.launch.memory_checkpoints import agent_folder, goes_on_from
@@ -24,7 +24,7 @@ from siirl.launch.preflight import kept_choices, preflight, with_template_date
 from siirl.launch.run_folder import held, with_absolute_folders, with_own_name, with_own_results
 from siirl.launch.run_record import command_line, open_folder
 from siirl.launch.survey import survey, survey_inputs, with_choices
-from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun, with_machines_there
+from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun
 from siirl.model_files.local_models import token_to_environment
 from siirl.model_files.run_inputs import RunInputs, inputs_of
 from siirl.observe.logs import setup_logging
@@ -62,10 +62,8 @@ def run(cfg: Config, found: Findings) -> int:
         cfg = with_own_name(cfg, shares_no_time=launcher == "torchrun")
         cfg = with_devices_here(with_absolute_folders(token_to_environment(cfg)), launcher, starts=True)
     with found.at(Place.MACHINE):
-        if launcher == "torchrun":
-            cfg = with_machines_there(cfg)
-        if launcher == "local":
-            check_gpus(cfg)
+        if launcher != "ray":  # whose cluster the run waits for, and fails without
+            check_start(cfg, launcher)
     with found.at():
         cfg = with_template_date(cfg)
     seen, device_gib = survey(cfg, found), rank_memory_gib(cfg)
@@ -95,7 +93,7 @@ def run(cfg: Config, found: Findings) -> int:
         job = dataclasses.replace(job, memory_estimate=estimate_record(plan, node_cfgs, device_gib))
         too_much = memory_warnings(plan, node_cfgs, device_gib, found)
         found.close()
-        for warning in [*seen.warnings, *too_much]:
+        for warning in [*assumed_devices(cfg, launcher), *seen.warnings, *too_much]:
             log.warning(warning)
         setup = [
             f"output: {job.output_path}",

@@ -17,8 +17,16 @@ from siirl.compiler.plan_warnings import plan_notes
 from siirl.config import Config
 from siirl.errors import ConfigError, Place, WorkerError
 from siirl.findings import Findings
-from siirl.launch.devices import device_name, machine_of, named_machine, rank_memory_gib, with_devices_here
-from siirl.launch.job import choose_launcher
+from siirl.launch.devices import (
+    assumed_devices,
+    check_start,
+    device_name,
+    machine_of,
+    named_machine,
+    rank_memory_gib,
+    with_devices_here,
+)
+from siirl.launch.job import Launcher, choose_launcher
 from siirl.launch.preflight import kept_choices, with_template_date
 from siirl.launch.run_folder import absolute, with_own_name
 from siirl.launch.survey import Survey, survey, survey_inputs, with_choices
@@ -154,19 +162,37 @@ def planned(
     many devices it runs is for those of this machine; None: where data and models are here, too. asks_hub:
     whether the hub is asked for a config.json that is not here.
     """
+    launcher: Launcher = "local"
+    here = list[str]()
     with found.at(Place.MACHINE):
+        launcher = choose_launcher(cfg)
         if devices_here or (devices_here is None and not elsewhere):
-            cfg = with_devices_here(cfg, choose_launcher(cfg))
+            cfg = with_devices_here(cfg, launcher)
+        here += assumed_devices(cfg, launcher)
+        if not elsewhere:
+            here += _refused_here(cfg, launcher)
     with found.at():
         cfg = with_template_date(cfg)
     seen = replace(survey(cfg, found), asks_hub=asks_hub)
     surveyed = survey_inputs(seen, elsewhere, found)
     seen, too_much = surveyed, list[str]()
     if surveyed.has_sizes:
-        seen = with_choices(surveyed, machine_of(cfg, choose_launcher(cfg)), kept_choices(cfg))
+        seen = with_choices(surveyed, machine_of(cfg, launcher), kept_choices(cfg))
         if seen.plan is not None:
             too_much = memory_warnings(seen.plan, seen.node_cfgs, rank_memory_gib(seen.cfg), found)
     found.close()
     assert seen.plan is not None, "without a plan there is a problem"
-    warnings = [*seen.warnings, *too_much]
+    warnings = [*here, *seen.warnings, *too_much]
     return PlannedRun(seen.cfg, seen.plan, seen.node_cfgs, warnings, seen.data, surveyed)
+
+
+def _refused_here(cfg: Config, launcher: Launcher) -> list[str]:
+    """A warning where a start on this machine is refused, which may not be the machine of the run. UserError:
+    torchrun has started this process, so it is."""
+    try:
+        check_start(cfg, launcher)
+    except ConfigError as error:
+        if launcher == "torchrun":
+            raise
+        return [f"a run that is started on this machine is refused: {error}"]
+    return []

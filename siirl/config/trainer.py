@@ -38,7 +38,11 @@ class TrainerConfig:
         None, "environment variable whose value who asks for metrics must send as a bearer token"
     )
     log_val_generations: int = key(0, "validation responses that are logged as text", low=0)
-    nnodes: int = key(1, "machines; MIN:MAX (in YAML quoted) also sets min_nnodes", low=1)
+    nnodes: int = key(
+        1,
+        "machines; unset, under torchrun those it found; MIN:MAX (in YAML quoted) also sets min_nnodes",
+        low=1,
+    )
     min_nnodes: int | None = key(
         None,
         "machines with which the run does while the others of nnodes are not there; null: all are needed",
@@ -47,7 +51,7 @@ class TrainerConfig:
     n_gpus_per_node: int = key(
         8,
         "devices (on CPU: processes) of each machine; unset, a job of this machine alone has its GPUs, or "
-        "one process on CPU",
+        "one process on CPU, and one under torchrun the processes that it started",
         low=1,
     )
     device_memory_gib: float | None = key(

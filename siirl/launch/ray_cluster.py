@@ -4,6 +4,7 @@ ray is imported when it is needed.
 """
 
 import contextlib
+import importlib.util
 import logging
 import os
 import secrets
@@ -129,27 +130,16 @@ def connected(cfg: Config, env: Mapping[str, str] = os.environ) -> Iterator[None
     A caller that is connected already keeps its connection. ConfigError: no ray, or no cluster where one is
     expected.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(
-            f"trainer.launcher=ray, but ray cannot be imported: {error}. Install it (pip install ray), or "
-            "use torchrun."
-        ) from error
+    _check_installed(cfg)
+    import ray
+
     if ray.is_initialized():
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here reports nothing
-    need, address = Need.of(cfg), find_address(cfg, env)
+    need, address = Need.of(cfg), check_cluster(cfg, env)
     options: dict = {"address": address or "local"}
     if address is None:
-        if need.nnodes > 1:
-            raise ConfigError(
-                f"trainer.nnodes={need.nnodes}, but no Ray cluster was found: RAY_ADDRESS and "
-                "ray_init.address are not set, and none runs on this machine. Run `ray start --head` here "
-                "and `ray start --address=...` on the others first (examples/lib/launch.sh does both), or "
-                "start the run with torchrun on each machine."
-            )
         cpus = cfg.ray_init.num_cpus or max(available_cores(), need.cpus_per_node)
         options |= {"num_cpus": cpus, "include_dashboard": False}
     elif cfg.ray_init.num_cpus is not None:
@@ -205,6 +195,29 @@ def _private_folder() -> Iterator[str]:
             yield f"{path}/ray"
         finally:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def check_cluster(cfg: Config, env: Mapping[str, str] = os.environ) -> str | None:
+    """host:port of the cluster to use; None: one machine, without one. ConfigError as of `connected`."""
+    _check_installed(cfg)
+    address, nnodes = find_address(cfg, env), cfg.trainer.nnodes
+    if address is None and nnodes > 1:
+        raise ConfigError(
+            f"trainer.nnodes={nnodes}, but no Ray cluster was found: RAY_ADDRESS and "
+            "ray_init.address are not set, and none runs on this machine. Run `ray start --head` here "
+            "and `ray start --address=...` on the others first (examples/lib/launch.sh does both), or "
+            "start the run with torchrun on each machine."
+        )
+    return address
+
+
+def _check_installed(cfg: Config) -> None:
+    if importlib.util.find_spec("ray") is None:
+        trainer = cfg.trainer
+        raise ConfigError(
+            f"trainer.launcher={trainer.launcher} with trainer.nnodes={trainer.nnodes} means Ray, which is "
+            "not installed. Install it (pip install ray), or use torchrun."
+        )
 
 
 def find_address(cfg: Config, env: Mapping[str, str] = os.environ) -> str | None:

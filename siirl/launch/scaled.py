@@ -8,17 +8,11 @@ from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.memory.phases import estimate_record
 from siirl.config import Config
 from siirl.findings import Findings
-from siirl.launch.devices import machine_of, rank_memory_gib
+from siirl.launch.devices import machine_of, rank_memory_gib, with_machines
 from siirl.launch.job import Job
 from siirl.show.memory_text import memory_warnings
 
 log = logging.getLogger(__name__)
-
-
-def with_machines(cfg: Config, nnodes: int) -> Config:
-    """The configuration of a run that has so many machines, no more and no fewer."""
-    trainer = dataclasses.replace(cfg.trainer, nnodes=nnodes, min_nnodes=None)
-    return dataclasses.replace(cfg, trainer=trainer)
 
 
 class Scaled:

@@ -52,6 +52,11 @@ class ProcessPlace:
     world_size: int
     local_world_size: int
 
+    @property
+    def nnodes(self) -> int:
+        """Machines, if all have as many processes as this one."""
+        return self.world_size // self.local_world_size
+
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "ProcessPlace":
         rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])

@@ -150,13 +150,11 @@ def test_failed_rewards_count_as_zero_if_asked_and_a_damaged_checkpoint_is_passe
 
 def test_torchrun_starts_the_same_job(inputs, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    settings = [
-        "trainer.val_before_train=False",
-        "trainer.total_training_steps=1",
-        "trainer.n_gpus_per_node=2",
-    ]
-    done = run([*torchrun, "-m", "siirl.main_dag", *overrides(inputs, tmp_path, *settings)])
+    settings = overrides(inputs, tmp_path, "trainer.val_before_train=False", "trainer.total_training_steps=1")
+    follows = [one for one in settings if "nnodes" not in one and "n_gpus_per_node" not in one]
+    done = run([*torchrun, "-m", "siirl.main_dag", *follows])
     assert done.returncode == 0, done.stderr
+    assert "starting 2 workers" in done.stdout
     assert metrics(tmp_path)[-1]["step"] == 1
     assert (read_run(tmp_path).status, read_run(tmp_path).total_steps) == ("ended", 1)
     assert (tmp_path / "hf_model" / "model.safetensors").is_file()

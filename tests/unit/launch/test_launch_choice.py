@@ -13,7 +13,7 @@ from siirl.launch.failure import Death, describe_exception, first_cause, read_fa
 from siirl.launch.job import Job, choose_launcher
 from siirl.launch.output_relay import plain_line
 from siirl.launch.process import worker_environment
-from siirl.launch.torchrun import is_first_process, run_torchrun
+from siirl.launch.torchrun import is_first_process
 from siirl.launch.worker_entry import ProcessPlace, pick_device
 from siirl.observe.position import Position
 
@@ -50,9 +50,6 @@ def test_several_machines_without_torchrun_need_ray():
 def test_launchers_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="MASTER_PORT are not set"):
         choose_launcher(config("torchrun"), {})
-    job = Job({}, "", "/nowhere", 4, 4)
-    with pytest.raises(ConfigError, match=r"torchrun started 2 processes.* = 4"):
-        run_torchrun(job, TORCHRUN)
     assert is_first_process({}) and not is_first_process(TORCHRUN)
 
 

@@ -12,12 +12,11 @@ from siirl.config import load_config, to_dict
 from siirl.config.checks import check_config
 from siirl.errors import ConfigError, PlacementError
 from siirl.findings import Findings
-from siirl.launch.devices import machine_of
+from siirl.launch.devices import machine_of, with_processes_there
 from siirl.launch.job import Job
 from siirl.launch.ray import RayTrainer
 from siirl.launch.scaled import Scaled
 from siirl.launch.survey import survey, with_choices
-from siirl.launch.torchrun import with_machines_there
 
 TEMPLATES = Path(__file__).parents[3] / "dag_templates"
 TWO_EACH = ("trainer.n_gpus_per_node=2",)
@@ -99,7 +98,7 @@ def test_without_a_range_there_is_one_job():
 @pytest.mark.parametrize(("there", "nnodes"), [(3, 3), (4, 4), (2, 2), (1, 4), (5, 4)])
 def test_torchruns_machines_are_those_of_the_run_if_it_may_do_with_them(there, nnodes):
     env = {"RANK": "0", "WORLD_SIZE": str(2 * there), "LOCAL_WORLD_SIZE": "2"}
-    assert with_machines_there(between(2, 4), env).trainer.nnodes == nnodes
+    assert with_processes_there(between(2, 4), env).trainer.nnodes == nnodes
 
 
 def reserving(monkeypatch, tmp_path, there: int, *keys: str) -> tuple[RayTrainer, list[tuple[int, float]]]:

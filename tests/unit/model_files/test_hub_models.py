@@ -204,7 +204,7 @@ def test_a_token_reaches_the_environment_and_no_file_of_the_run(cache, tmp_path,
     seen = []
     monkeypatch.setattr(main_dag, "preflight", lambda cfg, plan: None)
     monkeypatch.setattr(main_dag, "setup_logging", lambda rank, folder: None)
-    monkeypatch.setattr(main_dag, "check_gpus", lambda cfg: None)
+    monkeypatch.setattr(main_dag, "check_start", lambda cfg, launcher: None)
     monkeypatch.setattr(main_dag, "run_local", lambda job: seen.append(job) or 0)
     arguments = settings(
         cache, f"{POLICY}.model.hf_hub_token=hf_secret", f"trainer.output_dir={tmp_path}/out"

@@ -72,7 +72,7 @@ def test_an_estimate_that_is_none_is_passed_over(told):
 def test_a_run_writes_its_estimate_into_its_folder_when_it_starts(tmp_path, monkeypatch):
     jobs = []
     monkeypatch.setattr(main_dag, "_launch", lambda launcher, job, cfg, plan: jobs.append(job) or 0)
-    monkeypatch.setattr(main_dag, "check_gpus", lambda cfg: None)
+    monkeypatch.setattr(main_dag, "check_start", lambda cfg, launcher: None)
     model = tmp_path / "model"
     model.mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
