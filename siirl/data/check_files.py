@@ -19,14 +19,14 @@ def inspect_data(cfg: Config, scored: bool = True) -> dict[str, int]:
     """Number of rows of the files that this run reads, as {"train": ..., "val": ...}, each if it is read.
 
     DataError if files or columns are missing or malformed, or the training files hold less than one batch.
-    The column `reward_model` may be missing when the user's own reward function does the scoring, and unless
-    `scored` (by functions); where the files give the responses nothing scores, and those columns are needed
-    in its place.
+    scored: by functions, which are chosen by the column of data sources and, but for the user's own, find the
+    right answer in `reward_model`. Where the files give the responses nothing scores, and those columns are
+    needed in their place.
     """
     gives = cfg.actor_rollout_ref.rollout.gives_data
     responses = cfg.data.response_keys if gives else ()
-    required = [] if gives else [cfg.data.reward_fn_key]
-    if not gives and scored and cfg.custom_reward_function.path is None:
+    required = [cfg.data.reward_fn_key] if scored and not gives else []
+    if required and cfg.custom_reward_function.path is None:
         required.append(GROUND_TRUTH_KEY)
     counts: dict[str, int] = {}
     found = Findings(Place.DATA)

@@ -131,7 +131,8 @@ class PromptDataset:
     def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """The rows at `indices`: every field of LOADED_FIELDS but row_id and group_id.
 
-        data_source, ground_truth and extra_info are None where the file has none, given_responses too;
+        ground_truth and extra_info are None where the file has none, given_responses too; data_source is
+        NO_SOURCE then;
         images and image_starts are [] where there are none.
         """
         sample_indices = [int(self._kept[index]) for index in indices]
@@ -156,7 +157,7 @@ class PromptDataset:
                     "prompt_ids": prompt_ids,
                     "prompt_length": len(prompt_ids),
                     "raw_prompt": as_messages(prompt),
-                    "data_source": record.get(self.data_source_key),
+                    "data_source": source,
                     "ground_truth": truth,
                     "extra_info": record.get(EXTRA_KEY),
                     "given_responses": responses or None,
@@ -263,9 +264,8 @@ class PromptDataset:
     def _read(self, path: DataFile) -> pa.Table:
         rows = self.columns.open(path)
         given = self.responses.names
-        required = () if given else (self.data_source_key,)
         images = (self.image_key,) if self.image_reader else ()
-        check_columns(path, rows.schema, self.columns, required, given, bool(images))
+        check_columns(path, rows.schema, self.columns, (), given, bool(images))
         wanted = dict.fromkeys(
             (self.prompt_key, self.data_source_key, GROUND_TRUTH_KEY, EXTRA_KEY, *given, *images)
         )

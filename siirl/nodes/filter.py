@@ -10,7 +10,6 @@ from torch import Tensor
 
 from siirl.algorithms.groups import resampling_weights
 from siirl.data.buffer import number_anew
-from siirl.data.dataset import NO_SOURCE
 from siirl.data.rows import objects, take_rows
 from siirl.errors import DagError
 from siirl.nodes.context import Op, OpContext
@@ -40,9 +39,7 @@ def filter_op(plugin: Callable[[OpContext, TensorDict], Tensor]) -> Op:
 def count_dropped(ctx: OpContext, rows: TensorDict, dropped_B: Tensor, why: str) -> None:
     """data/SOURCE/WHY: how many rows of a training step are dropped, by data source. No communication."""
     if not ctx.validate and ctx.is_shard_leader and dropped_B.any():
-        sources = Counter(
-            source or NO_SOURCE for source in objects(take_rows(rows, dropped_B), "data_source")
-        )
+        sources = Counter(objects(take_rows(rows, dropped_B), "data_source"))
         for source, number in sources.items():
             ctx.metrics.sum(f"data/{source}/{why}", number)
 

@@ -27,6 +27,39 @@ REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_inf
 """
 
 
+ROLLOUT = "{node_id: player, node_type: MODEL_INFERENCE, node_role: ROLLOUT}"
+SCORED_BY = {
+    "its environment": """
+  - node_id: room
+    node_type: ENV_INTERACT
+    dependencies: [player]
+    loop: {to: player, max_turns: 2}
+    config: {env_path: "own.py:Room"}
+""",
+    "a function of its own": """
+  - node_id: room
+    node_type: COMPUTE
+    node_role: REWARD
+    executable_ref: own.py:score
+    reads: [response_length]
+    writes: [score]
+    dependencies: [player]
+""",
+}
+OWN = """
+class Room:
+    def reset(self, task, seed):
+        return ""
+
+    def step(self, actions):
+        return "", 0.0, True, {}
+
+
+def score(context, rows):
+    return rows
+"""
+
+
 @pytest.fixture
 def task(tmp_path, monkeypatch):
     """A folder with a model that says a token or two, rows of prompts alone, and a reward."""
@@ -60,6 +93,19 @@ def test_what_is_forgotten_of_them_is_asked_for_by_name(task, forgotten, capsys)
     needed = {"data.train_files", "data.train_batch_size", "actor_rollout_ref.model.path"}
     assert (code == 2 and name in told.err) if name in needed else "deepseek" not in told.err + told.out
     assert "gsm8k/" not in told.err + told.out
+
+
+@pytest.mark.parametrize("by", SCORED_BY)
+def test_a_workflow_without_a_scorer_asks_for_no_source_and_no_right_answer(task, capsys, by):
+    ends = """
+  - {node_id: advantage, node_type: COMPUTE, node_role: ADVANTAGE, dependencies: [room]}
+  - {node_id: train, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [advantage]}
+"""
+    (task / "own.py").write_text(OWN)
+    (task / "own.yaml").write_text(f"dag_id: own\nnodes:\n  - {ROLLOUT}{SCORED_BY[by]}{ends.lstrip(chr(10))}")
+    keys = [key for key in SIX if "reward" not in key]
+    assert main(["check", *keys, "dag.workflow_path=own.yaml"]) == 0, capsys.readouterr().err
+    assert "rows (no source 4)" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def test_a_response_is_its_text_and_the_end_whether_it_is_a_string_or_a_message(
         [tokenizer.decode(ids) for ids in row["given_responses"]] for row in dataset.rows([0, 1])
     )
     assert first == ["12<eos>", "12<eos>"] and second == ["<eos>", "=<eos>"]
-    assert dataset.rows([0])[0]["data_source"] is None  # nothing scores
+    assert dataset.rows([0])[0]["data_source"] == "no source"  # nothing scores
 
 
 def test_prompt_and_response_are_the_conversation_of_the_chat_template(tmp_path, tokenizer):
