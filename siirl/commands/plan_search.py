@@ -478,7 +478,7 @@ def _text(found: Search, best: list[Candidate], said: list[str]) -> str:
 
 def _why_none(found: Search) -> str:
     if found.smallest is None:
-        return "none fits: shard the models over more devices (siirl plan says what takes the memory)"
+        return "none fits: siirl plan says what takes the memory, and of which keys it would be less"
     num_bytes, sizes, where = found.smallest
     taken, there = gib_texts(num_bytes / GIB, found.gib)
     named = " ".join(_pasted(_differing(found.cfg, sizes))) or "the sizes as they are"

@@ -39,6 +39,11 @@ def with_overrides(cfg: Config, updates: Mapping[str, Any]) -> Config:
     return result
 
 
+def filled(cfg: Config, updates: Mapping[str, Any]) -> Config:
+    """`with_overrides` by what siirl itself chose: who asks what the user set is told the same as before."""
+    return dataclasses.replace(with_overrides(cfg, updates), explicit=cfg.explicit)
+
+
 def overridden(cfg: Config, updates: Mapping[str, Any], found: Findings) -> Config:
     """`with_overrides` that goes on: what is wrong goes to `found`; a key with a wrong value is broken."""
     given, maps = _flatten(updates, found)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from siirl.config import Config
+from siirl.config.root import all_keys
 from siirl.dag_worker.observing import profile_folder
 from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import NumericsError
@@ -226,7 +227,8 @@ def _first_parts(mine: dict[int, list], theirs: dict[int, list], most: float) ->
 
 def run_title(cfg: Config, dag_id: str) -> str:
     """What pages and pictures call the run: its experiment, or the DAG where nobody has named one."""
-    return cfg.trainer.experiment_name if "trainer.experiment_name" in cfg.explicit else dag_id
+    key, name = "trainer.experiment_name", cfg.trainer.experiment_name
+    return name if key in cfg.explicit or name != all_keys()[key].default else dag_id
 
 
 def closing_report(

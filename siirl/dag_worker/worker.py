@@ -433,7 +433,8 @@ class DAGWorker:
 
     def _build_node(self, plan: NodePlan) -> LocalNode:
         cfg = self.node_cfg(plan.name)
-        node = LocalNode(plan, cfg, self._tokenizer(cfg))
+        talks = [talk for talk in self.plan.interactions.values() if plan.agent in talk.homes]
+        node = LocalNode(plan, cfg, self._tokenizer(cfg), env_rewards=any(x.gives_rewards for x in talks))
         engines = {**self.train_engines, **self.rollout_engines}
         shared = OnRank(engines, self.interactions, self._make_adapter)
         node.services = {name: SERVICES[name](node, shared) for name in plan.needs}

@@ -21,8 +21,10 @@ from typing import Any
 
 from siirl.checkpoint.files import current_step, pointer_problem, remove_checkpoints, replaced, saved_steps
 from siirl.compiler.compile import load_dag
-from siirl.config import Config, with_overrides
+from siirl.config import Config
 from siirl.config.roles import EXPORTS
+from siirl.config.root import all_keys
+from siirl.config.tree import filled
 from siirl.errors import ConfigError, UserError
 from siirl.guarded_files import first_bytes, open_regular
 from siirl.observe.position import PROGRESS_FILE
@@ -72,7 +74,8 @@ def with_own_name(cfg: Config, shares_no_time: bool) -> Config:
 
     shares_no_time: its processes compute the name each, so the time is left out.
     """
-    if {"trainer.output_dir", EXPERIMENT} & set(cfg.explicit):
+    has_name = cfg.trainer.experiment_name != all_keys()[EXPERIMENT].default
+    if has_name or {"trainer.output_dir", EXPERIMENT} & set(cfg.explicit):
         return cfg
     words = []
     with contextlib.suppress(UserError):  # said elsewhere
@@ -82,7 +85,7 @@ def with_own_name(cfg: Config, shares_no_time: bool) -> Config:
         words.append(time.strftime("%Y%m%d-%H%M%S"))
     name = "_".join(re.sub(r"[^\w.-]+", "-", word) for word in words if word)
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-    named = (with_overrides(cfg, {EXPERIMENT: each}) for each in names)
+    named = (filled(cfg, {EXPERIMENT: each}) for each in names)
     return next(one for one in named if shares_no_time or not absolute(one.trainer.output_dir).exists())
 
 

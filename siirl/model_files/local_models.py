@@ -13,6 +13,7 @@ from siirl.compiler.plan import NodePlan, Plan
 from siirl.config import Config, with_overrides
 from siirl.config.common import ModelConfig
 from siirl.config.roles import ROLES, role_model
+from siirl.config.tree import filled
 from siirl.errors import ConfigError, DataError
 from siirl.model_files.directory import check_config_file, check_tokenizer_files, check_weight_files
 from siirl.model_files.hub import MODELSCOPE_SWITCH, HubRepo, fetch, fetch_cached, is_hub_id, is_on
@@ -79,7 +80,7 @@ def token_to_environment(cfg: Config, env: MutableMapping[str, str] = os.environ
         names = " and ".join(dict.fromkeys(f"{ROLES[role].model}.hf_hub_token" for role in roles))
         raise ConfigError(f"{names} are two different tokens: a run has one. Set only one of them.")
     env[TOKEN_VARIABLE] = tokens.pop()
-    return with_overrides(cfg, {f"{ROLES[role].model}.hf_hub_token": None for role in roles})
+    return filled(cfg, {f"{ROLES[role].model}.hf_hub_token": None for role in roles})
 
 
 def _local_node(cfg: Config, plan: Plan, node: NodePlan, find: Find) -> NodePlan:

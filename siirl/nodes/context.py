@@ -40,6 +40,9 @@ class LocalNode:
     buffer: RowBuffer = field(default_factory=RowBuffer)
     """Rows that it keeps between steps; part of a checkpoint."""
 
+    env_rewards: bool = True
+    """Whether something beside reward nodes rewards its agent's turns: an environment, or a program."""
+
     services: dict[str, Any] = field(default_factory=dict)
     """What its op needs, by name: keywords of each call (siirl/nodes/services.py)."""
 

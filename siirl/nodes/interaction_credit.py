@@ -96,15 +96,16 @@ def keep_shares(ctx: OpContext, rows: TensorDict, reward_BT: Tensor) -> None:
 def reward_sums(ctx: OpContext, rows: TensorDict, reward_BT: Tensor) -> dict[str, Tensor]:
     """The parts of each row's reward, float64 [B] each; together they are the sum over its tokens.
 
-    As in keep_shares, those that the row can have: of a row of no interaction own, and shaping with a penalty
-    or a KL.
+    As in keep_shares, those that the row can have: of a row of no interaction own, where nothing but reward
+    nodes rewards no env, and shaping with a penalty or a KL.
     """
     algorithm, total_B = ctx.cfg.algorithm, reward_BT.double().sum(-1)
     if in_interaction(rows):
         sums = outcome_shares(ctx, rows)
-        absent = {"own": "score" not in rows.keys(), "team": not _team_weight(ctx, rows)}
-        sums = {name: sum_B for name, sum_B in sums.items() if not absent[name]}
         sums["env"] = algorithm.credit.turn * rows["env_reward"].double().sum(-1)
+        absent = {"own": "score" not in rows.keys(), "team": not _team_weight(ctx, rows)}
+        absent["env"] = not (ctx.node.env_rewards and algorithm.credit.turn)
+        sums = {name: sum_B for name, sum_B in sums.items() if not absent[name]}
     else:
         sums = {"own": rows["score"].double()}
     if ctx.cfg.reward_model.overlong_buffer.enable or algorithm.use_kl_in_reward:

@@ -1,11 +1,14 @@
 """The memory estimate in words: a table of the phases, whether they fit a device, and what helps if not."""
 
+import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.checks.other_engines import LARGEST_GIB
 from siirl.compiler.memory.engine_starts import engine_starts
+from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.memory.phases import PhasePeak, estimated, host_peaks, memory_lines, phase_peaks
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config
@@ -21,6 +24,7 @@ from siirl.spelling import GIB, gib_texts, size_text
 _SHOWN = 5  # largest parts of a phase
 _SMALL = 0.01  # of a phase: parts below are left out
 _MOST_CHANGES = 6
+_MOST_DEVICES = 4096
 SURE = 1.25
 """Above so many times a device the estimate, which is within 15%, leaves no doubt."""
 
@@ -163,8 +167,79 @@ def _advice(plan: Plan, configs: Configs, ranks: Ranks, gib: float) -> str:
         return f"With {' '.join(chosen)}: {reached}."
     tried_all = f"Even with {' '.join(chosen)}: {reached}. " if chosen else ""
     if _on_cpu(configs):
-        return f"{tried_all}Take a smaller model; of GPUs elsewhere, trainer.n_gpus_per_node says how many."
-    return f"{tried_all}Shard its models over more devices."
+        return (
+            f"{tried_all}Take a smaller model (actor_rollout_ref.model.path), or say on which GPUs elsewhere "
+            "it will be: trainer.n_gpus_per_node=8 trainer.device_memory_gib=80."
+        )
+    return f"{tried_all}{_sharded_further(plan, configs, ranks, gib)}"
+
+
+def _sharded_further(plan: Plan, configs: Configs, ranks: Ranks, gib: float) -> str:
+    """The fewest devices, doubled, that hold the fullest phase by the same estimate, as keys to set."""
+    times = 1
+    while times * len(ranks) <= _MOST_DEVICES:
+        for of_engine, tensor in itertools.product((1, 2, 4, 8), repeat=2):
+            found = _resized(plan, configs, ranks, times, tensor, of_engine)
+            if found is None:
+                continue
+            resized, keys = found
+            peak = _fullest(resized, configs, gib)[ranks]
+            if peak.device <= gib * GIB and all(one.starts for one in engine_starts(resized, configs, gib)):
+                return f"With {' '.join(keys)}: {gib_texts(peak.device / GIB, gib)[0]} in {peak.node}."
+        times *= 2
+    return (
+        f"{_MOST_DEVICES} devices are too few. Take a smaller model (actor_rollout_ref.model.path), or "
+        "shorter rows (data.max_prompt_length, data.max_response_length)."
+    )
+
+
+def _resized(
+    plan: Plan, configs: Configs, ranks: Ranks, times: int, tensor: int, of_engine: int
+) -> tuple[Plan, list[str]] | None:
+    """The plan with the models of these ranks on so many times their devices, and so many times the tensor
+    parallel size of Megatron's, and of engines; the keys that say so. None where that is no plan.
+    """
+    trainer, models = next(iter(configs.values())).trainer, dict(plan.models)
+    keys = dict.fromkeys(_devices(len(ranks) * times, trainer.n_gpus_per_node) if times > 1 else ())
+    if times > 1 and len(ranks) < plan.world_size:
+        names = ", ".join(name for name, model in models.items() if set(ranks) & set(model.ranks))
+        keys = {f"placement on {len(ranks) * times} ranks for the nodes of {names}": None}
+    sizes: dict[str, None] = {}
+    for name, model in plan.models.items():
+        if set(ranks).isdisjoint(model.ranks):
+            continue
+        dims, group = dataclasses.replace(model.dims, world=model.dims.world * times), ROLE_GROUPS[model.role]
+        more = of_engine if model.generates else tensor
+        if backend_of(model).gathers_weights:
+            if dims.dp_replicate > 1:
+                keys[f"{group}.fsdp_config.fsdp_size=-1"] = None
+            dims = dataclasses.replace(dims, dp_shard=dims.dp, dp_replicate=1)
+        elif more > 1:
+            dims, shape = (
+                dataclasses.replace(dims, tp=dims.tp * more),
+                read_shape(configs[model.node], model.role),
+            )
+            machine = max(trainer.n_gpus_per_node, min(8, len(ranks) * times))
+            fits = dims.tp <= machine and dims.world % dims.model_parallel == 0
+            if isinstance(shape, str) or not fits or shape.heads % dims.tp or shape.kv_heads % dims.tp:
+                return None
+            owner = group if model.generates else f"{group}.megatron"
+            sizes[f"{owner}.tensor_model_parallel_size={dims.tp}"] = None
+            if model.generates and model.backend == "hf":
+                sizes[f"{group}.name=vllm"] = None
+                model = dataclasses.replace(model, backend="vllm")
+        models[name] = dataclasses.replace(model, dims=dims)
+    wanted = (tensor > 1) + (of_engine > 1)
+    if not (keys or sizes) or wanted > len(sizes):
+        return None
+    return dataclasses.replace(plan, models=models), [*keys, *sizes]
+
+
+def _devices(count: int, machine: int) -> list[str]:
+    """The keys of so many devices, on machines of eight where they are more."""
+    machine = max(machine, min(count, 8))
+    nnodes = [f"trainer.nnodes={-(-count // machine)}"] * (count > machine)
+    return [*nnodes, f"trainer.n_gpus_per_node={machine}"]
 
 
 def _remedies(plan: Plan, configs: Configs, ranks: Ranks) -> Iterator[tuple[str, Any]]:

@@ -419,6 +419,12 @@ def check_written_tokens(output: Path, inputs: Inputs, other: Path) -> None:
     assert any(clip for line in written.values() for clip in line["tokens"]["clip"]), "some are clipped"
 
 
+def test_rewards_of_an_environment_are_no_part_where_there_is_none(finished):
+    found = {name for line in finished.lines for name in line if "reward/" in name}
+    assert any(name.endswith("reward/own") for name in found), found
+    assert not any(name.endswith("reward/env") for name in found), found
+
+
 def test_what_is_written_of_tokens_is_what_plain_hugging_face_says(finished, inputs, other):
     check_written_tokens(finished.output, inputs, other)
 

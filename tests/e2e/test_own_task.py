@@ -11,6 +11,7 @@ from fixtures_tiny import make_tiny_model_dir
 from launch_jobs import environment
 
 import siirl
+from siirl import main_dag
 from siirl.cli import main
 
 MOST = 6
@@ -106,6 +107,16 @@ def test_a_workflow_without_a_scorer_asks_for_no_source_and_no_right_answer(task
     keys = [key for key in SIX if "reward" not in key]
     assert main(["check", *keys, "dag.workflow_path=own.yaml"]) == 0, capsys.readouterr().err
     assert "rows (no source 4)" in capsys.readouterr().out
+
+
+def test_what_the_run_chose_is_not_told_as_set_by_the_user(task, monkeypatch):
+    jobs = []
+    monkeypatch.setattr(main_dag, "_launch", lambda launcher, job, cfg, plan: jobs.append(job) or 0)
+    assert main(["run", *SIX]) == 0
+    config = jobs[0].config
+    assert set(config["explicit"]) == {key.partition("=")[0] for key in SIX}
+    assert config["trainer"]["output_dir"].endswith(config["trainer"]["experiment_name"])
+    assert config["trainer"]["experiment_name"].startswith("grpo_model_")
 
 
 @pytest.mark.slow

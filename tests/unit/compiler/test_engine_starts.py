@@ -80,10 +80,26 @@ def test_where_no_engine_of_a_machine_holds_the_weights_no_key_is_advised(tmp_pa
     assert "does not start" in text and "No engine on the GPUs of one machine holds it" in text
 
 
-def test_a_model_on_a_device_that_cannot_train_it_is_refused_with_numbers(tmp_path, capsys):
+@pytest.mark.parametrize(("strategy", "engine"), [("fsdp", "hf"), ("fsdp", "vllm"), ("megatron", "vllm")])
+def test_a_model_on_devices_that_cannot_train_it_is_refused_with_numbers_and_keys(
+    tmp_path, capsys, strategy, engine
+):
     for gib in (80, None):  # None: on a device that nobody told the size of
-        assert main(command(tmp_path, QWEN_72B, 1, gib, f"{ROLLOUT}.name=hf")) == 2
-        assert re.search(r"does not fit (80|288) GiB: \d{4} in \w+", capsys.readouterr().err)
+        own = [
+            f"{ROLLOUT}.name={engine}",
+            f"actor_rollout_ref.actor.strategy={strategy}",
+            "data.train_batch_size=512",
+        ]
+        asked = command(tmp_path, QWEN_72B, 1, gib, *own)
+        assert main(asked) == 2
+        told = re.search(r"does not fit (80|288) GiB: \d{4} in \w+(.*)", capsys.readouterr().err)
+        assert told
+        keys = re.findall(r"[\w.]+=[\w.]+\b", told[2].rpartition("With ")[2])
+        assert any(key.startswith("trainer.n_gpus_per_node=") for key in keys), told[2]
+        names = {key.partition("=")[0] for key in keys}
+        asked = [key for key in asked if key.partition("=")[0] not in names]
+        code = main([*asked, *keys, *re.findall(r"[\w.]+=[\w.]+\b", told[2].partition("Even with ")[2])])
+        assert "does not fit" not in capsys.readouterr().err and code == 0, keys
 
 
 def test_the_plan_says_how_many_rows_the_cache_of_an_engine_holds(tmp_path, capsys):

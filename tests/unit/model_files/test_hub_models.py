@@ -213,6 +213,7 @@ def test_a_token_reaches_the_environment_and_no_file_of_the_run(cache, tmp_path,
     (job,) = seen
     assert isinstance(job, Job) and "hf_secret" not in job.to_json()
     assert os.environ["HF_TOKEN"] == "hf_secret"
+    assert set(job.config["explicit"]) == set(load_config(arguments).explicit), "what a user set, no more"
     assert main_dag.main([*arguments, "--cfg", "job"]) == 0
     assert "hf_secret" not in capsys.readouterr().out
 
