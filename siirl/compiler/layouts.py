@@ -269,7 +269,7 @@ def _check_full(node: ResolvedNode, layout: Layout, rows: AgentRows) -> None:
         raise PlacementError(
             f"{node}: {count} {unit}{arithmetic} for {shards} data-parallel shards (ranks "
             f"{format_ranks(layout.ranks)}): "
-            f"some would be empty. Raise {keys}, or place the node on at most {count} ranks (placement)."
+            f"some would be empty. Raise {keys}, or place the node on fewer ranks."
         )
 
 
