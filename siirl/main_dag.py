@@ -16,8 +16,9 @@ from siirl.config.load import read_config
 from siirl.config.tree import print_config
 from siirl.errors import Place, UserError
 from siirl.findings import Findings
-from siirl.launch.devices import assumed_devices, check_start, machine_of, rank_memory_gib, with_devices_here
+from siirl.launch.devices import machine_of, rank_memory_gib
 from siirl.launch.job import Job, Launcher, choose_launcher
+from siirl.launch.launched_devices import assumed_devices, check_start, with_devices_here
 from siirl.launch.local import run_local
 from siirl.launch.memory_checkpoints import agent_folder, goes_on_from
 from siirl.launch.preflight import kept_choices, preflight, with_template_date

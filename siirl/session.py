@@ -17,16 +17,9 @@ from siirl.compiler.plan_warnings import plan_notes
 from siirl.config import Config
 from siirl.errors import ConfigError, Place, WorkerError
 from siirl.findings import Findings
-from siirl.launch.devices import (
-    assumed_devices,
-    check_start,
-    device_name,
-    machine_of,
-    named_machine,
-    rank_memory_gib,
-    with_devices_here,
-)
+from siirl.launch.devices import device_name, machine_of, named_machine, rank_memory_gib
 from siirl.launch.job import Launcher, choose_launcher
+from siirl.launch.launched_devices import assumed_devices, check_start, with_devices_here
 from siirl.launch.preflight import kept_choices, with_template_date
 from siirl.launch.run_folder import absolute, with_own_name
 from siirl.launch.survey import Survey, survey, survey_inputs, with_choices

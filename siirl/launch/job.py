@@ -101,6 +101,28 @@ def write_private(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
+@dataclass(frozen=True)
+class ProcessPlace:
+    """This process among all: what the launcher's environment says."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @property
+    def nnodes(self) -> int:
+        """Machines, if all have as many processes as this one."""
+        return self.world_size // self.local_world_size
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> "ProcessPlace":
+        rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        return cls(
+            rank, int(env.get("LOCAL_RANK", rank)), world_size, int(env.get("LOCAL_WORLD_SIZE", world_size))
+        )
+
+
 Launcher = Literal["local", "torchrun", "ray"]
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

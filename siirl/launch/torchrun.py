@@ -3,11 +3,11 @@
 import os
 from collections.abc import Mapping
 
-from siirl.launch.job import Job
+from siirl.launch.job import Job, ProcessPlace
 from siirl.launch.log_sizes import LogSizes
 from siirl.launch.memory_checkpoints import open_folder_of_agent
 from siirl.launch.process import end_with_parent
-from siirl.launch.worker_entry import ProcessPlace, run_rank
+from siirl.launch.worker_entry import run_rank
 
 
 def is_first_process(env: Mapping[str, str] = os.environ) -> bool:

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +26,7 @@ from siirl.config import Config, from_dict
 from siirl.errors import ConfigError
 from siirl.guarded_files import own_folder
 from siirl.launch.failure import UNRECORDED, describe_exception, write_failure
-from siirl.launch.job import Job
+from siirl.launch.job import Job, ProcessPlace
 from siirl.launch.rendezvous import attempt_store, store_of_ranks
 from siirl.launch.standby import stand_by
 from siirl.model_files.local_models import with_local_models
@@ -41,28 +40,6 @@ if TYPE_CHECKING:
 
 CODE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 """Where torch looks for the folder of its compiled code."""
-
-
-@dataclass(frozen=True)
-class ProcessPlace:
-    """This process among all: what the launcher's environment says."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-
-    @property
-    def nnodes(self) -> int:
-        """Machines, if all have as many processes as this one."""
-        return self.world_size // self.local_world_size
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> "ProcessPlace":
-        rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
-        return cls(
-            rank, int(env.get("LOCAL_RANK", rank)), world_size, int(env.get("LOCAL_WORLD_SIZE", world_size))
-        )
 
 
 def main(argv: list[str] | None = None) -> int:

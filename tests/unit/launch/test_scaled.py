@@ -12,8 +12,9 @@ from siirl.config import load_config, to_dict
 from siirl.config.checks import check_config
 from siirl.errors import ConfigError, PlacementError
 from siirl.findings import Findings
-from siirl.launch.devices import machine_of, with_processes_there
+from siirl.launch.devices import machine_of
 from siirl.launch.job import Job
+from siirl.launch.launched_devices import with_processes_there
 from siirl.launch.ray import RayTrainer
 from siirl.launch.scaled import Scaled
 from siirl.launch.survey import survey, with_choices
