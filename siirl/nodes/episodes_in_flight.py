@@ -170,8 +170,8 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """What a coroutine gives; in the loop of the episodes if that runs, as they share tools."""
-        runs = isinstance(self._runner, LoopThread)
-        return self._runner.run(work) if runs else asyncio.run(work)
+        runner = self._runner
+        return runner.run(work) if isinstance(runner, LoopThread) else asyncio.run(work)
 
     def _begin_step(self, step: int, versions: Mapping[str, int]) -> None:
         with self._lock:
