@@ -22,8 +22,6 @@ from aiohttp import web
 from siirl.access import MOST_UNAUTHENTICATED, UnauthenticatedConnections, is_same
 from siirl.agents.outside.content import BadRequest, parsed, understood
 from siirl.agents.outside.endpoint import http_log, reached_at, run_loop
-from siirl.data.completions import SamplingParams
-from siirl.engines.train.base import AdamStep
 from siirl.errors import ConfigError, UserError
 from siirl.service.commands import (
     BASE,
@@ -36,12 +34,11 @@ from siirl.service.commands import (
     OptimStep,
     Refused,
     Release,
-    Sample,
     SaveSampler,
     SaveState,
 )
 from siirl.service.desk import Desk, LaneFull, Ticket
-from siirl.service.wire import PROTOBUF, TrainingRequest
+from siirl.service.wire import MOST_SAMPLES, PROTOBUF, TrainingRequest, adam_step, sample_of
 
 log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 << 20
@@ -287,23 +284,8 @@ class ServiceEndpoint:
         return self._submit({"model_id": asked.model, "seq_id": asked.number}, make)
 
     async def _optim_step(self, asked: dict, request: web.Request) -> Any:
-        adam = {
-            "learning_rate": 1e-4,
-            "beta1": 0.9,
-            "beta2": 0.95,
-            "eps": 1e-12,
-            "weight_decay": 0.0,
-            "grad_clip_norm": 0.0,
-        }
-
         def make() -> Command:
-            given = {name: value for name, value in asked["adam_params"].items() if value is not None}
-            if unknown := sorted(given.keys() - adam.keys()):
-                raise Refused(f"adam_params has {', '.join(unknown)}, which is not served")
-            values = [float(value) for value in (adam | given).values()]
-            if not (all(value >= 0 for value in values) and values[1] < 1 and values[2] < 1):
-                raise Refused(f"adam_params {given}: numbers from 0 on, betas below 1")
-            return OptimStep(asked["model_id"], AdamStep(*values))
+            return OptimStep(asked["model_id"], adam_step(asked["adam_params"]))
 
         return self._submit(asked, make)
 
@@ -378,7 +360,7 @@ class ServiceEndpoint:
         source = self._session(str(id).partition(":")[0]).samplers.get(id)
         if source is None:
             raise BadRequest(f"there is no sampling session {id!r:.100}", status=404)
-        make = partial(_sample_of, asked, source, self._served)
+        make = partial(sample_of, asked, source, self._served.longest, self._served.stops)
         ticket = self._desk.submit(id, int(asked["seq_id"]), _sound(make))
         ids = [f"{ticket.id}:{number}" for number in range(max(0, min(count, MOST_SAMPLES)))]
         return {"request_id": ticket.id, "sample_sequence_ids": ids}
@@ -471,45 +453,6 @@ def _told_run(base: str, run: str, rank: int) -> dict[str, Any]:
 
 def _when(time_s: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))
-
-
-MOST_SAMPLES = 1024
-"""Of one prompt."""
-_UNSERVED_OF_SAMPLES = (
-    *("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"),
-    "prompt_logprobs_last_n",
-)
-
-
-def _sample_of(asked: dict, source: str, served: Served) -> Sample:
-    if unserved := [name for name in _UNSERVED_OF_SAMPLES if asked.get(name)]:
-        raise Refused(f"{', '.join(unserved)} is not served yet")
-    prompt: list[int] = []
-    for chunk in asked["prompt"]["chunks"]:
-        if "tokens" not in chunk:
-            raise Refused("the prompt has a part that is no text: images are not served")
-        prompt += [int(token) for token in chunk["tokens"]]
-    params, count = asked.get("sampling_params") or {}, int(asked.get("num_samples", 1))
-    if not 1 <= count <= MOST_SAMPLES:
-        raise Refused(f"num_samples {count}: 1 to {MOST_SAMPLES} are served")
-    stop = params.get("stop")
-    stops = [stop] if isinstance(stop, str) else stop or []
-    ids = tuple(int(one) for one in stops if not isinstance(one, str))
-    most, room = params.get("max_tokens"), served.longest - len(prompt)
-    if not prompt or room < 1:
-        raise Refused(f"the prompt has {len(prompt)} tokens: 1 to {served.longest - 1} are served")
-    seed = params.get("seed")
-    found = SamplingParams(
-        max_tokens=room if most is None else min(int(most), room),
-        temperature=float(params.get("temperature", 1.0)),
-        top_k=int(params.get("top_k", -1)),
-        top_p=float(params.get("top_p", 1.0)),
-        stop_token_ids=(*served.stops, *ids),
-        ignore_eos=stop == [],
-    )
-    texts = tuple(one for one in stops if isinstance(one, str) and one)
-    seed = secrets.randbits(62) if seed is None else int(seed)
-    return Sample(source, prompt, found, count, seed, texts, bool(asked.get("prompt_logprobs")))
 
 
 def _sound(make: Callable[[], Command]) -> Callable[[], Command]:

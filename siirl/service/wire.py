@@ -1,16 +1,19 @@
-"""The bytes of Tinker's API that are no JSON: forward_backward and sample speak protobuf.
+"""What clients of Tinker's API send and read: forward_backward and sample in protobuf, the rest in JSON.
 
 The fields are those that the client `tinker` 0.38.0 sends and reads; there is no public schema. Others are
 passed over, as protobuf does.
 """
 
 import functools
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from siirl.service.commands import Datum, Refused, Sampled, Trained
+from siirl.data.completions import SamplingParams
+from siirl.engines.train.base import AdamStep
+from siirl.service.commands import Datum, Refused, Sample, Sampled, Trained
 
 PROTOBUF = "application/x-protobuf"
 _SCHEMA = {
@@ -42,6 +45,21 @@ _DTYPES = {_FLOAT32: np.float32, 2: np.int64, 3: np.int32}
 _STOP, _LENGTH = 0, 1
 MOST_NUMBERS = 1 << 24
 """Of one tensor that is sent as a sparse one."""
+MOST_SAMPLES = 1024
+"""Of one prompt."""
+_UNSERVED_OF_SAMPLES = (
+    *("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"),
+    "prompt_logprobs_last_n",
+)
+_ADAM = {
+    "learning_rate": 1e-4,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-12,
+    "weight_decay": 0.0,
+    "grad_clip_norm": 0.0,
+}
+"""What the client's AdamParams have where nothing is set."""
 
 
 @functools.cache
@@ -125,6 +143,49 @@ def _array(tensor: Any, where: str) -> np.ndarray:
         return found
     except (ValueError, IndexError) as error:
         raise Refused(f"{where} of shape {list(shape)} cannot be read: {error}") from error
+
+
+def sample_of(asked: dict, source: str, longest: int, stops: Sequence[int]) -> Sample:
+    """A request for samples from `source`. longest: tokens of a sequence. stops: where it names none."""
+    if unserved := [name for name in _UNSERVED_OF_SAMPLES if asked.get(name)]:
+        raise Refused(f"{', '.join(unserved)} is not served yet")
+    prompt: list[int] = []
+    for chunk in asked["prompt"]["chunks"]:
+        if "tokens" not in chunk:
+            raise Refused("the prompt has a part that is no text: images are not served")
+        prompt += [int(token) for token in chunk["tokens"]]
+    params, count = asked.get("sampling_params") or {}, int(asked.get("num_samples", 1))
+    if not 1 <= count <= MOST_SAMPLES:
+        raise Refused(f"num_samples {count}: 1 to {MOST_SAMPLES} are served")
+    stop = params.get("stop")
+    asked_stops = [stop] if isinstance(stop, str) else stop or []
+    ids = tuple(int(one) for one in asked_stops if not isinstance(one, str))
+    most, room = params.get("max_tokens"), longest - len(prompt)
+    if not prompt or room < 1:
+        raise Refused(f"the prompt has {len(prompt)} tokens: 1 to {longest - 1} are served")
+    seed = params.get("seed")
+    found = SamplingParams(
+        max_tokens=room if most is None else min(int(most), room),
+        temperature=float(params.get("temperature", 1.0)),
+        top_k=int(params.get("top_k", -1)),
+        top_p=float(params.get("top_p", 1.0)),
+        stop_token_ids=(*stops, *ids),
+        ignore_eos=stop == [],
+    )
+    texts = tuple(one for one in asked_stops if isinstance(one, str) and one)
+    seed = secrets.randbits(62) if seed is None else int(seed)
+    return Sample(source, prompt, found, count, seed, texts, bool(asked.get("prompt_logprobs")))
+
+
+def adam_step(params: dict) -> AdamStep:
+    """The adam_params of an optim_step. Refused for what is no number from 0 on."""
+    given = {name: value for name, value in params.items() if value is not None}
+    if unknown := sorted(given.keys() - _ADAM.keys()):
+        raise Refused(f"adam_params has {', '.join(unknown)}, which is not served")
+    values = [float(value) for value in (_ADAM | given).values()]
+    if not (all(value >= 0 for value in values) and values[1] < 1 and values[2] < 1):
+        raise Refused(f"adam_params {given}: numbers from 0 on, betas below 1")
+    return AdamStep(*values)
 
 
 def trained_bytes(found: Trained) -> bytes:
