@@ -13,9 +13,11 @@ from typing import Any, Protocol
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.config.rollout import STOP_SOURCES
-from siirl.dialect.call_style import CallStyle, call_style, told_format
+from siirl.dialect.call_style import ARGUMENTS, NAMES, TOOLS, CallStyle, call_style, told_format, turn_of
 from siirl.dialect.marks import KNOWN, ReasoningMarks
 from siirl.dialect.template import CLOCK, PROBE, ChatTemplate, Vocabulary, clock, template_options
+from siirl.dialect.tool_formats import AUTO, FORMAT, ToolCall, tool_parser
+from siirl.errors import ConfigError
 from siirl.models.config_json import config_json
 from siirl.models.overridden import overridden
 
@@ -324,10 +326,16 @@ def _tool_format(template: ChatTemplate, style: CallStyle | None, added: Mapping
     return told_format(template, added) if style is None else style.format
 
 
-def tool_findings(dialect: Dialect) -> Iterator[str]:
-    """What a user should know who gives a model tools, a sentence each."""
+def tool_findings(dialect: Dialect, format: str = AUTO) -> Iterator[str]:
+    """What a user should know who gives a model tools, a sentence each.
+
+    format: rollout.multi_turn.format. ConfigError for a function of the user that raises, or returns
+    no Parsed, for a call as the chat template writes it.
+    """
     if untold := untold_tools(dialect):
         yield untold
+    if unread := _unread_calls(dialect, format):
+        yield unread
     style = dialect.calls
     kept = "turns with others stay in the history word for word"
     if style is not None and not style.exact:
@@ -337,6 +345,31 @@ def tool_findings(dialect: Dialect) -> Iterator[str]:
         yield f"the chat template writes turns of one call alone: {kept}"
     if style is not None and not style.keeps_text:
         yield f"the chat template writes calls without what is said beside them: {kept}"
+
+
+def _unread_calls(dialect: Dialect, format: str) -> str:
+    """That the user's format reads no call in what the chat template writes for one; "" where it does."""
+    if dialect.calls is None or dialect.template is None or format == AUTO:
+        return ""
+    written = turn_of(dialect.template, dialect.calls.message([(NAMES[0], ARGUMENTS[-1])]), TOOLS)
+    parse = tool_parser(format)
+    try:
+        found = parse(written)
+    except ConfigError:
+        raise
+    except Exception as error:  # the edge to user code
+        raise ConfigError(
+            f"{FORMAT}={format} raised {type(error).__name__}: {error} for a call as the chat template of "
+            f"{dialect.name} writes it: {written!r}. Return Parsed(content, calls), with a MalformedCall for "
+            "what cannot be read (docs/tools.md)."
+        ) from error
+    if any(isinstance(call, ToolCall) and call.name == NAMES[0] for call in found.calls):
+        return ""
+    return (
+        f"{FORMAT}={format} reads no call in what the chat template of {dialect.name} writes for one "
+        f"({written.strip()[:80]!r}): tools that the model calls so are never run. Leave it at auto, which "
+        f"reads {dialect.calls.format}"
+    )
 
 
 def untold_tools(dialect: Dialect) -> str:

@@ -10,6 +10,7 @@ from siirl.config import Config
 from siirl.dialect.dialect import Dialect, dialect_of, tool_findings
 from siirl.dialect.file_vocabulary import FileVocabulary
 from siirl.dialect.template import ChatTemplate, TemplateRefused, chosen_template, template_options
+from siirl.dialect.tool_formats import AUTO
 
 STOP, TRAINED, PLAIN = "\x1b[1;31m", "\x1b[32m", "\x1b[0m"
 EXAMPLE = (
@@ -47,8 +48,11 @@ def dialects_here(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[Spoke
         vocabulary.chat_template = chosen_template(vocabulary.chat_template, cfg, str(folder))
         template = ChatTemplate(vocabulary, template_options(cfg)) if vocabulary.chat_template else None
         dialect = dialect_of(cfg, vocabulary)
-        if cfg.actor_rollout_ref.rollout.multi_turn.enable:
-            dialect = replace(dialect, findings=(*dialect.findings, *tool_findings(dialect)))
+        multi_turn = cfg.actor_rollout_ref.rollout.multi_turn
+        if multi_turn.enable:
+            findings = (*dialect.findings, *tool_findings(dialect, multi_turn.format))
+            read_as = dialect.tool_format if multi_turn.format == AUTO else multi_turn.format
+            dialect = replace(dialect, findings=findings, tool_format=read_as)
         yield name.partition(".")[0], dialect, template
 
 

@@ -20,6 +20,7 @@ from siirl.dialect.marks import KNOWN, ReasoningMarks
 from siirl.dialect.parts import opens_reasoning, raw_text, read_turn
 from siirl.dialect.template import ChatTemplate, clock, template_options
 from siirl.dialect.tool_formats import tool_parser
+from siirl.errors import ConfigError
 
 CASES = Path(__file__).resolve().parents[4] / "shared" / "cases"
 
@@ -404,3 +405,26 @@ LOSSY = WRITES.replace(
 def test_what_a_template_loses_of_calls_is_told_to_who_has_tools(turn, told):
     found = list(tool_findings(derived("{{ tools }}" + CHATML.replace("{{ m.content }}", turn))))
     assert len(found) == len(told) and all(x in y for x, y in zip(told, found, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ("Parsed(text, [ToolCall('look_up', {})])", None),
+        ("Parsed(text)", "reads no call"),
+        ("{}['no']", "raised KeyError: 'no' for a call"),
+        ("[text]", "returned list, not a Parsed"),
+    ],
+)
+def test_a_format_that_does_not_read_what_the_template_writes_is_told(tmp_path, returned, told):
+    (tmp_path / "mine.py").write_text(
+        f"from siirl.dialect.tool_formats import Parsed, ToolCall\n\ndef read(text):\n    return {returned}\n"
+    )
+    dialect = derived("{{ tools }}" + CHATML.replace("{{ m.content }}", "{{ m.content }}" + EXACT))
+    try:
+        found = list(tool_findings(dialect, f"{tmp_path}/mine.py:read"))
+    except ConfigError as error:
+        found = [str(error)]
+    assert found == [] if told is None else told in found[0], found
+    assert "reads hermes" in next(tool_findings(dialect, "mistral"))
+    assert not list(tool_findings(dialect, "hermes"))
