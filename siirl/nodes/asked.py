@@ -1,6 +1,7 @@
 """A node that is asked from outside: it carries out what clients want, one request after the other."""
 
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -38,6 +39,8 @@ from siirl.service.tenants import Tenants
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """How often a worker without work says that it waits."""
+WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])")
+"""Where a word begins in the name of a command."""
 KEY = "tml-"
 """What the client's keys begin with; it takes no other."""
 
@@ -113,11 +116,11 @@ def asked(ctx: OpContext, rows: TensorDict, service: Service) -> TensorDict:
             source, most = command.source, service.sampler.most_requests
             alike = lambda other: isinstance(other, Sample) and other.source == source  # noqa: B023, E731
             tickets = desk.take_like(ticket, alike, most)
-        name = type(command).__name__
+        name = WORDS.sub("_", type(command).__name__).lower()
         with phase(name):
             stepped = _carry_out(ctx, service, tickets)
         ctx.metrics.sum(f"service/{name}_s", time.perf_counter() - started)
-        ctx.metrics.sum(f"service/{name}s", len(tickets))
+        ctx.metrics.sum(f"service/{name}_requests", len(tickets))
     ctx.metrics.max("service/models", service.tenants.num_tenants)
     ctx.metrics.max("service/sessions", endpoint.num_sessions)
     return TensorDict({}, batch_size=rows.batch_size)

@@ -77,6 +77,7 @@ def context(keys: dict, others: dict[int, TensorDict]) -> SimpleNamespace:
         "is_shard_leader": True,
         "node_id": "advantage",
         "agent": 0,
+        "node": SimpleNamespace(env_rewards=True),
     }
     return SimpleNamespace(cfg=cfg, metrics=Metrics(), others=others, trained=None, taken=None, **common)
 

@@ -90,7 +90,10 @@ def clone(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/data.md"])
+PAGES = ("README.md", "docs/quickstart.md", "docs/your_task.md", "docs/data.md", "docs/rewards.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_a_newcomer_follows_the_page(page, clone):
     blocks = newcomers_blocks(ROOT / page)
     task = newcomers_blocks(ROOT / "docs/your_task.md")
