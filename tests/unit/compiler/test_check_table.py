@@ -14,7 +14,7 @@ from siirl.compiler.checks.table import CHECKS
 GIVEN = {
     "ops": {"nodes"},
     "interactions": {"nodes", "talking"},
-    "nodes": {"kept", "whole"},
+    "nodes": {"kept", "whole", "world"},
     "engines": {"interactions", "models", "configs"},
     "places": {"nodes", "graph", "places"},
     "plan": {"plan", "run", "configs"},

@@ -481,13 +481,13 @@ def test_what_is_said_between_two_steps_is_there_at_once():
 
 def test_an_error_between_two_steps_ends_the_next_one():
     routed = [PLAY[0], replace(PLAY[1], until="over")]
-    job = Apart(2, 1, 2, 2.0, 3, routed, "wait")
+    job = Apart(2, 1, 2, 2.0, 12, routed, "wait")  # most episodes begin once it is broken
     job.game = game_of(routed, {"over": lambda episode: broken.is_set() and 1 / 0})
     broken = threading.Event()
     job.advance()
     broken.set()
     with pytest.raises(UserCodeError, match="ZeroDivisionError"):
-        while job.step < 3:
+        while job.step < 12:
             job.advance()
 
 
