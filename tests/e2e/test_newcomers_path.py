@@ -28,10 +28,11 @@ TASK = (
 )
 HERE = f"""
 siirl() {{
-  local more=
+  local more= small="{SMALL}"
+  [[ " $* " == *inputs/model* ]] && small="trainer.total_training_steps=1 trainer.test_freq=1"
   [[ " $* " == *solver_verifier* ]] && more={TEAM}
   case $1 in
-    run|check|plan) command siirl "$@" {SMALL} {MORE} $more ;;
+    run|check|plan) command siirl "$@" $small {MORE} $more ;;
     view) command siirl "$@" --export page.html ;;
     *) command siirl "$@" ;;
   esac
