@@ -365,9 +365,10 @@ def _unread_calls(dialect: Dialect, format: str) -> str:
         ) from error
     if any(isinstance(call, ToolCall) and call.name == NAMES[0] for call in found.calls):
         return ""
+    around = max(0, written.find(NAMES[0]) - 40)
     return (
         f"{FORMAT}={format} reads no call in what the chat template of {dialect.name} writes for one "
-        f"({written.strip()[:80]!r}): tools that the model calls so are never run. Leave it at auto, which "
+        f"({written[around : around + 80]!r}): tools that the model calls so are never run. Leave it at auto, which "
         f"reads {dialect.calls.format}"
     )
 
