@@ -368,8 +368,8 @@ def _unread_calls(dialect: Dialect, format: str) -> str:
     around = max(0, written.find(NAMES[0]) - 40)
     return (
         f"{FORMAT}={format} reads no call in what the chat template of {dialect.name} writes for one "
-        f"({written[around : around + 80]!r}): tools that the model calls so are never run. Leave it at auto, which "
-        f"reads {dialect.calls.format}"
+        f"({written[around : around + 80]!r}): tools that the model calls so are never run. Leave it at "
+        f"auto, which reads {dialect.calls.format}"
     )
 
 
