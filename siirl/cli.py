@@ -235,6 +235,44 @@ def _version() -> str:
         return "(not installed)"
 
 
+def _add_check(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="data and models are on other machines: do not look for them here, and ask no hub",
+    )
+    sub.add_argument(
+        "--dialect",
+        action="store_true",
+        help="also show an example conversation as the model's chat template writes it",
+    )
+    sub.add_argument(
+        "--security",
+        action="store_true",
+        help="also say what listens, what runs without isolation, and who can read the files",
+    )
+
+
+def _add_plan(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--json", metavar="FILE", help="write the plan as JSON")
+    sub.add_argument("--draw", metavar="FILE", help="draw the plan: .svg or .png")
+    sub.add_argument("--explain", action="store_true", help="predict where the time of a step goes")
+    sub.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
+    sub.add_argument(
+        "--from",
+        dest="run",
+        metavar="RUN",
+        help="what a recorded run would take with these keys, by what its steps took",
+    )
+    sub.add_argument("--trust", action="store_true", help="with --from: also if others can change it")
+    sub.add_argument("--device", metavar="KIND", help="that it is predicted for, as in h200")
+    sub.add_argument(
+        "--tokens",
+        metavar="PROMPT+RESPONSE|RUN",
+        help="mean lengths of rows, as in 256+600, or a run's folder [all the longest possible]",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="siirl",
@@ -243,47 +281,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"siirl {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command, help_text in (
-        ("check", _check, "validate configuration, DAG and placement"),
-        ("plan", _plan, "print what runs where, without starting anything"),
+    for name, command, add_options, help_text in (
+        ("check", _check, _add_check, "validate configuration, DAG and placement"),
+        ("plan", _plan, _add_plan, "print what runs where, without starting anything"),
     ):
         sub = commands.add_parser(name, help=help_text, description=help_text)
         add_config_arguments(sub)
         sub.set_defaults(command=command)
-        if name == "check":
-            sub.add_argument(
-                "--elsewhere",
-                action="store_true",
-                help="data and models are on other machines: do not look for them here, and ask no hub",
-            )
-            sub.add_argument(
-                "--dialect",
-                action="store_true",
-                help="also show an example conversation as the model's chat template writes it",
-            )
-            sub.add_argument(
-                "--security",
-                action="store_true",
-                help="also say what listens, what runs without isolation, and who can read the files",
-            )
-        if name == "plan":
-            sub.add_argument("--json", metavar="FILE", help="write the plan as JSON")
-            sub.add_argument("--draw", metavar="FILE", help="draw the plan: .svg or .png")
-            sub.add_argument("--explain", action="store_true", help="predict where the time of a step goes")
-            sub.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
-            sub.add_argument(
-                "--from",
-                dest="run",
-                metavar="RUN",
-                help="what a recorded run would take with these keys, by what its steps took",
-            )
-            sub.add_argument("--trust", action="store_true", help="with --from: also if others can change it")
-            sub.add_argument("--device", metavar="KIND", help="that it is predicted for, as in h200")
-            sub.add_argument(
-                "--tokens",
-                metavar="PROMPT+RESPONSE|RUN",
-                help="mean lengths of rows, as in 256+600, or a run's folder [all the longest possible]",
-            )
+        add_options(sub)
     run = commands.add_parser("run", help="train: the same as python -m siirl.main_dag", add_help=False)
     add_config_arguments(run)
     serve = commands.add_parser(

@@ -22,7 +22,7 @@ from siirl.config.roles import ROLES
 from siirl.config.tree import default_config
 from siirl.dag.spec import DagSpec, NodeSpec
 from siirl.data.data_files import MADE, list_files
-from siirl.errors import DataError
+from siirl.errors import DataError, NotSupportedError
 from siirl.model_files.hub import HubRepo, fetch, is_on
 from siirl.model_files.local_models import CONFIG_FILES, MODELSCOPE_SWITCH, TOKENIZER_PATTERNS, on_hub
 from siirl.testing.tiny_models import tiny_of
@@ -88,8 +88,13 @@ class TinyJob:
 def tiny_job(cfg: Config, folder: Path, tiny: bool) -> TinyJob:
     """The job of a configuration as tests run it; its files go below `folder`. tiny: with models made for it.
 
-    DataError, NotSupportedError: no tiny model can be made, or there are no rows.
+    DataError, NotSupportedError: no tiny model can be made, there are no rows, or clients are served.
     """
+    if cfg.service.enable:
+        raise NotSupportedError(
+            "not supported yet: siirl test of a job with service.enable=true: it learns from what its "
+            "clients send, and here is none. Try it by siirl serve and a client (docs/serve.md)."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     models, dag = _Models(folder, tiny, _positions(cfg)), load_dag(cfg)
     kept = {
