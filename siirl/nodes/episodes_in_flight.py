@@ -3,7 +3,7 @@
 consumes: prompts, and in each step the engines. produces: the episodes of one batch of prompts, those that
 were begun first. waits for: the episodes, until a batch of groups is over. unblocked by: their ends.
 
-Where the engines have ranks of their own, episodes go on between steps, in a thread: turns are generated,
+Where the engines are disaggregated, episodes go on between steps, in a thread: turns are generated,
 tools run and environments step while others train, and new weights arrive within a turn. Else no event loop
 runs then and no engine is asked: a turn keeps the tokens that it has (ResumablePolicy), an environment stays
 as it is, and what it is doing goes on in its thread.
