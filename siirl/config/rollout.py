@@ -316,7 +316,8 @@ class RolloutConfig:
     weight_link: str = key(
         "auto",
         "how the trainer's weights reach the engine; auto: shared memory where colocated, NCCL or gloo to "
-        "others, from one rank; checkpoint: a folder in trainer.output_dir that all ranks must see",
+        "others, from one rank; checkpoint: a folder in trainer.output_dir that all ranks must see, of which "
+        "each keeps the last weights in host memory, as only what has changed is written",
         choices=("auto", "checkpoint"),
     )
     replace_weights: str = key(

@@ -17,6 +17,7 @@ from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.served import served_rollout
 from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.engines.rollout.served.messages import Call
+from siirl.engines.weights import folder as weight_folder
 from siirl.engines.weights import in_place
 from siirl.engines.weights import link as links
 from siirl.engines.weights.bucket import LiveWeights
@@ -139,7 +140,7 @@ PLACES = [
 
 def two_syncs(rank, model_dir, groups, sources, targets, folder):
     links.BUCKET_BYTES = 3000  # several tensors in a bucket, several buckets, and tensors larger than one
-    links.FILE_BYTES = 3000
+    weight_folder.FILE_BYTES = 3000
     trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets, folder=folder)
     first = link.push().values()
     results = [log_probs(rollout) if rollout else None]
@@ -167,7 +168,8 @@ def test_every_target_gets_the_trainers_weights_and_version_wherever_it_is(model
         for rank in ranks_of(sources, targets):
             first, skipped, second, results, version = out[rank][index]
             for metrics in (first, second):
-                assert metrics["weight_sync/bytes"] == num_bytes
+                beside = 20_000 if folder else 0  # the index, and the heads of files
+                assert 0 <= metrics["weight_sync/bytes"] - num_bytes <= beside
                 assert metrics["time/weight_sync_s"] > 0
             (name,) = skipped
             assert name.endswith("_version") and (first[name], skipped[name], second[name]) == (0, 0, 1)

@@ -17,6 +17,8 @@ from siirl.config import Config
 
 KEPT_WEIGHTS = "weights for a restart"
 """Of a vLLM engine, in host memory."""
+FOLDER_WEIGHTS = "weights of the folder"
+"""To which the next changes are applied, in host memory."""
 ENDS_TOKENS = 32
 """Of vLLM's blocks that no other sample shares: the last ones of a prompt and of its response."""
 
@@ -30,6 +32,7 @@ def hf_rollout_lines(
     return [
         offloadable(model.name, "weights", weights, rollout.free_cache_engine, ("generate",)),
         MemoryLine(model.name, "KV cache", cache, ("generate",)),
+        *_folder_lines(model, cfg, shape),
     ]
 
 
@@ -48,6 +51,7 @@ def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
             MemoryLine(model.name, "weights", weights),
             MemoryLine(model.name, KEPT_WEIGHTS, kept),
             MemoryLine(model.name, "KV cache", 0 if on_another else cache),
+            *_folder_lines(model, cfg, shape),
         ]
     in_host = MemoryLine(model.name, KEPT_WEIGHTS, kept, (), host=True)
     if on_another:
@@ -59,7 +63,18 @@ def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
         MemoryLine(model.name, ENGINE_PARTS[0], 0, resident, share=share),
         MemoryLine(model.name, ENGINE_PARTS[1], beside),
         in_host,
+        *_folder_lines(model, cfg, shape),
     ]
+
+
+def _folder_lines(model: ModelPlan, cfg: Config, shape: ModelShape) -> list[MemoryLine]:
+    """All of the model on every rank, whatever its engine shards, where weights come by a folder."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if rollout.weight_link != "checkpoint":
+        return []
+    on_host = cfg.trainer.device != "cpu"
+    size = shape.params * BYTES[rollout.dtype]
+    return [MemoryLine(model.name, FOLDER_WEIGHTS, size, () if on_host else ALWAYS, host=on_host)]
 
 
 def engine_bytes(

@@ -8,8 +8,8 @@ The first sync announces each by a header, and what it announced is the plan of 
 only bytes travel, with a trailer that names the plan or says why the sender gave up. All ranks take part in
 all broadcasts of a plan, so a rank that fails midway is heard of at the end and not by a deadline. Of a plan
 four buckets are in flight; two that were announced travel as one. A trainer that is alone, and has its model
-whole on its rank, fills each by one copy with the cast from where it trains (`bucket.py`). Or the weights lie
-in a folder (`link.py`).
+whole on its rank, fills each by one copy with the cast from where it trains (`bucket.py`). Or a folder gets
+what has changed (`folder.py`).
 
 An engine in a process of its own reads chunks of memory that it maps (`shared_buffer.py`): its own loaders
 take each tensor (`engine_loader.py`), or, from the second update on, it writes them where those put them

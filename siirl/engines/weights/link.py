@@ -4,12 +4,12 @@ All ranks of a link call `push` together. Ranks that hold a trainer export its w
 theirs); a target on such a rank loads them as they pass by. If some target ranks hold no trainer, the
 lowest trainer rank broadcasts the tensors to them in buckets. In the first sync each is announced by a
 header; the next ones go by the plan that this has made (planned_sync.py). A link of kind "checkpoint" has the
-lowest rank write a folder that the targets read. No rank goes on before all agree that the sync succeeded.
+lowest rank write a folder that the targets read (folder.py). No rank goes on before all agree that the sync
+succeeded.
 """
 
 import json
-import os
-import shutil
+import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,14 +18,12 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from siirl.compiler.plan import LinkPlan
 from siirl.engines.rollout.base import WeightPart
 from siirl.engines.train.base import TrainEngine
 from siirl.engines.weights.bucket import DTYPES, Entry, LiveWeights, Named, empty_bucket, pack, room, unpack
+from siirl.engines.weights.folder import WeightFolder
 from siirl.engines.weights.planned_sync import BucketPlan, GaveUp, PlannedSync, joined
 from siirl.engines.weights.target import WeightTarget
 from siirl.errors import WeightSyncError
@@ -33,51 +31,7 @@ from siirl.observe.metrics import Metrics
 from siirl.observe.spans import note, phase, waiting
 from siirl.parallel.process_groups import ProcessGroupManager
 
-FILE_BYTES = 1 << 30
-"""Tensors are written together up to this size, and held in host memory until then."""
-INDEX = "files.json"
-
-
-def write_weights(root: Path, version: int, tensors: Iterator[Named]) -> None:
-    """Write all tensors as root/version_<version>, complete or not at all; older versions go. OSError."""
-    root.mkdir(parents=True, exist_ok=True)
-    final, aside = _folder(root, version), root / "partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    files: list[str] = []
-    held: dict[str, Tensor] = {}
-
-    def flush() -> None:
-        if held:
-            files.append(f"weights_{len(files)}.safetensors")
-            save_file(held, aside / files[-1])
-            held.clear()
-
-    for name, tensor in tensors:
-        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if sum(part.nbytes for part in held.values()) >= FILE_BYTES:
-            flush()
-    flush()
-    (aside / INDEX).write_text(json.dumps(files))
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(aside, final)
-    for other in root.glob("version_*"):
-        if other != final:
-            shutil.rmtree(other, ignore_errors=True)
-
-
-def read_weights(root: Path, version: int) -> Iterator[Named]:
-    """The tensors of root/version_<version>, on the CPU, as they were written. OSError if it is not there."""
-    folder = _folder(root, version)
-    for name in json.loads((folder / INDEX).read_text()):
-        with safe_open(folder / name, "pt") as file:
-            for key in file.keys():
-                yield key, file.get_tensor(key)
-
-
-def _folder(root: Path, version: int) -> Path:
-    return root / f"version_{version}"
-
+log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 << 20
 """Tensors are broadcast together up to this size; a larger one goes alone."""
@@ -106,6 +60,8 @@ class Meeting(NamedTuple):
     """Ranks of the target without a trainer."""
     plan_holds: bool
     """All ranks know the plan of the last sync, and it is still one."""
+    base: int
+    """The digest of what the root and all targets hold of the folder of the last sync; 0: not the same."""
 
     @property
     def root(self) -> int:
@@ -139,7 +95,7 @@ class WeightLink:
     ) -> None:
         """See make_link."""
         self.name = plan.name
-        self._folder = folder if plan.kind == "checkpoint" else None
+        self._folder = WeightFolder(folder) if plan.kind == "checkpoint" else None
         if source is None and target is None:
             raise WeightSyncError(
                 f"{self}: rank {groups.rank} holds neither {plan.source} nor {plan.target}."
@@ -168,8 +124,9 @@ class WeightLink:
         """Bring the target to the source's version; nothing if all target ranks have it. Wakes the target.
 
         The trainer's parameters must be on their device. Metrics: time/weight_sync_s, weight_sync/bytes
-        (one copy of the weights) and the version; the version alone when skipped. WeightSyncError on every
-        rank of the link if any part failed; targets that failed refuse to generate.
+        (one copy of the weights, or what was written of it to a folder) and the version; the version alone
+        when skipped. WeightSyncError on every rank of the link if any part failed; targets that failed refuse
+        to generate.
         """
         start = time.perf_counter()
         with phase("compare_versions"):
@@ -203,6 +160,7 @@ class WeightLink:
             self._dtype_code(target) if target is not None else 0,
             PARTS.index(target.takes) if target is not None else 0,
             self._plan_digest(),
+            self._folder.digest if self._folder is not None else 0,
         ]
         table = self._all_gather(mine, torch.int64)
         sources = {rank: row[1] for rank, row in zip(self._ranks, table, strict=True) if row[0]}
@@ -222,7 +180,11 @@ class WeightLink:
         dtype = list(DTYPES.values())[codes.pop()] if len(codes) == 1 and codes != {-1} else None
         current = all(held == version for held, _, _ in targets.values())
         ranks = tuple(sorted(sources)), tuple(sorted(targets.keys() - sources.keys()))
-        found = Meeting(version, current, dtype, PARTS[parts.pop()], *ranks, plan_holds=False)
+        bases = {
+            row[7] for rank, row in zip(self._ranks, table, strict=True) if row[2] or rank == ranks[0][0]
+        }
+        base = bases.pop() if len(bases) == 1 else 0
+        found = Meeting(version, current, dtype, PARTS[parts.pop()], *ranks, plan_holds=False, base=base)
         same = self._plan is not None and len({row[6] for row in table}) == 1 and table[0][6] != 0
         return found._replace(plan_holds=same and self._plan.made_for == _made_for(found))
 
@@ -320,8 +282,9 @@ class WeightLink:
         dtype, root, part = meeting.dtype, meeting.root, meeting.part
         try:
             if self._folder is not None:
-                tensors = self._through_folder(self._folder, dtype, root, meeting.version, part)
-            elif self._source is None:
+                yield from self._through_folder(self._folder, meeting)
+                return
+            if self._source is None:
                 tensors = planned.received() if planned else self._received(root)
             elif meeting.receivers:
                 with phase("find"):
@@ -339,27 +302,47 @@ class WeightLink:
             self._broken = True
             raise
 
-    def _through_folder(
-        self, folder: Path, dtype: torch.dtype | None, root: int, version: int, part: WeightPart
-    ) -> Iterator[Named]:
-        """The root writes, all wait for its word, targets read."""
+    def _through_folder(self, folder: WeightFolder, meeting: Meeting) -> Iterator[Named]:
+        """The root writes what has changed since what all hold, all wait for its word, targets read.
+
+        What a target could not read, or not make the root's weights of, is written once more, and whole.
+        """
+        failures: list[str] = []
+        for base in dict.fromkeys((meeting.base, 0)):
+            word = self._written(folder, meeting, base)
+            with phase("wait_for_folder"):
+                word = self._header(word, meeting.root)
+            if "error" in word:
+                raise WeightSyncError(f"{self}: rank {meeting.root}: {word['error']}")
+            self._num_bytes = word["bytes"]
+            failure = ""
+            if self._target is not None:
+                try:
+                    with phase("read"):
+                        folder.read(meeting.version, word["digest"])
+                except OSError as error:
+                    failure = f"rank {self._rank}: {error}"
+            failures = self._agree(failure)
+            if not failures:
+                return folder.tensors() if self._target is not None else iter(())
+            log.warning("%s, version %d: %s", self, meeting.version, " ".join(failures))
+        raise WeightSyncError(" ".join(failures))
+
+    def _written(self, folder: WeightFolder, meeting: Meeting, base: int) -> dict[str, Any] | None:
+        """Take part in the export, and as the root write it; the word for the others."""
+        if self._source is None:
+            return None
+        tensors = _export(self._source, meeting.dtype, meeting.part)
         word: dict[str, Any] = {}
-        if self._source is not None:
-            tensors = _export(self._source, dtype, part)
-            if self._target is None:
-                tensors = self._counted(tensors)
-            try:
-                if self._rank == root:
-                    write_weights(folder, version, tensors)
-                for _ in tensors:
-                    pass
-            except (OSError, RuntimeError) as error:
-                word = {"error": f"the weights could not be written to {folder}: {error}"}
-        with phase("wait_for_folder"):
-            word = self._header(word if self._rank == root else None, root)
-        if "error" in word:
-            raise WeightSyncError(f"{self}: rank {root}: {word['error']}")
-        return read_weights(folder, version) if self._target is not None else iter(())
+        try:
+            if self._rank == meeting.root:
+                digest, size = folder.write(meeting.version, tensors, base)
+                word = {"digest": digest, "bytes": size}
+            for _ in tensors:
+                pass
+        except (OSError, RuntimeError) as error:
+            word = {"error": f"the weights could not be written to {folder}: {error}"}
+        return word if self._rank == meeting.root else None
 
     def _counted(self, tensors: Iterator[Named]) -> Iterator[Named]:
         for name, tensor in tensors:

@@ -209,6 +209,10 @@ def test_phases_that_do_not_coexist_are_not_added_up(tmp_path):
     kept = train.parts["agent_0.actor", "parameters"] / 2  # for an engine that may come back, in bfloat16
     assert [found[2][name].host for name in ("rollout_actor", "actor_train")] == [moments + kept, kept]
     assert found[2]["actor_train"].parts == train.parts
+    by_folder = {
+        peak.node: peak for peak in peaks([*keys, "actor_rollout_ref.rollout.weight_link=checkpoint"], 1)
+    }
+    assert by_folder["actor_train"].host == 2 * kept, "and what the folder's next changes are applied to"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from siirl.compiler.plan import LinkPlan
 from siirl.engines.weights import link as links
 from siirl.engines.weights import planned_sync
 from siirl.engines.weights.bucket import LiveWeights
+from siirl.engines.weights.folder import WeightFolder
 from siirl.engines.weights.link import make_link
 from siirl.errors import WeightSyncError
 
@@ -188,6 +189,82 @@ def check(target, version):
     for name, tensor in Trainer().weights.items():
         exact = tensor * 0.5**version if tensor.is_floating_point() else tensor
         assert torch.equal(target.held[name].to(exact.dtype), exact)
+
+
+class DamagedFolder(WeightFolder):
+    """The first time that a version of `damages` is written, a byte of it is another one."""
+
+    damages = frozenset()
+    bases = ()
+
+    def write(self, version, tensors, base):
+        written = super().write(version, tensors, base)
+        if version in self.damages and version not in dict(self.bases):
+            for path in self._root.glob("version_*/*.safetensors"):
+                data = bytearray(path.read_bytes())
+                data[-1] ^= 1
+                path.write_bytes(data)
+        self.bases.append((version, base != 0))
+        return written
+
+
+def written_to_folder(events):
+    """(which versions are written, and whether changes alone; the words of each sync that fails)."""
+    written, words, all_hold = [], [], False
+    for version, event in enumerate(events, 1):
+        all_hold = all_hold and event != "restarted"
+        is_damaged = event == "damaged"
+        written += [(version, True), (version, False)] if is_damaged and all_hold else [(version, all_hold)]
+        failed = is_damaged and not all_hold
+        words.append("is not what was written" if failed else "no room" if event == "engine" else "")
+        all_hold = not failed
+    return written, words
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_folder_gets_changes_and_all_where_a_target_has_others_or_could_not_read_them(
+    seed, monkeypatch, tmp_path
+):
+    """Targets that are restarted, engines that fail, and files that are not what was written."""
+    rng, network = random.Random(seed), Network()
+    monkeypatch.setattr(links, "dist", network)
+    monkeypatch.setattr(links, "WeightFolder", DamagedFolder)
+    ranks = tuple(range(rng.randint(2, 4)))
+    sources = tuple(sorted(rng.sample(ranks, rng.randint(1, len(ranks) - 1))))
+    targets = {rank for rank in ranks if rank not in sources or rng.random() < 0.4}
+    events = [rng.choice(["", "", "restarted", "engine", "damaged"]) for _ in range(8)]
+    written, words = written_to_folder(events)
+    monkeypatch.setattr(
+        DamagedFolder, "damages", {n for n, event in enumerate(events, 1) if event == "damaged"}
+    )
+    monkeypatch.setattr(DamagedFolder, "bases", [])
+    who = rng.choice([rank for rank in sorted(targets) if rank != sources[0]])
+    plan = LinkPlan("link", "trainer", "rollout", ranks, "checkpoint")
+
+    def run(rank):
+        trainer = Trainer(rank, sources) if rank in sources else None
+        target = Target(Trainer().weight_specs()) if rank in targets else None
+        place, exact = Place(rank, network), Trainer().weights
+        link = make_link(plan, trainer, target, place, tmp_path)
+        for version, (event, failure) in enumerate(zip(events, words, strict=True), 1):
+            if event == "restarted" and rank == who:
+                link = make_link(plan, trainer, target, place, tmp_path)
+            exact["w4"][0, version % 7] += 1.0
+            if trainer:
+                trainer.version, trainer.weights = version, exact
+            if target:
+                target.fails = event == "engine" and rank == who
+            if failure:
+                with pytest.raises(WeightSyncError, match=failure):
+                    link.push()
+            else:
+                link.push()
+                assert target is None or target.weight_version == version
+                assert target is None or all(torch.equal(target.held[name], exact[name]) for name in exact)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(run, ranks))
+    assert DamagedFolder.bases == written
 
 
 @pytest.mark.parametrize("fails", ["", "gets ready", "loads"])
