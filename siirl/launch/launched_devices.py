@@ -7,20 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
-from siirl.errors import ConfigError
+from siirl.errors import ConfigError, Place
+from siirl.findings import Findings
 from siirl.launch.devices import DEVICES, check_gpus, count_gpus, with_machines
 from siirl.launch.job import Launcher, ProcessPlace
 from siirl.launch.ray_cluster import check_cluster, find_address
+from siirl.launch.rendezvous import check_port
 
 
 def check_start(cfg: Config, launcher: Launcher) -> None:
-    """ConfigError if this machine, torchrun's processes, or the Ray cluster are not what the plan is for."""
-    if launcher == "torchrun":
-        check_processes(cfg)
+    """ConfigError if this machine, torchrun's processes or port, or the Ray cluster do not fit the plan."""
     if launcher == "ray":
         check_cluster(cfg)
-    else:
+        return
+    found = Findings(Place.MACHINE)
+    if launcher == "torchrun":
+        with found.at():
+            check_processes(cfg)
+        with found.at():
+            check_port()
+    with found.at():
         check_gpus(cfg)
+    found.close()
 
 
 def check_processes(cfg: Config, env: Mapping[str, str] = os.environ) -> None:

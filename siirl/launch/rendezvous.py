@@ -8,10 +8,12 @@ their addresses there: a rank that reads one of them before it is replaced waits
 So each attempt has the keys below a prefix of its own.
 """
 
+import errno
 import os
 import socket
 import time
 import uuid
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -33,6 +35,46 @@ def open_socket(host: str) -> socket.socket:
     return socket.create_server((host, 0), backlog=WAITING)
 
 
+def keeps_store(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun's agent serves the store of the ranks, and so holds MASTER_PORT itself.
+
+    It does unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set; other programs that set its variables do not.
+    """
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def check_port(env: Mapping[str, str] = os.environ) -> None:
+    """ConfigError: this process is to be rank 0 and to serve the store, and cannot at MASTER_PORT.
+
+    The port is bound, not listened on: ranks that come early are to find nobody there.
+    """
+    if env["RANK"] != "0" or keeps_store(env) or STORE_FD in env:
+        return
+    port = env["MASTER_PORT"]
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(port)))
+        except (ValueError, OverflowError):
+            raise ConfigError(
+                f"MASTER_PORT={port!r} is no port: ranks meet there. Set a number from 1024 to 65535."
+            ) from None
+        except OSError as error:
+            raise _taken(port, error) from error
+
+
+def _taken(port: int | str, error: OSError) -> ConfigError:
+    why = (
+        "is in use by another program"
+        if error.errno == errno.EADDRINUSE
+        else f"cannot be opened ({error.strerror})"
+    )
+    return ConfigError(
+        f"MASTER_PORT={port} {why} on {socket.gethostname()}: the ranks could not meet there. Set another "
+        "MASTER_PORT for all ranks, or end what listens there."
+    )
+
+
 def store_of_ranks(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> "TCPStore":
     """The store. Every rank calls it; rank 0 serves it, on the socket that it inherited if there is one.
 
@@ -47,10 +89,7 @@ def store_of_ranks(host: str, port: int, rank: int, world_size: int, timeout: ti
     except DistNetworkError as error:
         if rank or "EADDRINUSE" not in str(error):
             raise
-        raise ConfigError(
-            f"MASTER_PORT={port} is in use by another program on {socket.gethostname()}: the ranks could not "
-            "meet there. Set another MASTER_PORT for all ranks, or end what listens there."
-        ) from error
+        raise _taken(port, OSError(errno.EADDRINUSE, "")) from error
 
 
 def attempt_store(store: "Store", rank: int, world_size: int, timeout: timedelta) -> "PrefixStore":

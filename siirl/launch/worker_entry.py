@@ -27,7 +27,7 @@ from siirl.errors import ConfigError
 from siirl.guarded_files import own_folder
 from siirl.launch.failure import UNRECORDED, describe_exception, write_failure
 from siirl.launch.job import Job, ProcessPlace
-from siirl.launch.rendezvous import attempt_store, store_of_ranks
+from siirl.launch.rendezvous import attempt_store, keeps_store, store_of_ranks
 from siirl.launch.standby import stand_by
 from siirl.model_files.local_models import with_local_models
 from siirl.model_files.run_inputs import RunInputs, began_with, begin_with
@@ -221,7 +221,7 @@ def _store(place: ProcessPlace, timeout: timedelta) -> Any:
     """The rendezvous store: torchrun's, or that of the launcher's socket."""
     import torch.distributed as dist
 
-    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+    if keeps_store():
         kept = next(iter(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout)))[0]
         return attempt_store(kept, place.rank, place.world_size, timeout)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

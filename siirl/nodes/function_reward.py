@@ -23,7 +23,7 @@ from siirl.errors import RewardError
 from siirl.nodes.context import Op, OpContext
 from siirl.nodes.trained_tokens import wanted_row
 from siirl.observe.spans import waiting
-from siirl.rewards.scorer import RewardScorer
+from siirl.rewards.scorer import Added, RewardScorer, count_values, no_parts
 from siirl.show.conversation_text import CHAT, EPISODE, LENGTH, SAID, TOTAL, WANTED
 
 SPREAD = 2_654_435_761
@@ -46,7 +46,7 @@ def function_reward(
             ctx.shown.later.append(lambda: show(ctx, rows, future.result()))
         return future
     scored = future.result()
-    report_rewards(ctx, rows, scored)
+    report_rewards(ctx, rows, scored, scorer.chooser.added)
     return scored
 
 
@@ -57,7 +57,7 @@ def column_names(ctx: OpContext) -> dict[str, str]:
     return {"score": ctx.reward_name, "reward_info": f"{ctx.reward_name}{INFO}"}
 
 
-def finished(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> TensorDict:
+def finished(ctx: OpContext, rows: TensorDict, scored: TensorDict, added: Added = no_parts) -> TensorDict:
     """The columns that a reward op gives, checked, counted by domain, and shown to the user.
 
     A score under a name of its own is not the row's reward yet: the node that adds it up reports it.
@@ -66,14 +66,11 @@ def finished(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> TensorDict
     if ctx.reward_name != "score":
         return renamed(scored, column_names(ctx))
     if not ctx.validate:
-        infos = objects(scored, "reward_info")
-        columns = zip(objects(rows, "data_source"), scored["score"].tolist(), infos, strict=True)
-        for source, score, info in columns:
+        sources = objects(rows, "data_source")
+        for source, score in zip(sources, scored["score"].tolist(), strict=True):
             ctx.metrics.mean(f"reward/{source}/mean", score)
-            for name, value in info.items():
-                if isinstance(value, int | float):
-                    ctx.metrics.mean(f"reward/{source}/{name}/mean", float(value))
-    report_rewards(ctx, rows, scored)
+        count_values(ctx.metrics, zip(sources, objects(scored, "reward_info"), strict=True), added)
+    report_rewards(ctx, rows, scored, added)
     return scored
 
 
@@ -89,13 +86,15 @@ def custom_op(function: Op) -> Op:
     return run
 
 
-def report_rewards(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
+def report_rewards(ctx: OpContext, rows: TensorDict, scored: TensorDict, added: Added = no_parts) -> None:
     """What the user sees of scores at once: of a validation, of a run that only samples, of sampled rows.
 
     Where an advantage node adds more up, that tells the reward, and this the score alone.
     """
     if ctx.validate:
         (report_scores if ctx.shown.told_later else report_validation)(ctx, rows, scored)
+        sources, infos = objects(rows, "data_source"), objects(scored, "reward_info")
+        count_values(ctx.metrics, zip(sources, infos, strict=True), added, validate=True)
     elif ctx.cfg.trainer.rollout_only:
         report_groups(ctx, rows, scored)
     if not ctx.shown.told_later:
@@ -134,18 +133,8 @@ def _sample(rows: TensorDict, row: int) -> str:
 
 
 def report_scores(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
-    """Of a validation, the mean score, which is not all that rows get, and what is said besides."""
+    """Of a validation, the mean score, which is not all that rows get."""
     ctx.metrics.mean("val/score/mean", float(scored["score"].sum()), len(rows))
-    _report_infos(ctx, rows, scored)
-
-
-def _report_infos(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
-    """Of a validation, what reward functions say besides, by data source."""
-    infos = objects(scored, "reward_info") if "reward_info" in scored.keys() else [None] * len(rows)
-    for source, info in zip(objects(rows, "data_source"), infos, strict=True):
-        for name, value in (info or {}).items():
-            if isinstance(value, int | float):
-                ctx.metrics.mean(f"val/{source}/{name}/mean", float(value))
 
 
 def report_validation(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
@@ -159,7 +148,6 @@ def report_validation(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> N
         ctx.metrics.mean(f"val/{source}/reward/mean", score)
         if episode is not None:
             ctx.metrics.mean(f"val/speaker_{episode['agent']}/reward/mean", score)
-    _report_infos(ctx, rows, scored)
     n = ctx.cfg.actor_rollout_ref.rollout.val_kwargs.n
     if n > 1:
         best: dict[tuple[int, str], float] = defaultdict(lambda: float("-inf"))

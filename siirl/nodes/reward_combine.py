@@ -39,8 +39,8 @@ def combine_rewards(ctx: OpContext, rows: TensorDict) -> TensorDict:
             if part.standardize:
                 value_B = _standardized(value_B, moments[_key(source, part)])
             score_B[here] += part.scale * value_B + part.offset
-    infos = _infos(rows, names)
-    return finished(ctx, rows, make_rows({"score": score_B.float(), "reward_info": infos}))
+    scored = make_rows({"score": score_B.float(), "reward_info": _infos(rows, names)})
+    return finished(ctx, rows, scored, lambda source: [part.name for part in parts[source]])
 
 
 def _infos(rows: TensorDict, names: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 _AGENT = re.compile(r"^agent_(\d+)/")
@@ -27,6 +27,16 @@ REWARD = Column("reward", ("reward/total", "reward/score"), always=True)
 VALIDATION_REWARD = Column("val", ("val/reward/mean",), always=True)
 PARTS = ("own", "team", "env", "shaping")
 """What a reward is the sum of, where it has several parts: reward/NAME."""
+PART = "reward/part/"
+"""Beginning of a metric, in validation after val/: what a function, or the reward of a node, gives, where a
+score is the weighted sum of several.
+"""
+_PART = re.compile(rf"(val/)?{PART}(.+)")
+
+
+def part_metric(name: str, validate: bool) -> str:
+    """Metric: the mean of a reward function whose score is added to others, before its weight."""
+    return f"{'val/' * validate}{PART}{name}"
 
 
 def rows_metric(node: str) -> str:
@@ -56,6 +66,20 @@ COLUMNS = (
     Column("mfu", ("perf/mfu",)),
     Column("step s", ("time/step_s",), digits=2, always=True),
 )
+
+
+def columns_of(values: Iterable[str]) -> tuple[Column, ...]:
+    """The columns for metrics of these names: the fixed ones, and behind the rewards one for each part."""
+    names = dict.fromkeys(_AGENT.sub("", name) for name in values)
+    parts = sorted(filter(None, map(_PART.fullmatch, names)), key=lambda part: part[1] or "")
+    behind = 1 + COLUMNS.index(VALIDATION_REWARD)
+    return (*COLUMNS[:behind], *map(_part_column, parts), *COLUMNS[behind:])
+
+
+def _part_column(part: re.Match[str]) -> Column:
+    name = part[2]
+    header = f"part {name}" if any(name == column.header for column in COLUMNS) else name
+    return Column(f"val {header}" if part[1] else header, (part[0],))
 
 
 def matches(column: Column, values: Mapping[str, float]) -> dict[str, float]:

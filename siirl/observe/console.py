@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from siirl.observe.columns import COLUMNS, ENGINE_RESTARTS, Column, agents_of, cell, matches, number
+from siirl.observe.columns import ENGINE_RESTARTS, Column, agents_of, cell, columns_of, matches, number
 
 HEADER_EVERY, LEAST_WIDTH = 20, 7
 MOST_LINES, MOST_WIDTH = 24, 120  # of a conversation
@@ -72,16 +72,17 @@ class ConsoleSink:
 
     def _plain_line(self, step: int, values: Mapping[str, float]) -> str:
         """The numbers of the table's columns that a step has, under the names of the metrics."""
-        found = {name: column for column in COLUMNS for name in matches(column, values)}
+        found = {name: column for column in columns_of(values) for name in matches(column, values)}
         numbers = [f"{name}={number(values[name], column.digits)}" for name, column in found.items()]
         return " ".join([f"step={step}/{self._total_steps}", *numbers, f"left={self._left(step)}"])
 
     def _log_row(self, step: int, values: Mapping[str, float]) -> None:
-        found = {column: matches(column, self._seen) for column in COLUMNS}
-        agents = sorted({agent for column in COLUMNS for agent in agents_of(column, self._seen)})
+        known = columns_of(self._seen)
+        found = {column: matches(column, self._seen) for column in known}
+        agents = sorted({agent for column in known for agent in agents_of(column, self._seen)})
         columns = {
             column.header: (column, _width(column, len(agents) if agents_of(column, self._seen) else 1))
-            for column in COLUMNS
+            for column in known
             if column.always or found[column]
         }
         if columns != self._columns or self._rows % HEADER_EVERY == 0:

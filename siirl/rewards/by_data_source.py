@@ -142,6 +142,11 @@ class RewardChooser:
             )
         return self._usable(Mix(((function, 1.0),)), data_source)
 
+    def added(self, data_source: str) -> tuple[str, ...]:
+        """The functions of a data source as metrics name them, if the scores of several are added up."""
+        names = [name.removeprefix(f"{CUSTOM}.") for name, _ in self.parts(data_source)]
+        return tuple(names) if len(names) > 1 else ()
+
     def parts(self, data_source: str) -> Parts:
         """The functions that score rows of `data_source`, with weights. ConfigError if there are none."""
         return self.mix(data_source).parts

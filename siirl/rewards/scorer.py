@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -18,6 +18,7 @@ from siirl.data.rows import make_rows, objects, renamed
 from siirl.data.said import said_in
 from siirl.dialect.dialect import Dialect, dialect_of
 from siirl.errors import DataError, EndpointError, RewardError
+from siirl.observe.columns import part_metric
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.rewards.by_data_source import RewardChooser, functions_of, is_custom
@@ -32,6 +33,34 @@ from siirl.user_code.load_object import kept_texts
 log = logging.getLogger(__name__)
 
 MAX_WORKERS = 8  # of one rank, when reward_model.num_workers does not say
+
+
+Added = Callable[[str], Collection[str]]
+"""Data source -> the functions, or rewards of nodes, whose weighted sum is the score; () without parts."""
+
+
+def no_parts(_: str) -> tuple[str, ...]:
+    """What is added up where nothing is."""
+    return ()
+
+
+def count_values(
+    metrics: Metrics,
+    told: Iterable[tuple[str, Mapping[str, Any] | None]],
+    added: Added,
+    validate: bool = False,
+) -> None:
+    """Means of the numbers that reward functions give besides the score, reward/SOURCE/NAME/mean.
+
+    told: data source and reward_info of each row. Those that are added up also have one over all sources.
+    """
+    kind, parts = "val" if validate else "reward", functools.cache(added)
+    for source, info in told:
+        for name, value in (info or {}).items():
+            if isinstance(value, int | float):
+                metrics.mean(f"{kind}/{source}/{name}/mean", float(value))
+                if name in parts(source):
+                    metrics.mean(part_metric(name, validate), float(value))
 
 
 class RewardScorer:
@@ -188,12 +217,10 @@ class RewardScorer:
         return outcome.failure == "data" or self._on_own_error == "raise"
 
     def _count_by_domain(self, samples: list[Sample], outcomes: list[Outcome]) -> None:
+        told = [(sample.data_source, outcome.info) for sample, outcome in zip(samples, outcomes, strict=True)]
+        count_values(self._metrics, told, self.chooser.added)
         for sample, outcome in zip(samples, outcomes, strict=True):
-            domain = f"reward/{sample.data_source}"
-            self._metrics.mean(f"{domain}/mean", outcome.score)
-            for name, value in outcome.info.items():
-                if isinstance(value, int | float):
-                    self._metrics.mean(f"{domain}/{name}/mean", float(value))
+            self._metrics.mean(f"reward/{sample.data_source}/mean", outcome.score)
 
     def _judge_failures(self, rows: TensorDict, samples: list[Sample], outcomes: list[Outcome]) -> None:
         """Raise for failures that must stop the run; count the others, with a note in their reward_info."""

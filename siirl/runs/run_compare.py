@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config.values import SECRET_KEYS
-from siirl.observe.columns import COLUMNS, PARTS, matches, number
+from siirl.observe.columns import PART, PARTS, columns_of, matches, number
 from siirl.runs.folder_reader import Skipped, one_line
 from siirl.runs.run_files import Start, read_config, read_history, read_starts
 from siirl.runs.run_text import cut, path_text, table
@@ -15,6 +15,7 @@ MEAN_STEPS = 10
 VALUE_WIDTH = 60
 BETTER: Mapping[str, int] = {
     **dict.fromkeys(("reward/total", "reward/score", *(f"reward/{part}" for part in PARTS)), 1),
+    PART: 1,
     "val/": 1,
     "perf/idle": -1,
     "perf/": 1,
@@ -139,7 +140,7 @@ def _better(name: str) -> int:
 def _of_table(metrics: Mapping[str, Any]) -> list[str]:
     """The metrics that the console's table shows, in its order."""
     present = {name: 0.0 for name in metrics}
-    return [name for column in COLUMNS for name in matches(column, present)]
+    return [name for column in columns_of(present) for name in matches(column, present)]
 
 
 def _cells(pair: list[dict[str, Any] | None]) -> list[str]:

@@ -16,7 +16,7 @@ from siirl.compiler.plan import Plan
 from siirl.launch.attempts import ATTEMPTS_FILE, Attempt
 from siirl.launch.failure import Failure, failure_in
 from siirl.launch.run_record import CONFIG_FILE, RUN_FILE
-from siirl.observe.columns import REWARD, VALIDATION_REWARD
+from siirl.observe.columns import PART, REWARD, VALIDATION_REWARD
 from siirl.observe.curve import METRICS_FILE
 from siirl.observe.metrics import OLDER_NAMES, with_todays_names
 from siirl.observe.position import PROGRESS_FILE, How, Position, position_in
@@ -50,6 +50,7 @@ _LINE = re.compile(rb'\{"step": (\d{1,15}), "time_s": (' + _NUMBER + rb")[,}]")
 _REWARD_NAMES = {*VALIDATION_REWARD.names, *REWARD.names}
 _REWARDS = re.compile(
     rb'"((?:agent_\d+/)?(?:'
+    + rb'(?:val/)?%b[^"]+|' % PART.encode()
     + b"|".join(
         re.escape(name).encode()
         for name in sorted(_REWARD_NAMES | OLDER_NAMES.keys())
@@ -122,7 +123,8 @@ def scan_metrics(
             if scan.times and scan.times[-1][0] == step:
                 scan.times.pop()
             scan.times = [*scan.times[-PACE_STEPS:], (step, time_s)]
-        found = {name.decode(): float(value) for name, value in _REWARDS.findall(line)} if rewards else {}
+        told = _REWARDS.findall(line) if rewards else []
+        found = {str(json_value(b'"%b"' % name)): float(value) for name, value in told}
         for name, value in with_todays_names(found).items():
             scan.rewards.setdefault(name, {})[step] = value
     if damaged:

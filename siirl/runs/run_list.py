@@ -128,12 +128,13 @@ def _row(run: RunState, size: int, top: Path, now_s: float) -> tuple[str, ...]:
     state = f"{run.status}{cause}"
     kind, rewards = run.reward()
     last, best = last_and_best(rewards)
+    parts = [f"{one_line(name)} {last_and_best(series)[0]}" for name, series in run.parts().items()]
     return (
         name,
         state if len(state) <= CAUSE_WIDTH else f"{state[: CAUSE_WIDTH - 3]}...",
         f"{run.step}/{run.total_steps or '?'}",
         kind,
-        last,
+        f"{last} ({', '.join(parts)})" if parts else last,
         best,
         str(run.starts or "?"),
         str(len(run.attempts)),
@@ -165,6 +166,9 @@ def _object(run: RunState, size: int) -> dict[str, Any]:
         "total_steps": run.total_steps,
         "validation_reward": _extremes(of_column(run.rewards, VALIDATION_REWARD)),
         "training_reward": _extremes(of_column(run.rewards, REWARD)),
+        "reward_parts": {
+            name: told for series in run.parts().values() for name, told in _extremes(series).items()
+        },
         "starts": run.starts,
         "world_size": len(run.ranks) or None,
         "attempts": [dataclasses.asdict(attempt) for attempt in run.attempts],

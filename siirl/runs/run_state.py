@@ -13,7 +13,7 @@ from siirl.errors import ConfigError
 from siirl.launch.attempts import Attempt
 from siirl.launch.failure import Failure, cause_line
 from siirl.launch.run_folder import LOCK, holder, is_held
-from siirl.observe.columns import REWARD, VALIDATION_REWARD
+from siirl.observe.columns import PART, REWARD, VALIDATION_REWARD, columns_of
 from siirl.observe.curve import Series, of_column
 from siirl.runs.folder_reader import MARKS, Skipped, content, one_line
 from siirl.runs.run_files import (
@@ -111,6 +111,16 @@ class RunState:
         if validated:
             return "validation", validated
         return ("training" if trained else "-"), trained
+
+    def parts(self) -> dict[str, Series]:
+        """What the rewards of `reward` are weighted sums of: name -> series."""
+        validates = self.reward()[0] == "validation"
+        columns = columns_of(self.rewards)
+        return {
+            column.header.removeprefix("val "): of_column(self.rewards, column)
+            for column in columns
+            if any(PART in name and name.startswith("val/") == validates for name in column.names)
+        }
 
 
 def is_run(folder: Path) -> bool:

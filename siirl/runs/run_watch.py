@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from siirl.observe.columns import COLUMNS, agents_of, cell, matches
+from siirl.observe.columns import agents_of, cell, columns_of, matches
 from siirl.observe.curve import duration
 from siirl.parallel.placement import format_ranks
 from siirl.runs.folder_reader import Skipped, attempt, one_line
@@ -44,8 +44,9 @@ def run_text(run: RunState, now_s: float, width: int | None = None) -> str:
     lines += _attempt_lines(run, now_s)
     kind, rewards = run.reward()
     if rewards:
-        last, best = last_and_best(rewards)
-        lines.append(f"  {kind} reward {last}, best {best}")
+        for name, series in {kind: rewards, **run.parts()}.items():
+            last, best = last_and_best(series)
+            lines.append(f"  {one_line(name)}{' reward' * (name == kind)} {last}, best {best}")
     lines += _rank_lines(run, now_s)
     lines += _metric_lines(run)
     if problem := last_problem(run):
@@ -127,10 +128,11 @@ def _span(seconds: Iterable[float]) -> str:
 def _metric_lines(run: RunState) -> list[str]:
     """The columns of the console's table that the run fills, by its newest values."""
     latest = latest_metrics(run.folder)
-    agents = sorted({agent for column in COLUMNS for agent in agents_of(column, latest)})
+    columns = columns_of(latest)
+    agents = sorted({agent for column in columns for agent in agents_of(column, latest)})
     cells = [
         f"{column.header} {one_line(cell(column, latest, agents))}"
-        for column in COLUMNS
+        for column in columns
         if matches(column, latest)
     ]
     return ["last metrics", f"  {', '.join(cells)}"] if cells else []

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from siirl.algorithms.advantages import compute_advantage
 from siirl.config import Config, algorithm_table, load_config, with_overrides
 from siirl.config.root import all_keys
-from siirl.data.rows import make_rows, take_rows
+from siirl.data.rows import make_rows, objects, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs
 from siirl.errors import RewardError
 from siirl.nodes.advantage import advantage, reward_parts, token_reward
@@ -21,6 +21,7 @@ from siirl.nodes.context import DataGroup
 from siirl.nodes.function_reward import check_scores, report_groups, report_validation
 from siirl.nodes.policy_loss import make_loss_fn
 from siirl.observe.metrics import Metrics
+from siirl.rewards.scorer import count_values
 
 # what they read is not in `batch`; tests/dist/test_credit_ops.py
 ELSEWHERE = {"remax", "gae_marft", "gdpo", "optimal_token_baseline"}
@@ -167,8 +168,10 @@ def test_validation_metrics_by_source_and_of_no_rows():
     ctx = SimpleNamespace(cfg=cfg, metrics=Metrics(), peers=DataGroup(None))
     report_validation(ctx, rows, scored)
     report_validation(ctx, take_rows(rows, []), take_rows(scored, []))
+    told = zip(objects(rows, "data_source"), objects(scored, "reward_info"), strict=True)
+    count_values(ctx.metrics, told, lambda source: ["hit"], validate=True)
     values = ctx.metrics.values()
-    assert values["val/reward/mean"] == 0.5
+    assert values["val/reward/mean"] == values["val/reward/part/hit"] == 0.5
     assert values["val/a/reward/mean"] == 0.5 and values["val/b/reward/best_of_2"] == 0.5
     assert values["val/a/reward/best_of_2"] == 1.0 and values["val/a/hit/mean"] == 0.5
 

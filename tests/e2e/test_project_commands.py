@@ -96,6 +96,46 @@ def test_a_run_that_only_its_environment_rewards_shows_what_it_gets_everywhere(p
     assert re.search(r"reward/total +1\.0000 +1\.0000 +1\.0000 @1", best), best
 
 
+TWO_FUNCTIONS = """
+def right(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
+
+def form(data_source, solution_str, ground_truth, extra_info):
+    return 0.5
+"""
+
+
+def test_two_reward_functions_with_weights_have_a_curve_each_wherever_rewards_are_shown(project):
+    (project / "two.py").write_text(TWO_FUNCTIONS)
+    pq.write_table(pq.read_table(project / "inputs/test.parquet").slice(0, 4), project / "inputs/few.parquet")
+    keys = ["custom_reward_function.path=two.py", "custom_reward_function.weights={right:1,form:0.2}"]
+    keys += [
+        *SHORT,
+        "trainer.total_training_steps=1",
+        "trainer.output_dir=two",
+        "data.val_files=inputs/few.parquet",
+    ]
+    keys += ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    out = said(["./run.sh", *keys], project)
+    head, row = (line.split("  ") for line in out.splitlines() if re.match(r" +step | +1/1 ", line))
+    shown = dict(zip(*([cell.strip() for cell in line if cell.strip()] for line in (head, row)), strict=True))
+    assert [shown[name] for name in ("right", "form", "val right", "val form")] == ["1.000", "0.500"] * 2, (
+        shown
+    )
+    (line,) = Finished.read(project / "two").lines
+    for where in ("reward", "val/reward"):
+        assert (line[f"{where}/part/right"], line[f"{where}/part/form"]) == (1.0, 0.5)
+        assert line[f"{where}/own"] == pytest.approx(1.1), "and they add up by their weights"
+    assert re.search(
+        r"1/1 +validation +\S+ \(right 1\.000, form 0\.500\) ", said([*SIIRL, "ls", "two"], project)
+    )
+    watched = said([*SIIRL, "watch", "--once", "two"], project)
+    assert "  form 0.500, best 0.500 @1" in watched and "form 0.500, val right 1.000" in watched, watched
+    best = said([*SIIRL, "compare", "two", "two"], project)
+    assert re.search(r"val/reward/part/form +0\.5000 +0\.5000 +0\.5000 @1", best), best
+
+
 @pytest.fixture(scope="module")
 def trained(project):
     """Two steps, and a third by `siirl resume` from another folder, where the run has been moved to."""

@@ -2,8 +2,9 @@
 
 const CHART = { width: 354, height: 190, left: 52, right: 10, top: 8, bottom: 24 };
 const MOST_CHARTS = 60;
+const PART = /^(val\/)?reward\/part\//;  // a function or reward that is added to others; docs/rewards.md
 const FIRST = [
-  "reward/total", "val/reward/mean", "reward/own", "reward/team", "reward/env", "reward/shaping", "reward/zero_std_groups",
+  "reward/total", "val/reward/mean", PART, "reward/own", "reward/team", "reward/env", "reward/shaping", "reward/zero_std_groups",
   "rollout/response_length", "actor/entropy", "actor/ppo_kl", "actor/ref_kl",
   "actor/grad_norm", "actor/clip_fraction", "actor/rollout_log_prob_diff", "perf/tokens_per_s", "time/step_s",
 ];
@@ -12,13 +13,14 @@ const IN_PLACE = { "reward/total": ["reward/score"] };
 
 // The place of a metric among the usual ones, what is optimised first; others come after them, by name.
 function place(name) {
-  const at = FIRST.findIndex(first => first === name || (IN_PLACE[first] || []).includes(name));
+  const at = FIRST.findIndex(first => first === PART ? PART.test(name) : first === name || (IN_PLACE[first] || []).includes(name));
   return at < 0 ? FIRST.length : at;
 }
 function inOrder(names) { return [...names].sort((a, b) => place(a) - place(b) || (a < b ? -1 : a > b ? 1 : 0)); }
 function usual(names) {
-  return FIRST.map(name => [name, ...(IN_PLACE[name] || [])].find(known => names.has(known))).filter(Boolean);
+  return FIRST.flatMap(name => name === PART ? inOrder(partsOf(names)) : [name, ...(IN_PLACE[name] || [])].filter(known => names.has(known)).slice(0, 1));
 }
+function partsOf(names) { return [...new Set([...names].map(base).filter(name => PART.test(name)))]; }
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 
 function agentOf(name) { const found = /^agent_(\d+)\//.exec(name); return found ? Number(found[1]) : null; }

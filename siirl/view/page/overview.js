@@ -45,7 +45,9 @@ const SHOWN_FIRST = [
 // The last values of what is looked at first, each with its curve in small, agent by agent.
 function lastNumbers(curves) {
   const cards = [];
-  for (const [title, names] of SHOWN_FIRST) {
+  const [reward, validation, ...others] = SHOWN_FIRST;
+  const parts = partsOf(Object.keys(curves)).map(name => [name.replace(PART, (_, val) => val ? "validation: " : ""), [name]]);
+  for (const [title, names] of [reward, validation, ...parts, ...others]) {
     const of = name => Object.keys(curves).filter(known => known.replace(/^agent_\d+\//, "") === name);
     const found = names.map(of).find(known => known.length) || [], rows = [];
     for (const name of found) {

@@ -6,9 +6,10 @@ from datetime import timedelta
 
 import pytest
 
+from siirl.cli import main
 from siirl.errors import ConfigError
 from siirl.launch import doctor
-from siirl.launch.rendezvous import STORE_FD, open_socket, store_of_ranks
+from siirl.launch.rendezvous import STORE_FD, check_port, open_socket, store_of_ranks
 
 
 @pytest.mark.heavy
@@ -52,3 +53,30 @@ def test_a_port_that_is_taken_is_named_with_its_variable():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is in use .* Set another MASTER_PORT"):
             store_of_ranks("127.0.0.1", port, 0, 1, timedelta(seconds=5))
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_check_and_a_start_say_that_the_port_of_rank_0_is_taken(command, tmp_path, monkeypatch, capsys):
+    """Beside what else is wrong; that of torchrun's agent is held by it, and other ranks open none."""
+    with open_socket("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        there = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+        for name, value in {**there, "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}.items():
+            monkeypatch.setenv(name, value)
+        keys = ["algorithm.adv_estimator=grpo", f"trainer.output_dir={tmp_path}", "trainer.n_gpus_per_node=1"]
+        said = []
+        for more in ({}, {"TORCHELASTIC_USE_AGENT_STORE": "True"}, {"RANK": "1"}):
+            with monkeypatch.context() as one:
+                for name, value in more.items():
+                    one.setenv(name, value)
+                assert main([command, *keys]) == 2
+                said.append(capsys.readouterr().err)
+    assert f"MASTER_PORT={port} is in use by another program on " in said[0]
+    assert "Set another MASTER_PORT for all ranks" in said[0]
+    assert all("torchrun started 2 processes" in told and "data.train_files" in told for told in said)
+    assert "MASTER_PORT" not in said[1] + said[2]
+
+
+def test_what_is_no_port_is_refused():
+    with pytest.raises(ConfigError, match="MASTER_PORT='none' is no port"):
+        check_port({"RANK": "0", "MASTER_PORT": "none"})

@@ -119,7 +119,8 @@ def retell(folder, more):
 
 def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, monkeypatch):
     folder = write_run(tmp_path / "run", text=HOSTILE)
-    retell(folder, {"actor/entropy": 1.0})
+    added = ["reward/part/form", "reward/part/right", "val/reward/part/right"]
+    retell(folder, {"actor/entropy": 1.0} | dict.fromkeys(reversed(added), 0.5))
     tell_groups(folder)
     write_error(folder, 0, HOSTILE)
     record_end(folder, "id", "failed", HOSTILE)
@@ -143,9 +144,10 @@ def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, 
     parts = dict(re.findall(r'id="copy-(\w+)"(.*?)(?=id="copy-|</body>)', shown, flags=re.DOTALL))
     assert "6 of 6" in re.sub("<[^>]*>", "", parts["overview"]) and "failed" in parts["overview"]
     assert 'data-metric="reward/score"' in parts["curves"] and parts["curves"].count("<polyline") >= 4
-    assert re.findall('data-metric="([^"]*)"', parts["curves"])[:2] == ["reward/score", "actor/entropy"]
-    assert re.findall('data-last="([^"]*)"', parts["overview"]) == ["reward/score", "actor/entropy"]
-    assert parts["overview"].count('class="spark"') == 2, "what is optimised first, each with its curve"
+    first = ["reward/score", *added, "actor/entropy"]
+    assert re.findall('data-metric="([^"]*)"', parts["curves"])[:5] == first
+    assert sorted(re.findall('data-last="([^"]*)"', parts["overview"])) == sorted(first)
+    assert parts["overview"].count('class="spark"') == 5, "what is optimised first, each with its curve"
     assert "<details" in parts["overview"] and "trainer.token=..." in parts["overview"], "the command, folded"
     axis = re.findall('class="axis"[^>]*>([^<]*)', parts["curves"])
     assert any(text.endswith(" s") for text in axis), "wall-clock time"
