@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Any
 
 from siirl.compiler.plan import Plan
@@ -64,6 +64,7 @@ FREE: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Why a key may be another one when a run goes on -> patterns of such keys. Any other key counts."""
+_FREE = re.compile("|".join(translate(pattern) for patterns in FREE.values() for pattern in patterns))
 WHOLE_PATH = re.compile(r"^/(?:[^:]*/)?([^:/]*)")
 LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 """Count only where the learning rate depends on how long the run is."""
@@ -134,7 +135,7 @@ def is_free(name: str, cfg: Config) -> bool:
     """Whether a key may differ between two starts of a run."""
     if name in LENGTH:
         return not any(_depends_on_length(cfg, group) for group in ROLE_GROUPS)
-    return any(fnmatchcase(name, pattern) for patterns in FREE.values() for pattern in patterns)
+    return _FREE.match(name) is not None
 
 
 def _depends_on_length(cfg: Config, role: str) -> bool:

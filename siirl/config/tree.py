@@ -128,15 +128,21 @@ def print_config(cfg: Config) -> str:
 
     A key that nobody has set and the plan chooses is auto.
     """
-    import yaml
-
     tree: dict[str, Any] = {}
     for name in all_keys():
         if name in ALIASES or name.endswith(SECRET_KEYS):
             continue
         chosen = all_keys()[name].rule.auto and not is_set(cfg, name)
         put(tree, name, AUTO if chosen else plain(get(cfg, name)))
-    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=110)
+    return yaml_text(tree)
+
+
+def yaml_text(tree: Mapping[str, Any]) -> str:
+    """Plain values as YAML in their order, by libyaml where PyYAML has it: ten times as fast."""
+    import yaml
+
+    dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return yaml.dump(tree, Dumper=dumper, sort_keys=False, default_flow_style=False, width=110)
 
 
 def split_name(name: str) -> tuple[str, str]:

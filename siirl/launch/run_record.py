@@ -9,13 +9,13 @@ code/             the code, tools and templates that its workers keep to, each b
 import contextlib
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from email import message_from_string
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from siirl.compiler.choices import Kept
 from siirl.compiler.plan import Plan
 from siirl.config import Config
-from siirl.config.tree import print_config
+from siirl.config.tree import print_config, yaml_text
 from siirl.config.values import SECRET_KEYS
 from siirl.errors import ConfigError
 from siirl.launch.devices import device_name
@@ -34,6 +34,7 @@ from siirl.model_files.run_inputs import RunInputs
 CONFIG_FILE, RUN_FILE = "run_config.yaml", "run.yaml"
 NOTHING = RunInputs()
 _GIT_S = 5.0
+_NAME_AND_VERSION = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
 
 
 def open_folder(
@@ -64,14 +65,12 @@ def write_record(
     inputs: RunInputs = NOTHING,
 ) -> None:
     """Write them into the output folder, readable by this user alone. ConfigError if they cannot be."""
-    import yaml
-
     told = {"run_id": run_id} | describe(command)
     packages = told.pop("packages")
     told |= {"inputs": inputs.digests, "packages": packages}
     if plan is not None:
         told |= {"chosen": Kept.of(plan).to_dict()}
-    about = yaml.safe_dump(told, sort_keys=False, width=110)
+    about = yaml_text(told)
     record = output / RUN_FILE
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -113,14 +112,14 @@ def describe(command: Sequence[str]) -> dict[str, Any]:
 def packages() -> dict[str, str]:
     """Name -> version of what is installed; of two with a name, the one that is imported.
 
-    Only headers are parsed: what follows them is a hundred times longer.
+    Only two lines of the headers are read: a parser of messages takes most of the time of writing a record.
     """
     found: dict[str, str] = {}
     for one in metadata.distributions():
         text = one.read_text("METADATA") or one.read_text("PKG-INFO") or one.read_text("") or ""
-        about = message_from_string(text.partition("\n\n")[0])
-        if about["Name"]:
-            found.setdefault(str(about["Name"]), str(about["Version"]))
+        about = dict(_NAME_AND_VERSION.findall(text.partition("\n\n")[0]))
+        if "Name" in about:
+            found.setdefault(about["Name"], about.get("Version", "None"))
     return dict(sorted(found.items()))
 
 
