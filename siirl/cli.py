@@ -1,5 +1,5 @@
 """The console script: siirl check | test | plan | run | serve | migrate | export | convert | trace
- | new | resume | eval | chat | ls | compare | watch | audit | view | doctor.
+ | new | resume | amend | eval | chat | ls | compare | watch | audit | view | doctor.
 
 A user error is one message and exit code 2. check and plan need neither torch nor devices; export and
 convert import what they need when they are called.

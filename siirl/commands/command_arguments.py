@@ -47,6 +47,11 @@ def add_commands(commands: Any) -> None:
     trust = {"action": "store_true", "help": "also if others can change the run's folder: it names what runs"}
     resume.add_argument("--trust", **trust)
     resume.set_defaults(command=_resume)
+    amend = commands.add_parser("amend", help="other settings of a run that goes on, from its next step on")
+    amend.add_argument("run", metavar="RUN", help="trainer.output_dir of a run that goes on here")
+    amend.add_argument("overrides", nargs="+", metavar="key=value", help="settings that are other then")
+    amend.add_argument("--trust", **trust)
+    amend.set_defaults(command=_amend)
     evaluate = commands.add_parser("eval", help="validate a checkpoint or a model: rewards, pass@k")
     evaluate.add_argument("model", metavar="MODEL", help="a run, a checkpoint global_step_N, a model")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="settings")
@@ -90,6 +95,13 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
     from siirl.runs.run_state import run_folder
 
     return resume(run_folder(args.run).absolute(), overrides, args.trust)
+
+
+def _amend(args: argparse.Namespace, overrides: list[str]) -> int:
+    from siirl.commands.amend import amend
+    from siirl.runs.run_state import run_folder
+
+    return amend(run_folder(args.run).absolute(), overrides, args.trust)
 
 
 def _eval(args: argparse.Namespace, overrides: list[str]) -> int:

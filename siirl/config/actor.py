@@ -191,6 +191,9 @@ class ActorConfig(TrainedConfig):
         high=1,
         excluded=0,
     )
+    freeze: bool = key(
+        False, "take no optimizer step: the policy keeps its weights, also those of a checkpoint"
+    )
     freeze_vision_tower: bool = key(
         False, "leave the part of the model that sees images as it is", when="data.dataset_type=vlm"
     )

@@ -29,7 +29,7 @@ WHY = {
     "pf_ppo": "not drawn (algorithm.use_pf_ppo)",
     "filter": "dropped by the filter of node {node}",
 }
-NOT_TRAINED = "its policy was not trained in this step (critic_warmup, or another agent's turn)"
+NOT_TRAINED = "its policy was not trained in this step (critic_warmup, actor.freeze, or another agent's turn)"
 
 
 class RowLedger:
@@ -112,9 +112,10 @@ class RowLedger:
         for stream in self._streams():
             stream.sync()
 
-    def close(self, step: int) -> None:
-        """The run has come to its end."""
-        self._rows.write(events("end", 1, {"step": step}))
+    def close(self, step: int | None = None) -> None:
+        """step: the last one, with which the run has come to its end; None: another attempt goes on."""
+        if step is not None:
+            self._rows.write(events("end", 1, {"step": step}))
         for stream in self._streams():
             stream.close()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,13 @@ from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.state_tree import rng_state, set_rng_state
 from siirl.compiler.agent_steps import in_step, takes_part, window_of
 from siirl.compiler.choices import Kept
-from siirl.compiler.interactions.credit_reads import trains_in, warmup_of
+from siirl.compiler.interactions.credit_reads import policy_trains
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.compiler.resume_settings import settings_of
 from siirl.config import Config, to_dict
 from siirl.config.batch import batch_of
 from siirl.config.roles import EXPORTS, role_model, trained_group
+from siirl.dag_worker.boundary import Boundary, RunPlaces, spare_settled_objects
 from siirl.dag_worker.observing import finish_trace, make_observer
 from siirl.dag_worker.row_ledger import RowLedger
 from siirl.dag_worker.step import run_step
@@ -51,24 +52,6 @@ UNSETTLED_STEPS = 2
 """The first steps of a run, in which engines start, layers are compiled and links are opened."""
 
 
-class RunPlaces(Protocol):
-    """Where a run writes, and which start of it this is: a launcher's job."""
-
-    @property
-    def run_id(self) -> str: ...
-
-    @property
-    def output_path(self) -> Path: ...
-
-    @property
-    def memory_dir(self) -> str: ...
-
-    @property
-    def local_world_size(self) -> int: ...
-
-    def position_path(self, rank: int) -> Path: ...
-
-
 @dataclass(frozen=True)
 class MemoryCheckpoints:
     """Checkpoints in host memory, which the workers of the next attempt go on from."""
@@ -81,10 +64,21 @@ class MemoryCheckpoints:
 class Training:
     """Drives a worker through the run. Every rank has one and calls the same methods in the same order."""
 
-    def __init__(self, worker: DAGWorker, output_dir: Path, memory_dir: str = "", local_world_size: int = 0):
+    def __init__(
+        self,
+        worker: DAGWorker,
+        output_dir: Path,
+        memory_dir: str = "",
+        local_world_size: int = 0,
+        amendments: list[str] | None = None,
+    ):
         """memory_dir: where checkpoints stay in host memory; "" for none. local_world_size: ranks that share
-        it; 0: all do."""
+        it; 0: all do. amendments: those that the run has had; None: it takes none."""
         self.worker, self.cfg, self.output_dir = worker, worker.cfg, output_dir
+        self.amendments = amendments or []
+        self.boundary: Boundary | None = None
+        if amendments is not None and self._trains_models():
+            self.boundary = Boundary(output_dir, worker.rank, worker.groups.world)
         self.steps = worker.plan.of_rank(worker.rank)
         self.validation = worker.plan.of_rank(worker.rank, "validation")
         self._node_cfgs = {name: worker.node_cfg(name) for name in worker.plan.nodes}
@@ -121,10 +115,16 @@ class Training:
         self.step = 0
         self.last_checkpoint: Path | None = None
 
-    def run(self) -> None:
-        """Resume if there is something to resume from, train to the end, export."""
+    def _trains_models(self) -> bool:
+        return not (self.cfg.trainer.val_only or self.cfg.trainer.rollout_only)
+
+    def run(self) -> bool:
+        """Resume if there is something to resume from, train to the end, export.
+
+        False: what is asked for between two steps ends it before, with a checkpoint to go on from.
+        """
         trainer, start_s = self.cfg.trainer, time.perf_counter()
-        trains = not (trainer.val_only or trainer.rollout_only)
+        trains = self._trains_models()
         if not trainer.rollout_only:
             self.resume()
         first_step = self.step
@@ -148,10 +148,16 @@ class Training:
             if self._due(trainer.test_freq):
                 val_metrics = self.validate()
                 report.samples(self.step, "validation", self.samples)
-            saved = self.save_if_due() if trains else Metrics()
+            asked = self.boundary is not None and self.step < self.total_steps and self.boundary.is_asked()
+            saved = self.save_if_due(asked) if trains else Metrics()
             for line in changes.look():
                 log.warning(line)
             report.log(self.step, val_metrics, train_metrics, saved)
+            if asked:
+                report.close()
+                if self.worker.ledger is not None:
+                    self.worker.ledger.close()
+                return False
         if trains:
             self._require_progress(first_step, versions)
         exported = self.export() if trains and trainer.export_hf else []
@@ -163,6 +169,7 @@ class Training:
             total_s = time.perf_counter() - start_s
             dag_id, saved = self.worker.plan.dag_id, self.last_checkpoint
             print(closing_report(self.cfg, dag_id, self.output_dir, saved, exported, trace, total_s))
+        return True
 
     def train_step(self) -> Metrics:
         """One step of the plan; metrics of this rank, times included."""
@@ -197,15 +204,17 @@ class Training:
         kept.max("time/validation_s", time.perf_counter() - start_s)
         return kept
 
-    def save_if_due(self) -> Metrics:
-        """Save this step if it is due, and look after a save in the background; metrics of this rank.
+    def save_if_due(self, asked: bool = False) -> Metrics:
+        """Save this step if it is due or asked for, and look after a save in the background; metrics of this
+        rank.
 
         time/checkpoint_stage_s: how long training stood still for one in the background; time/checkpoint_s:
-        until a checkpoint became current, reported by the step that finds it so. The last step waits for it.
+        until a checkpoint became current, reported by the step that finds it so. The last step waits for it,
+        and one for which it is asked.
         """
         metrics, start_s = Metrics(), time.perf_counter()
         background = bool(self.background_groups)
-        due, ends = self._due(self.cfg.trainer.save_freq), self.step == self.total_steps
+        due, ends = asked or self._due(self.cfg.trainer.save_freq), asked or self.step == self.total_steps
         with self.worker.observer.part("checkpoint", self.step):
             finished = [self.checkpoints.wait() if due else self.checkpoints.take_finished()]
             if due:
@@ -390,6 +399,7 @@ class Training:
         """The ledger of this attempt, whose number is the next one that no rank has written. Collective."""
         attempt = self._max_over_ranks(attempts_in(self.output_dir / FOLDER)) + 1
         began = {"attempt": attempt, "first_step": self.step + 1, "resumed": self.step > 0}
+        began |= {"amendments": self.amendments} if self.amendments else {}
         worker, loaders = self.worker, {name: x.train for name, x in self.worker.loaders.items()}
         return RowLedger(self.cfg, worker.plan, worker.rank, began, loaders, self.output_dir)
 
@@ -415,10 +425,7 @@ class Training:
         node, cfg = self.worker.plan.nodes[name], self._node_cfgs[name]
         if not takes_part(self.windows[node.agent], step):
             return False
-        if not node.spec.trains_policy:
-            return trains_in(step, 0, None, node.options)
-        cycle = cfg.actor_rollout_ref.rollout.agent.train_cycle
-        return trains_in(step, warmup_of(cfg), cycle, node.options)
+        return not node.spec.trains_policy or policy_trains(cfg, step, node.options)
 
     def _count_steps(self) -> int:
         trainer = self.cfg.trainer
@@ -465,17 +472,6 @@ class Training:
         return make_sinks(trainer.logger, info)
 
 
-def spare_settled_objects() -> None:
-    """Have the garbage collector pass over all objects that are there now.
-
-    Modules, engines and compiled layers are some hundred thousand objects. A full collection looks through
-    them all, for half a second in which this rank, and whoever waits for it, stands still in a step. Undone
-    by gc.unfreeze() at the end: libraries complain of what is left then.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 def run_worker(
     cfg: Config, plan: Plan, rank: int, world_size: int, device: torch.device, places: RunPlaces
 ) -> None:
@@ -488,12 +484,13 @@ def run_worker(
             worker = DAGWorker(cfg, plan, rank, device, observer)
         log.info("all models of this rank are built after %s", duration(time.perf_counter() - start_s))
         try:
-            training = Training(worker, places.output_path, places.memory_dir, places.local_world_size)
+            amendments = places.amendments if places.amendable else None
+            share = (places.memory_dir, places.local_world_size)
+            training = Training(worker, places.output_path, *share, amendments)
             if rank == 0:
                 total_steps = None if cfg.trainer.val_only else training.total_steps
                 record_begin(places.output_path, places.run_id, total_steps)
-            training.run()
-            if rank == 0:
+            if training.run() and rank == 0:
                 record_end(places.output_path, places.run_id, "ended")
         finally:
             gc.unfreeze()

@@ -1,6 +1,7 @@
-"""The attempts of a run: workers that died for no fault of the user's are started again. No torch.
+"""The attempts of a run: workers that died for no fault of the user's are started again, and those that have
+stopped between two steps for `siirl amend` with other settings. No torch.
 
-OUT/attempts.jsonl    a line for each attempt that was followed by another: when, where, why it failed
+OUT/attempts.jsonl    a line for each attempt that failed and was followed by another: when, where, why
 OUT/attempts/N/       what attempt N left: logs/, errors/, status/; its results too, if the next restarted
 """
 
@@ -18,9 +19,13 @@ from pathlib import Path
 from siirl.checkpoint.files import POINTER, current_step, saved_steps
 from siirl.config import Config, from_dict
 from siirl.launch.failure import Death, first_cause, node_and_step, one_line_cause, report
-from siirl.launch.job import Job
+from siirl.launch.job import Job, write_private
 from siirl.launch.outcome import Stop, conclude
 from siirl.launch.run_folder import OWN, absolute, resumes
+from siirl.launch.run_record import CONFIG_FILE, write_inputs
+from siirl.model_files.run_inputs import RunInputs
+from siirl.observe.amendments import Amended, forget, put_back, record, recorded, taken
+from siirl.observe.position import read_position
 
 ATTEMPTS_FILE, ATTEMPTS_DIR = "attempts.jsonl", "attempts"
 LEFT = (
@@ -66,6 +71,15 @@ class Ended:
     """Where it begins in the log of each rank."""
 
 
+@dataclass(frozen=True)
+class Before:
+    """What a run was before the amendment that it tries."""
+
+    job: Job
+    config_text: str
+    amended: Amended
+
+
 class Attempts:
     """Decides whether a run whose workers died starts again, and keeps what each attempt left.
 
@@ -92,6 +106,8 @@ class Attempts:
         self._step_in_memory, self._logs_in_use = step_in_memory, logs_in_use
         self._first = self._last = self._pointers()
         self._began_s = time.time()
+        self._before: Before | None = None
+        forget(job.output_path)
         self._restarts: list[float] = []  # when those that count were, by time.monotonic
         self._ended = Ended(job)
 
@@ -103,7 +119,14 @@ class Attempts:
         while True:
             self._ended = ended = attempt(self.job)
             self.job = ended.job
-            if stop.numbers or not ended.deaths or not (told := self.after(ended.deaths, ended.log_offsets)):
+            if stop.numbers:
+                return
+            if ended.deaths:
+                put_back(self.job.output_path)
+                told = self._taken_back(ended.deaths) or self.after(ended.deaths, ended.log_offsets)
+            else:
+                told = self._amended()
+            if not told:
                 return
             print(told, file=sys.stderr, flush=True)
 
@@ -118,7 +141,7 @@ class Attempts:
         in the log of each rank.
         """
         cause = first_cause(deaths)
-        number = len(recorded_lines(self.job.output_path)) + 1
+        number = self._number()
         self._forget()
         blameless = is_no_fault_of_the_user(cause)
         if not blameless or len(self._restarts) >= self._most:
@@ -127,7 +150,7 @@ class Attempts:
         log_path = self.job.log_path(cause.rank)
         told = report(cause, deaths, log_path, log_offsets.get(cause.rank, 0), f"attempt {number}")
         self._restarts.append(time.monotonic())
-        self.job = self._next_job()
+        self.job = self._next_job(self.job)
         cfg = from_dict(self.job.config)
         origin, anew = self._origin(cfg)
         left = self._keep(number, anew)
@@ -135,6 +158,56 @@ class Attempts:
         self._began_s = time.time()
         counts = f"restart {len(self._restarts)} of at most {self._most} without a new checkpoint"
         return f"{told}\nsiirl: the run goes on from {origin} ({counts}). {left}"
+
+    def _amended(self) -> str:
+        """Make `job` that of the amendment for which the workers have ended; what to tell; "": for none."""
+        output, before = self.job.output_path, self.job
+        found, step = taken(output, before.run_id), current_step(self._root)
+        if found is None or step is None:
+            return ""
+        told = Amended(
+            found.id, found.run_id, time.time(), step, found.settings, found.changes, state="applied"
+        )
+        left = self._keep(self._number(), anew=False)
+        amendments = [*before.amendments, str(told)]
+        self.job = self._next_job(dataclasses.replace(before, **found.job, amendments=amendments))
+        self._before = Before(before, (output / CONFIG_FILE).read_text(), told)
+        self._began_s = time.time()
+        write_private(output / CONFIG_FILE, found.config_text)
+        write_inputs(output, RunInputs(**self.job.inputs))
+        record(output, told)
+        return f"siirl: amended {told}. The run goes on from global_step_{step}. {left}"
+
+    def _taken_back(self, deaths: list[Death]) -> str:
+        """Make `job` what it was before the amendment whose first step failed; what to tell; "": for none.
+
+        Not if the workers died for no fault of the amendment's.
+        """
+        before, self._before = self._before, None
+        if before is None:
+            return ""
+        output, cause = self.job.output_path, first_cause(deaths)
+        at = read_position(self.job.position_path(0))
+        if at is not None and at.step > before.amended.step + 1:
+            return ""
+        if is_no_fault_of_the_user(cause):
+            self._before = before
+            return ""
+        why = one_line_cause(cause).rstrip(".")
+        left = self._keep(self._number(), anew=False)
+        self.job = self._next_job(before.job)
+        self._began_s = time.time()
+        write_private(output / CONFIG_FILE, before.config_text)
+        record(output, dataclasses.replace(before.amended, time_s=time.time(), state="withdrawn", cause=why))
+        step = before.amended.step
+        return (
+            f"siirl: the amendment after step {step} is taken back: {why}. The run goes on as before. {left}"
+        )
+
+    def _number(self) -> int:
+        """Of the attempt that has ended, over all starts in the folder."""
+        output = self.job.output_path
+        return len(recorded_lines(output)) + len(recorded(output)) + 1
 
     def _origin(self, cfg: Config) -> tuple[str, bool]:
         """What the next attempt goes on from, in words, and whether its results restart."""
@@ -162,12 +235,12 @@ class Attempts:
         """What changes with each checkpoint that becomes current."""
         return _identity(self._root / POINTER), self._step_in_memory()
 
-    def _next_job(self) -> Job:
-        """The job of the next attempt: it goes on from this run's own checkpoint, however the run began."""
+    def _next_job(self, job: Job) -> Job:
+        """That of the next attempt: it goes on from this run's own checkpoint, however the run began."""
         if self._pointers() == self._first:
-            return self.job
-        trainer = self.job.config["trainer"] | {"resume_mode": "auto"}
-        return dataclasses.replace(self.job, config=self.job.config | {"trainer": trainer})
+            return job
+        trainer = job.config["trainer"] | {"resume_mode": "auto"}
+        return dataclasses.replace(job, config=job.config | {"trainer": trainer})
 
     def _keep(self, number: int, anew: bool) -> str:
         """Move what the attempt left into a folder of its own, anew: its results too; what to tell of it."""

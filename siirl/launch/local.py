@@ -42,7 +42,7 @@ def run_local(job: Job) -> int:
     of `conclude`. No worker, and nothing that a worker started, is left behind.
     """
     with memory_folder(from_dict(job.config)) as folder:
-        run = LocalRun(dataclasses.replace(job, memory_dir=folder))
+        run = LocalRun(dataclasses.replace(job, memory_dir=folder, amendable=True))
         attempts = Attempts(run.job, lambda: step_in(folder), run.keeper.logs)
         with (
             catch_signals(run.stop, run.match_size),

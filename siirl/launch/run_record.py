@@ -76,15 +76,20 @@ def write_record(
         output.mkdir(parents=True, exist_ok=True)
         write_private(output / CONFIG_FILE, print_config(cfg))
         write_private(record, f"{record.read_text() if record.exists() else ''}---\n{about}")
-        for path, text in inputs.texts.items():
-            copy = output / CODE_DIR / path.lstrip("/")
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            write_private(copy, text)
+        write_inputs(output, inputs)
     except OSError as error:
         raise ConfigError(
             f"trainer.output_dir={str(output)!r} cannot be written: {error}. Choose a folder that this user "
             "may write to, or free space."
         ) from error
+
+
+def write_inputs(output: Path, inputs: RunInputs) -> None:
+    """Copy the code, tools and templates that workers keep to into the output folder. OSError."""
+    for path, text in inputs.texts.items():
+        copy = output / CODE_DIR / path.lstrip("/")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        write_private(copy, text)
 
 
 def is_recorded(output: Path, run_id: str) -> bool:

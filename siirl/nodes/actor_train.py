@@ -10,7 +10,7 @@ from torch import Tensor
 from siirl.algorithms.aggregate import prompt_shares
 from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.algorithms.token_picks import TIE, high_entropy, pick_tokens, token_noise
-from siirl.compiler.interactions.credit_reads import trains_in, warmup_of
+from siirl.compiler.interactions.credit_reads import policy_trains
 from siirl.dag.fields_read import old_log_prob_source, uses_full_kl
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.nodes.context import OpContext, sum_over_ranks
@@ -23,8 +23,8 @@ from siirl.observe.spans import waiting
 def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
     """ppo_epochs passes over the batch; no fields are written. Collective over the model's ranks.
 
-    Does nothing in the first trainer.critic_warmup steps, in which only the critic learns, and while other
-    agents have their turn (rollout.agent.train_cycle): the weights then stay, and none are pushed.
+    Does nothing in the first trainer.critic_warmup steps, in which only the critic learns, while other agents
+    have their turn (rollout.agent.train_cycle), and with actor.freeze: the weights stay, and none are pushed.
     """
     if not trains_now(ctx):
         return TensorDict({}, batch_size=rows.batch_size)
@@ -59,10 +59,9 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
 
 
 def trains_now(ctx: OpContext) -> bool:
-    """Whether the policy is trained in this step: after the critics' warm-up, and when it is its turn."""
-    cycle, warmup = ctx.cfg.actor_rollout_ref.rollout.agent.train_cycle, warmup_of(ctx.cfg)
-    trains = trains_in(ctx.step, warmup, cycle, ctx.options if cycle else {})
-    if cycle:
+    """Whether the policy is trained in this step, see policy_trains."""
+    trains = policy_trains(ctx.cfg, ctx.step, ctx.options)
+    if ctx.cfg.actor_rollout_ref.rollout.agent.train_cycle or ctx.cfg.actor_rollout_ref.actor.freeze:
         ctx.metrics.mean("actor/waits", not trains)
     return trains
 

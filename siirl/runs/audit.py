@@ -4,12 +4,13 @@ Each node has said on its own what it saw of a row (siirl/data/ledger_events.py)
 attempts have trained, the last one counts: the others were undone by the resume.
 """
 
+import contextlib
 import json
 import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,17 @@ class Ledger:
     """Step -> the attempt that counts; not the last steps of a run that goes on, where a rank is not done."""
     ended: bool
     skipped: Skipped
+    empty: set[tuple[int, int]] = field(default_factory=set)
+    """(attempt, rank) with a file in which nothing is: they died before the end of their first step."""
 
     @property
     def header(self) -> dict[str, Any]:
         return self.parts[-1].header
 
-    def agent(self, number: int) -> dict[str, Any]:
-        """What the run promises of an agent's rows."""
-        return self.header["agents"].get(str(number), {})
+    def agent(self, number: int, attempt: int | None = None) -> dict[str, Any]:
+        """What the run promises of an agent's rows, in an attempt: an amended run promises other things."""
+        headers = [part.header for part in self.parts if part.attempt == attempt] or [self.header]
+        return headers[-1]["agents"].get(str(number), {})
 
     def oldest(self) -> dict[int, tuple[int, int]]:
         """Of each rank, (attempt, segment) of the first file that was not removed for the bound."""
@@ -86,10 +90,14 @@ class Ledger:
 
 def read_ledger(run: Path) -> Ledger:
     """The ledger in a run's folder. DataError if there is none."""
-    skipped, parts = Skipped(), {}
+    skipped, parts, empty = Skipped(), {}, set()
     names = [found for path in (run / FOLDER).glob("*.arrow") if (found := NAME.fullmatch(path.name))]
     for found in sorted(names, key=lambda one: tuple(map(int, one.groups()))):
         attempt, rank, _ = map(int, found.groups())
+        with contextlib.suppress(OSError):
+            if not (run / FOLDER / found[0]).stat().st_size:
+                empty.add((attempt, rank))
+                continue
         schema, table = _table(run / FOLDER / found[0], skipped)
         if table is not None:
             header = json.loads((schema.metadata or {}).get(HEADER, b"{}"))
@@ -101,7 +109,7 @@ def read_ledger(run: Path) -> Ledger:
             f"{run / FOLDER} has no ledger: the run was started with trainer.ledger=disable. Start it with "
             "trainer.ledger=rows, and audit that."
         )
-    return _joined(list(parts.values()), skipped)
+    return replace(_joined(list(parts.values()), skipped), empty=empty)
 
 
 def _table(path: Path, skipped: Skipped) -> tuple[pa.Schema, pa.Table | None]:
@@ -183,10 +191,13 @@ def attempts_are_joined(ledger: Ledger) -> Problems:
     for number in range(begin, max(by_attempt) + 1):
         found = by_attempt.get(number)
         if not found:
+            if any(attempt == number for attempt, _ in ledger.empty):
+                continue
             yield f"attempt {number} has no file in the ledger, and a later one has"
             continue
         ranks, size = {part.rank for part in found}, found[0].header["world_size"]
         kept = {rank for rank in range(size) if oldest.get(rank, (0, 0)) <= (number, sys.maxsize)}
+        kept -= {rank for attempt, rank in ledger.empty if attempt == number}
         if missing := sorted(kept - ranks):
             yield f"attempt {number}: the files of ranks {missing} of {size} are missing"
         first, steps = found[0].header["first_step"], ledger.steps.get(number, {})
@@ -226,8 +237,9 @@ def rows_are_trained_once(ledger: Ledger) -> Problems:
     gone |= {(agent, row) for agent, row, step in _each(waiting, "agent", "id", "step") if step == last}
     draws = {(agent, row): count for agent, row, count in _each(drawn, "agent", "id", "count")}
     seen = set()
-    for place, key in enumerate(_keys(sampled)):
-        wanted = 0 if key in gone else ledger.agent(key[0]).get("epochs", 0) * draws.get(key, 1)
+    for place, (agent, row, attempt) in enumerate(_each(sampled, "agent", "id", "attempt")):
+        key = (agent, row)
+        wanted = 0 if key in gone else ledger.agent(agent, attempt).get("epochs", 0) * draws.get(key, 1)
         if key in seen:
             yield f"{_row(ledger, sampled, place)} was sampled twice"
         elif times[key] != wanted:
@@ -273,16 +285,18 @@ def prompts_are_trained_once(ledger: Ledger) -> Problems:
 
 
 def staleness_is_bounded(ledger: Ledger) -> Problems:
-    """No trained token is older than max_lag steps."""
+    """No trained token is older than max_lag steps: of an amended run, the largest since it was sampled."""
     policy, sampled = ledger.events["policy"], ledger.events["sampled"]
     steps_of: dict[int, dict[int, int]] = defaultdict(dict)
     for agent, step, version in _each(policy, "agent", "step", "first_version"):
         steps_of[agent][version] = max(step, steps_of[agent].get(version, 0))
     for place, (agent, step, version) in enumerate(_each(sampled, "agent", "step", "first_version")):
-        max_lag, known = ledger.agent(agent).get("max_lag", 0), steps_of[agent]
+        known = steps_of[agent]
         if version < 0 or not known or version < min(known):
             continue
         made = max(at for number, at in known.items() if number <= version)
+        attempts = {ledger.counted.get(between) for between in range(made, step + 1)}
+        max_lag = max(ledger.agent(agent, attempt).get("max_lag", 0) for attempt in attempts)
         if step - made > max_lag:
             yield (
                 f"{_row(ledger, sampled, place)}: its oldest token is of the weights of step {made} "
@@ -314,9 +328,11 @@ def no_reward_is_a_failure(ledger: Ledger) -> Problems:
     custom_reward_function.on_error did not ask for it."""
     scored = ledger.events["scored"]
     trained = set(_keys(ledger.events["trained"]))
-    for place, (key, failure) in enumerate(zip(_keys(scored), scored["failure"].tolist(), strict=True)):
-        asked_for = failure == "died" and ledger.agent(key[0]).get("counts_as_zero")
-        if failure in ("service", "died") and key in trained and not asked_for:
+    for place, (agent, row, failure, attempt) in enumerate(
+        _each(scored, "agent", "id", "failure", "attempt")
+    ):
+        asked_for = failure == "died" and ledger.agent(agent, attempt).get("counts_as_zero")
+        if failure in ("service", "died") and (agent, row) in trained and not asked_for:
             score = scored["score"][place]
             yield f"{_row(ledger, scored, place)}: its reward {score:g} is a failure ({failure})"
 
@@ -395,6 +411,7 @@ def audit(run: Path) -> tuple[list[str], bool]:
         lines += [f"        {problem}" for problem in problems[:SHOWN]]
         if len(problems) > SHOWN:
             lines.append(f"        and {len(problems) - SHOWN} more")
+    lines += [f"amended {line}" for line in ledger.header.get("amendments", ())]
     reasons = Counter(events["dropped"]["what"].tolist())
     lines += [f"dropped: {count}: {reason}" for reason, count in sorted(reasons.items())]
     failures = Counter(failure for failure in events["scored"]["failure"].tolist() if failure)

@@ -16,6 +16,7 @@ from siirl.compiler.plan import Plan
 from siirl.launch.attempts import ATTEMPTS_FILE, Attempt
 from siirl.launch.failure import Failure, failure_in
 from siirl.launch.run_record import CONFIG_FILE, RUN_FILE
+from siirl.observe.amendments import JOURNAL, Amended
 from siirl.observe.columns import PART, REWARD, VALIDATION_REWARD
 from siirl.observe.curve import METRICS_FILE
 from siirl.observe.metrics import OLDER_NAMES, with_todays_names
@@ -425,6 +426,26 @@ def read_attempts(folder: Path, unreadable: Skipped, run_id: str) -> list[Attemp
         )
         for told in json_lines(folder / ATTEMPTS_FILE, LATEST_BYTES, unreadable)
         if told.get("run_id") == run_id
+    ]
+
+
+def read_amendments(folder: Path, unreadable: Skipped, run_id: str) -> list[str]:
+    """What `siirl amend` has changed in one start, or tried to, a line each."""
+    return [
+        str(
+            Amended(
+                "",
+                run_id,
+                0.0,
+                whole(told.get("step")) or 0,
+                [word(item) for item in settings if isinstance(item, str)],
+                [],
+                "withdrawn" if told.get("state") == "withdrawn" else "applied",
+                word(told.get("cause")),
+            )
+        )
+        for told in json_lines(folder / JOURNAL, LATEST_BYTES, unreadable)
+        if told.get("run_id") == run_id and isinstance(settings := told.get("settings"), list)
     ]
 
 

@@ -20,6 +20,7 @@ from siirl.runs.run_files import (
     TAIL_BYTES,
     MetricsScan,
     Progress,
+    read_amendments,
     read_attempts,
     read_config,
     read_failures,
@@ -95,6 +96,8 @@ class RunState:
     """What ended ranks of its last start, the likeliest first cause first."""
     attempts: tuple[Attempt, ...]
     """Those of its last start that failed and were followed by another, in their order."""
+    amendments: tuple[str, ...]
+    """What was changed while it went on (siirl amend), a line each."""
     unreadable: Mapping[str, str]
     """File -> why it, or a part of it, could not be read."""
 
@@ -203,6 +206,7 @@ def read_run(folder: Path, rewards: bool = True) -> RunState:
         ranks=ranks,
         failures=tuple(failures),
         attempts=tuple(attempts),
+        amendments=tuple(read_amendments(folder, unreadable, start.run_id)),
         unreadable=unreadable,
     )
 

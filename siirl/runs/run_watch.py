@@ -107,10 +107,11 @@ def _rank_lines(run: RunState, now_s: float) -> list[str]:
 
 
 def _attempt_lines(run: RunState, now_s: float) -> list[str]:
-    """The last attempts of this start that failed, and why."""
+    """Amendments of this start, and its last attempts that failed, and why."""
+    amended = [f"  amended {one}" for one in run.amendments[-MOST_ATTEMPTS:]]
     if not run.attempts:
-        return []
-    lines = [f"  attempt {run.attempts[-1].attempt + 1}, after {len(run.attempts)} that failed"]
+        return amended
+    lines = [*amended, f"  attempt {run.attempts[-1].attempt + 1}, after {len(run.attempts)} that failed"]
     for one in run.attempts[-MOST_ATTEMPTS:]:
         ago = age_text(now_s - one.ended_s)
         ranks = f" with {one.world_size} rank{'s' * (one.world_size > 1)}" if one.world_size else ""

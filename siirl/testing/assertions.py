@@ -4,7 +4,7 @@ None of them passes in silence: what does not apply to a workflow says why, and 
 because a run failed, fails.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from siirl.testing.learning_assertions import (
     better_answers_become_likelier,
@@ -61,28 +61,30 @@ NEEDS = {
 """Assertion -> the run that it looks at besides the one that all look at."""
 
 
-def judged(trial: Trial) -> dict[str, Verdict]:
+def judged(trial: Trial, names: Collection[str] = ()) -> dict[str, Verdict]:
     """The verdict of each assertion whose runs were played; where the steps do not run, of what does not
-    need them."""
+    need them. names: of these and of the first alone."""
     first = the_steps_run(trial)
     if first.status == "FAIL":
         return {FIRST: first} if trial.real is not None else {FIRST: first, FITS: the_real_job_fits(trial)}
     return {
-        name: check(trial) for name, check in ASSERTIONS.items() if NEEDS.get(name, "alone") in trial.runs
+        name: check(trial)
+        for name, check in ASSERTIONS.items()
+        if NEEDS.get(name, "alone") in trial.runs and (not names or name in (FIRST, *names))
     }
 
 
-def require(trial: Trial, names: Iterable[str] = ()) -> Mapping[str, Verdict]:
+def require(trial: Trial, names: Collection[str] = ()) -> Mapping[str, Verdict]:
     """The verdicts of these assertions; no names: of all. AssertionError, with what is wrong, if one fails.
 
     KeyError for a name that is no assertion, or whose run was not played.
     """
-    found = judged(trial)
-    wanted = dict.fromkeys((FIRST, *names)) if names else found
-    if found[FIRST].status != "FAIL":
-        found = {name: found[name] for name in wanted}
-    elif unknown := [name for name in wanted if name not in ASSERTIONS]:
+    __tracebackhide__ = True  # of pytest: the reader's own line is where it fails
+    found = judged(trial, names)
+    if unknown := [name for name in names if name not in ASSERTIONS]:
         raise KeyError(unknown[0])
+    if names and found[FIRST].status != "FAIL":
+        found = {name: found[name] for name in (FIRST, *names)}
     failed = {name: one for name, one in found.items() if one.status == "FAIL"}
     assert not failed, "\n".join(f"{name}: {one.evidence}. {one.fix}" for name, one in failed.items())
     return found

@@ -29,10 +29,7 @@ def _test(args: argparse.Namespace, overrides: list[str]) -> int:
     from siirl.testing.assertions import judged
     from siirl.testing.trial import playing
 
-    settings = list(overrides)
-    if settings and "=" not in settings[0]:
-        settings[0] = f"dag.workflow_path={settings[0]}"
-    with playing(settings, args.config_name, args.answers, args.tiny, keep=args.keep) as trial:
+    with playing(overrides, args.config_name, args.answers, args.tiny, keep=args.keep) as trial:
         verdicts = judged(trial)
     print_text(table_of(verdicts))
     failed = sum(one.status == "FAIL" for one in verdicts.values())

@@ -44,7 +44,8 @@ OF_THE_MACHINE = re.compile(
     r"|replace_weights|weight_buffer_gib|keep_kv|max_log_prob_diff|max_engine_restarts|merge_lora"
     r"|optim\.(?!name|betas|weight_decay|override_optimizer_config|lr$)|^ray_init\.|^profiler\.|^dag\.|^trainer\."
     r"|\.model\.(override_config|model_revision|cache_dir|hf_hub_token)|^data\.(train_batch_size|gen_batch_size)"
-    r"|ppo_mini_batch_size|^data\.val_|first_step$|last_step$|train_cycle$|curriculum_steps|judge\.name$"
+    r"|ppo_mini_batch_size|^data\.val_|first_step$|last_step$|train_cycle$|actor\.freeze$|curriculum_steps"
+    r"|judge\.name$"
 )
 """Keys that say on what the job runs, how long, and how much at once: a test has its own."""
 OF_THE_TRAINER = ("trainer.seed", "trainer.balance_batch")

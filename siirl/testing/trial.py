@@ -123,8 +123,9 @@ def playing(
 ) -> Iterator[Trial]:
     """The trial of a command line; its files are there inside the context, and with `keep` afterwards.
 
-    settings: as of `siirl run`. only: the runs to play. UserError: what `siirl check` refuses, and what
-    a test cannot be made of. Forks: the process should have no threads that compute, and no CUDA.
+    settings: as of `siirl run`; the first may be a workflow's file. only: the runs to play. UserError: what
+    `siirl check` refuses, and what a test cannot be made of. Forks: the process should
+    have no threads that compute, and no CUDA.
     """
     made = Path(tempfile.mkdtemp(prefix="siirl-test-")) if keep is None else keep.absolute()
     try:
@@ -146,7 +147,10 @@ def play(
     start_s = time.perf_counter()
     found = Findings()
     said = read_answers(answers)
-    cfg, real, refused = read_config(list(settings), config_name, found), None, ""
+    settings = list(settings)
+    if settings and "=" not in settings[0]:
+        settings[0] = f"dag.workflow_path={settings[0]}"
+    cfg, real, refused = read_config(settings, config_name, found), None, ""
     try:
         real = planned(cfg, True, found)
     except UserError as error:

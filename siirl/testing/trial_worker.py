@@ -24,8 +24,9 @@ from siirl.agents.runner import turn_seed
 from siirl.compiler.plan import Plan, Run
 from siirl.config import Config
 from siirl.dag.ops import OpSpec
+from siirl.dag_worker.boundary import RunPlaces
 from siirl.dag_worker.observing import make_observer
-from siirl.dag_worker.training import RunPlaces, Training
+from siirl.dag_worker.training import Training
 from siirl.dag_worker.worker import DAGWorker, StepRecord
 from siirl.data.completions import Request
 from siirl.data.rows import make_rows, objects

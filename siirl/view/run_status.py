@@ -182,6 +182,7 @@ def health(run: RunState, skipped: Skipped) -> dict[str, Any]:
             {"attempt": one.attempt, "ended_s": one.ended_s, "cause": attempt_text(one), "next": one.next}
             for one in run.attempts
         ],
+        "amendments": list(run.amendments),
         "last_sign_s": run.last_sign_s or None,
         "engines": attempt(lambda: _engines(latest_metrics(run.folder)), [], "engines", skipped),
         "errors": failures,

@@ -6,6 +6,7 @@ penalties. Only the advantage node has all of it, so where an agent's reward is 
 tells it, also in a validation. Where the sum is the score, the reward node tells it, and no row moves.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from siirl.compiler.interactions.stages import is_member
@@ -217,9 +218,13 @@ def warmup_of(cfg: Config) -> int:
     return cfg.trainer.critic_warmup if cfg.actor_rollout_ref.actor.reads_advantage else 0
 
 
-def trains_in(step: int, warmup: int, cycle: int | None, turn: dict[str, int]) -> bool:
-    """Whether a policy is trained in a step: after the critics' warm-up, and when it is its turn."""
-    if step <= warmup:
+def policy_trains(cfg: Config, step: int, turn: Mapping[str, int]) -> bool:
+    """Whether a policy is trained in a step: it is not frozen, after the critics' warm-up, in its turn.
+
+    cfg, turn: configuration and options of the node that trains it.
+    """
+    cycle, warmup = cfg.actor_rollout_ref.rollout.agent.train_cycle, warmup_of(cfg)
+    if cfg.actor_rollout_ref.actor.freeze or step <= warmup:
         return False
     return cycle is None or (step - warmup - 1) // cycle % turn["agents"] == turn["place"]
 

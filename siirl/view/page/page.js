@@ -125,13 +125,14 @@ function notShown(parts) {
 
 function healthSection() {
   section("health", "Health", ["health"], () => {
-    const { errors, logs, starts, attempts, engines, last_sign_s } = run().health, parts = [make("h2", {}, "Attempts")];
+    const { errors, logs, starts, attempts, amendments, engines, last_sign_s } = run().health, parts = [make("h2", {}, "Attempts")];
     const ago = at => seconds(Math.max(0, page.data.made_s - at)) + " before this page was made";
     const rows = (head, lines, id) => make("div", { class: "box scroll", tabindex: 0 }, make("table", { id },
       make("tr", {}, head.map(title => make("th", { scope: "col" }, title))), lines.map(cells => make("tr", {}, cells.map(cell => make("td", {}, cell))))));
     parts.push(make("p", { id: "life" }, [starts && plural(starts, "start") + " of this run", attempts.length ? plural(attempts.length, "attempt") + " of the last one failed" : "no attempt was lost",
       last_sign_s && "last heartbeat " + ago(last_sign_s)].filter(Boolean).join("; ") + "."));
     if (attempts.length) parts.push(rows(["attempt", "ended", "by", "went on from"], attempts.map(one => [String(one.attempt), ago(one.ended_s), one.cause, one.next]), "attempts"));
+    if (amendments.length) parts.push(rows(["amended while it went on"], amendments.map(line => [line]), "amendments"));
     if (engines.length) parts.push(make("h2", {}, "Engines and queues, as last reported"), rows(["metric", "agent", "value", ""],
       engines.map(([metric, agent, value, meaning]) => [metric, agent === null ? "" : String(agent), short(value), meaning]), "engines"));
     parts.push(make("h2", {}, "Errors"));
