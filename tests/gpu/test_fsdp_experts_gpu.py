@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import expert_kernels_cases
 import pytest
 import torch
 import train_engine_cases as cases
@@ -57,6 +58,10 @@ def test_a_grouped_product_equals_that_of_each_expert(counts, dtype):
         assert (ours - theirs).norm() < (1e-2 if dtype == torch.bfloat16 else 1e-5) * theirs.norm()
     idle = torch.tensor(counts) == 0
     assert not found[1][idle.cuda()].any()
+
+
+def test_kernels_of_experts_equal_their_definition():
+    expert_kernels_cases.main("cuda")
 
 
 def train_on_cuda(rank: int, world: int, scenario: Scenario, path: str) -> cases.Outcome:

@@ -15,6 +15,7 @@ NEEDS = {
     "siirl.engines.rollout.sglang.native": "sglang",
     "siirl.engines.train.attention.flash_four": "flash_attn.cute",
     "siirl.engines.train.triton_kernels": "triton",
+    "siirl.engines.train.experts.expert_kernels": "triton",
 }
 """Beginnings of names of modules -> what may be absent, and is imported by them."""
 

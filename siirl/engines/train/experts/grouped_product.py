@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+if torch.cuda.is_available():
+    from siirl.engines.train.experts import expert_kernels
+else:
+    expert_kernels = None
+
 GROUPED_MULTIPLE = 8
 """What the sides of the weights of torch's grouped product are multiples of: 16 bytes."""
 
@@ -41,10 +46,18 @@ class GroupedProduct(torch.autograd.Function):
             grad_x = torch._grouped_mm(grad_SO, _fused(weights), offs=ends_E)
         if any(ctx.needs_input_grad[2:]):
             grad_EOD = torch._grouped_mm(grad_SO.t(), x_SD, offs=ends_E)
-            is_idle_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
-            grad_EOD = grad_EOD.masked_fill_(is_idle_E[:, None, None], 0.0)
+            clear_idle_(grad_EOD, ends_E)
             grads = [grad_EOD] if weights[0].dim() == 3 else grad_EOD.unbind()
         return grad_x, None, *grads
+
+
+def clear_idle_(grad_EOD: Tensor, ends_E: Tensor) -> None:
+    """Zeros for the experts without rows; ends_E: where those of each end. On a GPU others are not read."""
+    if expert_kernels is not None and grad_EOD.is_cuda and grad_EOD.is_contiguous():
+        expert_kernels.clear_idle_(grad_EOD, ends_E)
+        return
+    is_idle_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+    grad_EOD.masked_fill_(is_idle_E[:, None, None], 0.0)
 
 
 def _fused(weights: Sequence[Tensor]) -> Tensor:

@@ -5,39 +5,71 @@ size, O outputs of a product.
 """
 
 import functools
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from siirl.engines.train.experts.expert_lora import adapted
 from siirl.engines.train.experts.expert_parallel import computed_elsewhere, held, ranks_of
 from siirl.engines.train.experts.grouped_product import GROUPED_MULTIPLE, GroupedProduct, expert_by_expert
 
+if torch.cuda.is_available():
+    from siirl.engines.train.experts import expert_kernels
+else:
+    expert_kernels = None
+
 GROUPED_EXPERTS = "siirl_grouped"
 """Name under which transformers finds `grouped_experts`."""
+KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+SILU = type(ACT2FN["silu"]), nn.SiLU
 
 
 def grouped_experts(experts: nn.Module, hidden_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
     """What the experts of each token make of it, by the router's weights: [N, D].
 
-    Collective where experts are sharded over ranks (expert_parallel).
+    Collective where experts are sharded over ranks (expert_parallel). On a GPU tokens come to the order of
+    their experts and back by kernels of one pass each (expert_kernels), which sum in float32.
 
     experts: a module whose weights transformers has fused, [E, ...]. Every expert gets a gradient, of zeros
     if no token has chosen it, so that all ranks reduce the same tensors.
     """
     top_k, hidden = expert_NK.shape[1], hidden_ND.shape[1]
     expert_S, order_S = expert_NK.flatten().sort(stable=True)
-    x_SD, group = hidden_ND[order_S // top_k], ranks_of(experts)
+    kernels, group = _kernels(hidden_ND), ranks_of(experts)
+    place_NK = None
+    if kernels is not None:
+        ascending_S = torch.arange(len(order_S), device=order_S.device)
+        place_NK = torch.empty_like(order_S).scatter_(0, order_S, ascending_S).view(-1, top_k)
+        x_SD = kernels.Spread.apply(hidden_ND, place_NK)
+    else:
+        x_SD = hidden_ND[order_S // top_k]
     if group is None:
         out_SD = _outputs(experts, x_SD, expert_S, experts.num_experts)
     else:
         own = experts.num_experts // group.size()
         run = functools.partial(_outputs, experts, num_experts=own)
         out_SD = computed_elsewhere(x_SD, expert_S, experts.num_experts, group, run)
+    if kernels is not None:
+        return kernels.Collect.apply(out_SD, weight_NK, place_NK).to(hidden_ND.dtype)
     out_SD = out_SD * weight_NK.flatten()[order_S].unsqueeze(-1)
     out_ND = torch.zeros_like(out_SD).index_copy(0, order_S, out_SD).view(-1, top_k, hidden).sum(dim=1)
     return out_ND.to(hidden_ND.dtype)
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    """Those that compute with such tensors."""
+    return expert_kernels if x.is_cuda and x.dtype in KERNEL_TYPES else None
+
+
+def _gated(experts: nn.Module, both_S2F: Tensor) -> Tensor:
+    kernels = _kernels(both_S2F)
+    plain = getattr(experts._apply_gate, "__func__", None) is _default_apply_gate
+    if kernels is not None and plain and isinstance(experts.act_fn, SILU):
+        return kernels.GatedSilu.apply(both_S2F)
+    return experts._apply_gate(both_S2F)
 
 
 def _outputs(experts: nn.Module, x_SD: Tensor, expert_S: Tensor, num_experts: int) -> Tensor:
@@ -55,7 +87,7 @@ def _outputs(experts: nn.Module, x_SD: Tensor, expert_S: Tensor, num_experts: in
         return out_SO + held(getattr(experts, f"{name}_bias"), x_SD.dtype)[expert_S]
 
     inner = product(x_SD, "gate_up_proj" if experts.has_gate else "up_proj")
-    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    inner = _gated(experts, inner) if experts.has_gate else experts.act_fn(inner)
     return product(inner, "down_proj")
 
 
