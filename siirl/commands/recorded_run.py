@@ -33,7 +33,7 @@ class RecordedRun:
                 "it by its command instead, with trainer.output_dir of that folder."
             )
         recorded = Path(str(config.get("trainer.output_dir") or folder))
-        root = Path(str(config.get("trainer.default_local_dir") or folder))
+        root = Path(str(config.get("trainer.default_local_dir") or recorded / "checkpoints"))
         inside = root.is_relative_to(recorded)
         return cls(folder, folder / root.relative_to(recorded) if inside else root)
 

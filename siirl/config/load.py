@@ -15,7 +15,7 @@ from typing import Any
 from siirl.config.keys import Key
 from siirl.config.resolve import FOLLOWS
 from siirl.config.root import Config, all_groups, all_keys
-from siirl.config.tree import default_config, overridden, put, split_name, with_broken
+from siirl.config.tree import EXPLICIT, as_recorded, default_config, overridden, put, split_name, with_broken
 from siirl.config.values import closest, plain
 from siirl.errors import ConfigError, Place
 from siirl.findings import Findings
@@ -68,6 +68,7 @@ def read_config(overrides: Sequence[str], config_name: str, found: Findings) -> 
             settings[item.name] = _for_hydra(item)
             refused.remove(item.name)
     composed = _composed(settings, config_name, found, refused)
+    recorded = composed.pop(EXPLICIT, None)
     for position, item in enumerate(written):
         set_later = any(later.name == item.name and later.sign != "~" for later in written[position:])
         if item.sign == "~" and not set_later:
@@ -75,6 +76,8 @@ def read_config(overrides: Sequence[str], config_name: str, found: Findings) -> 
     wrong = Findings()
     cfg = overridden(default_config(), composed, wrong)
     named = [item.name for item in written]
+    if isinstance(recorded, list):
+        cfg = as_recorded(cfg, map(str, recorded), named)
     for problem in wrong.problems:
         text = str(problem)
         here = any(text.removeprefix("not supported yet: ").startswith(f"{name}=") for name in named)

@@ -18,6 +18,18 @@ from siirl.errors import ConfigError, UserError
 from siirl.findings import Broken, Findings, ReadsBroken, is_broken
 
 RANGE = re.compile(r"(\d+):(\d+)")
+EXPLICIT = "explicit"
+"""In a written configuration: the keys that somebody set."""
+WRITTEN = (
+    "# explicit: what somebody set. auto: the plan chooses. null: as another key (docs/configuration.md).\n"
+)
+PLACE = "trainer.output_dir"
+"""A key that follows others, and is written as it is: the run lies there."""
+FILLED = (
+    *("trainer.device", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.experiment_name"),
+    "data.template_date",
+)
+"""Keys that a start fills in by where and when it is, if nobody set them."""
 
 
 @functools.cache
@@ -126,15 +138,18 @@ def diff_keys(cfg: Config) -> dict[str, tuple[Any, Any]]:
 def print_config(cfg: Config) -> str:
     """All keys with their values as YAML, a preset as it stands; older names and secrets are left out.
 
-    A key that nobody has set and the plan chooses is auto.
+    A key that nobody has set is auto where the plan chooses it, and null where it follows others.
     """
-    tree: dict[str, Any] = {}
-    for name in all_keys():
-        if name in ALIASES or name.endswith(SECRET_KEYS):
-            continue
-        chosen = all_keys()[name].rule.auto and not is_set(cfg, name)
-        put(tree, name, AUTO if chosen else plain(get(cfg, name)))
-    return yaml_text(tree)
+    names = [name for name in all_keys() if name not in ALIASES and not name.endswith(SECRET_KEYS)]
+    tree: dict[str, Any] = {EXPLICIT: [name for name in names if name in cfg.explicit]}
+    for name in names:
+        value = plain(get(cfg, name))
+        if all_keys()[name].rule.auto and not is_set(cfg, name):
+            value = AUTO
+        elif name in FOLLOWS and name not in (*cfg.explicit, PLACE):
+            value = None
+        put(tree, name, value)
+    return WRITTEN + yaml_text(tree)
 
 
 def yaml_text(tree: Mapping[str, Any]) -> str:
@@ -143,6 +158,21 @@ def yaml_text(tree: Mapping[str, Any]) -> str:
 
     dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     return yaml.dump(tree, Dumper=dumper, sort_keys=False, default_flow_style=False, width=110)
+
+
+def as_recorded(cfg: Config, recorded: Iterable[str], typed: Iterable[str]) -> Config:
+    """The configuration of a file that `print_config` wrote, in which only those keys count as set that
+    were (`recorded`), that are typed now, or whose value somebody has changed in the file.
+    """
+    known = {target for name in typed for target in (name, *ALIASES.get(name, ()))} | set(recorded)
+    heads = tuple(f"{name}." for name in known)
+
+    def counts(name: str) -> bool:
+        value, default = get(cfg, name), all_keys()[name].default
+        by_itself = name in FILLED or is_broken(value) or (name not in FOLLOWS and value == default)
+        return name in known or name.startswith(heads) or not by_itself
+
+    return dataclasses.replace(cfg, explicit=tuple(filter(counts, cfg.explicit)))
 
 
 def split_name(name: str) -> tuple[str, str]:

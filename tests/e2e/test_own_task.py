@@ -119,6 +119,28 @@ def test_what_the_run_chose_is_not_told_as_set_by_the_user(task, monkeypatch):
     assert config["trainer"]["experiment_name"].startswith("grpo_model_")
 
 
+def test_keys_that_follow_others_do_so_when_the_run_is_started_again_by_its_file(task, monkeypatch, capsys):
+    """run_config.yaml has all keys; what nobody set is not told, nor refused, as set by the user."""
+    jobs = []
+    monkeypatch.setattr(main_dag, "_launched", lambda launcher, job, cfg: jobs.append(job) or 0)
+    assert main(["run", *SIX]) == 0
+    written = f"{jobs[0].output_dir}/run_config.yaml"
+    again = ["trainer.output_dir=again", "data.train_batch_size=2", "actor_rollout_ref.actor.clip_ratio=0.3"]
+    assert main(["run", "--config-name", written, *again]) == 0, capsys.readouterr().err
+    first, second = (job.config for job in jobs)
+    typed = {key.partition("=")[0] for key in again}
+    assert set(second["explicit"]) == set(first["explicit"]) | typed
+    actor = second["actor_rollout_ref"]["actor"]
+    assert (actor["ppo_mini_batch_size"], actor["clip_ratio_low"], actor["clip_ratio_high"]) == (2, 0.3, 0.3)
+    text = (task / written).read_text()
+    assert "ppo_mini_batch_size: null" in text
+    (task / "changed.yaml").write_text(text.replace("ppo_mini_batch_size: null", "ppo_mini_batch_size: 1", 1))
+    assert main(["run", "--config-name", "changed.yaml", "trainer.output_dir=changed"]) == 0
+    assert "actor_rollout_ref.actor.ppo_mini_batch_size" in jobs[2].config["explicit"], (
+        "a file may be changed"
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_own_task_runs_with_six_keys_into_a_folder_of_its_own(task):

@@ -152,6 +152,8 @@ def test_a_run_goes_on_by_its_own_keys_in_the_folder_where_it_is_now(trained):
     state = read_run(trained)
     assert (state.status, state.step, state.total_steps, state.starts) == ("ended", 3, 3, 2)
     assert (trained / "checkpoints" / "global_step_3").is_dir()
+    explicit = json.loads((trained / "job.json").read_text())["config"]["explicit"]
+    assert "data.train_batch_size" in explicit and "actor_rollout_ref.actor.clip_ratio_low" not in explicit
     assert not (trained.parent / "outputs").exists()
     assert [line["step"] for line in Finished.read(trained).lines] == [1, 2, 3]
     for line in Finished.read(trained).lines:
