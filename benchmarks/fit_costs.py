@@ -193,7 +193,7 @@ def predicted(run: Measured, device: DeviceKind) -> StepTime:
 
 def fit(runs: list[Measured], device: DeviceKind = H200) -> DeviceKind:
     """The device with constants that predict the phases of the fitted runs best."""
-    alone = ("network", "experts", "host")
+    alone = ("network", "experts", "host", "decode_hop")
     names = {constant.what: name for name, constant in device.constants.items() if name not in alone}
     for _ in range(ROUNDS):
         found = [

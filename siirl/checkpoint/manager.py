@@ -5,10 +5,13 @@ A staged checkpoint is written aside, checked, then current by one pointer, or n
 
 import json
 import shutil
+import socket
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from siirl.checkpoint.machines import Fetcher, copy_to_next
 from siirl.checkpoint.staging import PARTS, SavedModel, Staged, StagedModel, Stager
 from siirl.checkpoint.together import Together, for_each, rank_in
 from siirl.disk import naming
-from siirl.errors import CheckpointError
+from siirl.errors import CheckpointError, ConfigError
 from siirl.model_files.stored_tensors import files_read, load_tensors, save_tensors
 
 
@@ -169,6 +172,33 @@ class CheckpointManager:
         self._fetcher = Fetcher(self._ranks) if per_machine else None
         self._stager = Stager()
         self._running: Future[Saved] | None = None
+
+    def require_shared(self) -> None:
+        """ConfigError on all ranks, if the first one does not see a file that another writes under `root`.
+
+        Each file has a name that nobody asked for before: a network file system then asks its server.
+        """
+        ranks, name = self._ranks, ""
+        with ranks.stage(None, "making a folder for all ranks"):
+            if ranks.rank == 0:
+                self.root.mkdir(parents=True, exist_ok=True)
+                name = Path(tempfile.mkdtemp(prefix=".shared_", dir=self.root)).name
+        probe = self.root / ranks.from_first(name)
+        with suppress(OSError):
+            (probe / str(ranks.rank)).touch()
+        hosts = ranks.gather_on_all(socket.gethostname())
+        unseen: list[int] = []
+        if ranks.rank == 0:
+            unseen = [rank for rank in range(len(hosts)) if not (probe / str(rank)).exists()]
+            shutil.rmtree(probe, ignore_errors=True)
+        if unseen := ranks.from_first(unseen):
+            raise ConfigError(
+                f"trainer.default_local_dir={str(self.root)!r}: {hosts[0]} does not see there what rank "
+                f"{unseen[0]} on {hosts[unseen[0]]} writes: a checkpoint has files of all ranks. Name "
+                "a folder of a file system that all machines share, such as NFS or Lustre: their own disks "
+                "do not do, nor does a bucket that is mounted with a cache. Or save in memory alone: "
+                "trainer.save_freq=-1 trainer.memory_checkpoint_freq=1."
+            )
 
     def save(
         self,

@@ -125,6 +125,8 @@ class Training:
         """
         trainer, start_s = self.cfg.trainer, time.perf_counter()
         trains = self._trains_models()
+        if trains and trainer.save_freq > 0:
+            self.checkpoints.require_shared()
         if not trainer.rollout_only:
             self.resume()
         first_step = self.step
@@ -445,9 +447,8 @@ class Training:
         return every > 0 and (self.step % every == 0 or self.step == self.total_steps)
 
     def _train_samples(self) -> int:
-        if self.cfg.trainer.rollout_data_dir:
-            return -1
-        return SAMPLES_PER_REPORT if self._samples_due() else 0
+        some = SAMPLES_PER_REPORT if self._samples_due() else 0
+        return -1 if self.cfg.trainer.rollout_data_dir else some
 
     def _samples_due(self) -> bool:
         return self.step % STEPS_BETWEEN_SAMPLES == 1

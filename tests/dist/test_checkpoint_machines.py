@@ -11,6 +11,7 @@ from test_checkpoint_ranks import ShardedEngine
 from siirl.checkpoint import files
 from siirl.checkpoint.manager import CheckpointManager
 from siirl.checkpoint.staging import SavedModel
+from siirl.errors import ConfigError
 from siirl.parallel.process_groups import ProcessGroupManager
 
 
@@ -61,6 +62,23 @@ def assert_same(loaded, saved) -> None:
     for (step, mine), theirs in zip(loaded, saved, strict=False):
         assert step == 4 and mine.keys() == theirs.keys() and len(mine) > 8
         assert all(mine[name].equal(theirs[name]) for name in mine)
+
+
+def shared(rank: int, world_size: int, root: str, folders: int) -> str:
+    """What is said of a folder that is the same on all ranks, or of one for each."""
+    folder = Path(root) / str(rank % folders)
+    try:
+        CheckpointManager(folder, 1, dist.group.WORLD).require_shared()
+    except ConfigError as error:
+        return str(error)
+    return "".join(path.name for path in folder.iterdir())
+
+
+def test_a_folder_of_each_machine_is_refused_before_training_and_one_of_all_is_left_as_it_was(tmp_path):
+    assert run_workers(shared, 2, str(tmp_path), 1) == ["", ""]
+    told = run_workers(shared, 2, str(tmp_path / "apart"), 2)
+    assert told[0].partition(": ")[2] == told[1].partition(": ")[2], "all ranks raise"
+    assert "does not see there what rank 1 on" in told[0] and "trainer.memory_checkpoint_freq=1" in told[0]
 
 
 def test_what_a_lost_machine_had_comes_back_from_the_next_one(tmp_path):

@@ -49,6 +49,7 @@ _PASSES = "grpo_gpu_A_1, B_1, A_4, A_4_tp2, backends_gpu_speed_1.7B_1_tp1, 1.7B_
 _ROLLOUTS = "grpo_gpu_A_1, B_1, A_4, A_4_tp2, backends_gpu_vllm_1.7B_1_tp1"
 _SHARED = "backends_gpu_speed_1.7B_1_shared"
 _NONE = "not measured: 400 Gbit/s for each device"
+_NCCL = "not measured: NCCL's own table of latencies, of a tree with LL128 (src/graph/tuning.cc)"
 _NONE_CPU = "not measured"
 _H200 = {
     "matmul": Constant(708e12, "FLOP/s", "matrix products", _PASSES),
@@ -62,6 +63,7 @@ _H200 = {
     "memory": Constant(3.23e12, "bytes/s", "weights and KV cache", _ROLLOUTS),
     "decode_layer": Constant(23.2e-6, "s of a layer and token", "kernels of each token", _ROLLOUTS),
     "decode_exchange": Constant(44.8e-6, "s of an all-reduce", "all-reduces", "grpo_gpu_A_4_tp2"),
+    "decode_hop": Constant(8.5e-6, "s of a message between machines", "all-reduces", _NCCL),
     "sync_tensor": Constant(430e-6, "s of a tensor", "loading tensors", _ROLLOUTS),
     "sync_ranks": Constant(0.0813, "s of a sync", "agreeing", "grpo_gpu_A_4, A_4_tp2"),
     "wake": Constant(0.272, "s of a rollout", "waking and sleeping", "grpo_gpu_A_1, B_1, A_4, A_4_tp2"),
@@ -90,6 +92,7 @@ CPU = DeviceKind(
         "memory": Constant(4.49e09, "bytes/s", "weights and KV cache", _CPU),
         "decode_layer": Constant(0.000406, "s of a layer and token", "kernels of each token", _CPU),
         "decode_exchange": Constant(1e-3, "s of an all-reduce", "all-reduces", _NONE_CPU),
+        "decode_hop": Constant(1e-3, "s of a message between machines", "all-reduces", _NONE_CPU),
         "sync_tensor": Constant(0.000148, "s of a tensor", "loading tensors", _CPU),
         "sync_ranks": Constant(0.02, "s of a sync", "agreeing", _NONE_CPU),
         "wake": Constant(0.0, "s of a rollout", "waking and sleeping", _NONE_CPU),

@@ -356,8 +356,9 @@ def rollout_work(
     }
     if tp > 1:
         work["decode_exchange"] = 2.0 * steps * shape.layers
-    if tp > machine:  # a ring: what an all-reduce sums goes around it twice
+    if tp > machine:  # what an all-reduce sums goes around a ring twice; the first byte, up a tree and down
         work["network"] = 4.0 * shape.layers * own * tokens.response * shape.hidden * width * (tp - 1) / tp
+        work["decode_hop"] = work["decode_exchange"] * 2 * math.log2(tp / machine)
     return work
 
 

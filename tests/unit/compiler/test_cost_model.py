@@ -414,7 +414,8 @@ def test_offloaded_parts_come_to_a_device_for_each_phase_that_needs_them_and_go_
 
 
 def test_an_engine_over_two_machines_sums_over_the_network(model):
-    """16 rows of 1,024 tokens: two sums of each of 28 layers, of 2,048 values, go around 4 devices twice."""
+    """16 rows of 1,024 tokens: two sums of each of 28 layers, of 2,048 values, go around 4 devices twice, and
+    each waits for the way to the other machine."""
     cfg = load_config([*BASE, f"{MODEL}={model}"])
     plan, _ = compile_plan(load_dag(cfg), cfg, 4)
     engine = plan.models["agent_0.rollout"]
@@ -425,6 +426,8 @@ def test_an_engine_over_two_machines_sums_over_the_network(model):
         work[tp] = rollout_work(wide, cfg, shape, tokens, 16, 139 * 2**30, 180, 2)
     assert "network" not in work[2]
     assert work[4]["network"] == 16 * 1024 * 28 * 2 * 2 * 2048 * 2 * 3 / 4
+    assert "decode_hop" not in work[2]
+    assert work[4]["decode_hop"] == 1024 * 28 * 2 * 2  # of each sum, to the other machine and back
 
 
 def test_a_cache_holds_rows_that_begin_in_turn_on_average_half_as_long_as_they_get():

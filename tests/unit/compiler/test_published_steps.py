@@ -48,14 +48,9 @@ def passes(tmp_path_factory):
     return {name: predicted(run, folder) for name, run in RUNS.items()}
 
 
-SIIRL_REFUSES = "Qwen3-235B-A22B, 0.4"
-"""An engine over two machines, whose rollout nobody of ours has measured."""
-
-
 def test_published_steps_are_predicted_within_a_quarter(passes):
     for name, run in RUNS.items():
-        bound = 0.3 if name == SIIRL_REFUSES else 0.25
-        assert sum(passes[name]) == pytest.approx(run.step_s, rel=bound), name
+        assert sum(passes[name]) == pytest.approx(run.step_s, rel=0.25), name
 
 
 @pytest.mark.parametrize("release", ["0.3", "0.4"])

@@ -48,6 +48,8 @@ def test_slurm_starts_the_script_on_every_machine(tmp_path):
     assert all(f"task {rank} of 2, head node-a" in told for rank in (0, 1))
     ranged = checked(command, env | {"PET_NNODES": "1:2"})
     assert "task 1 of 1:2, head node-a" in ranged and "trainer.nnodes=1:2\n" in ranged
+    assert "srun --kill-on-bad-exit=1" in told and "srun --no-kill" not in told
+    assert "srun --no-kill" in ranged and "srun --kill-on-bad-exit" not in ranged
     options = [
         line for line in (CLUSTER / "slurm.sbatch").read_text().splitlines() if line.startswith("#SBATCH")
     ]
@@ -57,8 +59,9 @@ def test_slurm_starts_the_script_on_every_machine(tmp_path):
 
 def test_skypilot_runs_the_script_on_every_machine(tmp_path):
     task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
-    (mount,) = [at for at in task["file_mounts"] if task["envs"]["OUTPUT_DIR"].startswith(at)]
-    assert task["file_mounts"][mount]["mode"] == "MOUNT_CACHED"  # a plain mount cannot append or rename
+    mounts = {at: mount["mode"] for at, mount in task["file_mounts"].items()}
+    assert mounts == {"/data": "MOUNT"} and task["envs"]["MODEL_PATH"].startswith("/data/")
+    assert task["envs"]["OUTPUT_DIR"].startswith("/shared/"), "a bucket is no folder that machines share"
     env = task["envs"] | script_environment(tmp_path, SCRIPT, DRY_RUN="1")
     env |= {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NODE_RANK": "1"}
     env |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
