@@ -101,8 +101,8 @@ def problems(before: Plan, after: Plan) -> Iterator[str]:
         now = after.nodes.get(name)
         if was.keeps_rows and (now is None or not now.keeps_rows):
             yield (
-                f"node {name} has prompts in work, which would be lost. Amend it to max_lag=1 and surplus=0, "
-                "which trains them first"
+                f"node {name} has prompts in flight, which would be lost. Amend it to max_lag=1 and "
+                "surplus=0, which trains them first"
             )
         for key in _other_overrides(was, now) if now is not None else ():
             if why := why_not(key):

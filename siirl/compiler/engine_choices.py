@@ -73,12 +73,12 @@ def _engines(draft: Draft) -> list[ModelPlan]:
 
 
 def _choose_sequences(draft: Draft, model: ModelPlan) -> None:
-    """All that a step has in work, and no more, as CUDA graphs and sampling keep memory for each."""
+    """All that a step has in flight, and no more, as CUDA graphs and sampling keep memory for each."""
     rows = engine_rows(draft.plan, model, draft.configs)
     value = min(max(SOME_SEQUENCES, 32 * ceil(rows / 32)), get(draft.cfg(model), SEQUENCES))
     if model.role == "rollout" and draft.is_free(model, SEQUENCES):
         more = "" if value >= rows else "; the host keeps up with no more at once"
-        draft.take(model, {SEQUENCES: value}, f"a step has {rows} responses in work on an engine{more}")
+        draft.take(model, {SEQUENCES: value}, f"a step has {rows} responses in flight on an engine{more}")
 
 
 def _choose_tokens(draft: Draft, model: ModelPlan) -> None:

@@ -284,7 +284,7 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
         ),
         Contradiction(
             lambda rollout: rollout.surplus > rollout.max_lag,
-            "{surplus=} with {max_lag=}: of the prompts in work one batch is trained in each step, so the "
+            "{surplus=} with {max_lag=}: of the prompts in flight one batch is trained in each step, so the "
             "last ones would be older than max_lag allows. Set {}.surplus={max_lag} or less, or a larger "
             "max_lag.",
         ),

@@ -355,7 +355,7 @@ class RolloutConfig:
     )
     surplus: float = key(
         None,
-        "over-sampling: prompts in work besides those of a batch, as a share of it; unset: max_lag",
+        "over-sampling: prompts in flight besides those of a batch, as a share of it; unset: max_lag",
         when="max_lag",
         low=0,
     )

@@ -501,7 +501,7 @@ def _require_none(node: str, states: list[dict[str, Any]]) -> None:
     """DataError if a checkpoint holds prompts of a node that keeps none in this run: they would be lost."""
     if any(state["columns"] for state in states):
         raise DataError(
-            f"the checkpoint holds prompts of node {node!r} in work, and this run has no staleness: "
+            f"the checkpoint holds prompts of node {node!r} in flight, and this run has no staleness: "
             "they would be lost. Resume with actor_rollout_ref.rollout.max_lag=1 and rollout.surplus=0, "
             "which trains them first, or with the max_lag of before."
         )

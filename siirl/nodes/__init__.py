@@ -28,7 +28,7 @@ batch of groups, those that were begun first among the complete ones; the first 
 `rollout.surplus`, the last ones load nothing (`LoaderPlan.ahead`). In the rounds of dynamic sampling it gives
 as many groups as the batch lacks (`siirl/dag_worker/rounds.py`), given to the shards in turn, so none stays
 in the filter and ages there. So everything below it sees the batch of a step as ever. Before they load, its
-ranks agree on how many batches: what the one that lacks most needs. What is in work lies in
+ranks agree on how many batches: what the one that lacks most needs. What is in flight lies in
 `RolloutsInFlight` (`siirl/nodes/rollouts_in_flight.py`), a buffer of the node and so part of a checkpoint:
 prompts on all ranks of a shard, tokens on the first. The bound is held by waiting for what would be too old
 in the next step. As each step gives one batch and at most L batches are behind it, that is never more than a

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from siirl.algorithms.stats import group_stats, score_stats
@@ -19,7 +19,7 @@ from siirl.data.rows import objects, renamed, take_rows
 from siirl.data.said import said_in
 from siirl.dialect.parts import Said, read_turn
 from siirl.dialect.tool_formats import tool_parser
-from siirl.errors import RewardError
+from siirl.errors import DagError, RewardError
 from siirl.nodes.context import Op, OpContext
 from siirl.nodes.trained_tokens import wanted_row
 from siirl.observe.spans import waiting
@@ -75,15 +75,37 @@ def finished(ctx: OpContext, rows: TensorDict, scored: TensorDict, added: Added 
 
 
 def custom_op(function: Op) -> Op:
-    """The user's function; if it writes the rows' score, that is checked."""
+    """The user's function, which gives what the node writes; of the rows' score each is checked."""
 
     def run(ctx: OpContext, rows: TensorDict, **needs: Any) -> TensorDict | Future[TensorDict]:
         out = function(ctx, rows, **needs)
-        if "score" in ctx.writes and isinstance(out, TensorDict):
+        if isinstance(out, Future):
+            return out
+        if out is None and not ctx.writes:
+            return rows
+        _check_written(ctx, out)
+        if "score" in ctx.writes:
             check_scores(ctx, rows, out["score"])
         return out
 
     return run
+
+
+def _check_written(ctx: OpContext, out: Any) -> None:
+    """DagError unless what the user's function returned has the fields that its node writes."""
+    is_table = isinstance(out, TensorDictBase)
+    missing = [name for name in ctx.writes if not is_table or name not in out.keys()]
+    if is_table and not missing:
+        return
+    given = (
+        f"a TensorDict with {', '.join(sorted(out.keys())) or 'no field'}" if is_table else repr(type(out))
+    )
+    fields = ", ".join(f'"{name}": ...' for name in ctx.writes)
+    raise DagError(
+        f"node {ctx.node_id!r}: {ctx.node.plan.executable} returned {given}, and not "
+        f"{', '.join(missing) or 'rows'}, which the node writes. Return "
+        f"TensorDict({{{fields}}}, batch_size=rows.batch_size), or correct the node's `writes`."
+    )
 
 
 def report_rewards(ctx: OpContext, rows: TensorDict, scored: TensorDict, added: Added = no_parts) -> None:

@@ -219,7 +219,7 @@ class InFlight(RowBuffer, ABC, Generic[Work]):
         return sorted(orders)
 
     def _active(self) -> list[int]:
-        """The ORDERs of the groups that are in work: those that leave and the surplus.
+        """The ORDERs of the groups that are in flight: those that leave and the surplus.
 
         While the number of shards stays the same, what is begun has the lowest ORDERs. Assigned to others it
         may lie behind what nobody has begun, and must leave before that: later it would be too old, or left

@@ -70,7 +70,7 @@ class Ledger:
         return {part.rank: tuple(part.header["oldest"]) for part in self.parts}
 
     def begins(self) -> int:
-        """The step at whose end it is known of each prompt and row in work: 0, or the first one kept."""
+        """The step at whose end it is known of each prompt and row in flight: 0, or the first one kept."""
         first: dict[int, int] = {}
         for step, attempt in self.counted.items():
             for rank in self.steps[attempt][step]:
@@ -421,7 +421,7 @@ def audit(run: Path) -> tuple[list[str], bool]:
     if begins := ledger.begins():
         lines.append(f"not shown: steps 1 to {begins - 1}, of which the ledger has nothing")
     if not ledger.ended:
-        lines.append("the run has not ended: what was in work in its last step is not counted")
+        lines.append("the run has not ended: what was in flight in its last step is not counted")
     lines += [f"not read: {name}: {why}" for name, why in ledger.skipped.items()]
     return lines, holds
 

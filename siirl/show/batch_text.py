@@ -1,5 +1,5 @@
-"""The arithmetic of batches as text: what is sampled, kept in work and trained in a step; where the time of a
-step will go (`siirl plan --explain`).
+"""The arithmetic of batches as text: what is sampled, in flight and trained in a step; where its time
+will go (`siirl plan --explain`).
 """
 
 from siirl.compiler.agent_steps import WHOLE, window_of
@@ -97,7 +97,7 @@ def _old_log_probs(plan: Plan, trainer: ModelPlan, cfg: Config) -> list[str]:
 
 
 def _staleness(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool) -> list[str]:
-    """What is in work besides a batch, and how old it may be."""
+    """What is in flight besides a batch, and how old it may be."""
     if not node.max_lag:
         return []
     rollout = cfg.actor_rollout_ref.rollout
@@ -116,7 +116,7 @@ def _staleness(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool)
     }[rollout.stale]
     return [
         f"  at most {count_of(node.max_lag, 'step')} old: up to {prompts} prompts ({prompts * batch.samples} "
-        f"{'episodes' if talks else 'responses'}) are in work; {rest}"
+        f"{'episodes' if talks else 'responses'}) are in flight; {rest}"
     ]
 
 

@@ -97,7 +97,7 @@ SHOWN_PACKAGES = ("torch", "transformers", "vllm", "sglang")
 MOST_AGENTS = 256
 ENGINES = {
     "rollout/engine_restarts": "engines started again since the report before",
-    "rollout/in_flight": "prompts in work after the step",
+    "rollout/in_flight": "prompts in flight after the step",
     "rollout/restarted": "prompts restarted, as too old or after a resume",
     "rollout/dropped": "prompts given up as too old",
     "rollout/staleness_max": "steps, age of the oldest token that was trained",

@@ -66,7 +66,7 @@ share = compute_score
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    """A sample in work is a phase of its own."""
+    """A sample in flight is a phase of its own."""
     sitecustomize.reach("scoring")
     return share(data_source, solution_str, ground_truth, extra_info)
 '''

@@ -19,7 +19,7 @@ STEPS = 2000
 WARM = 500
 """Steps after which nothing is made for the first time."""
 LOOK_EVERY = 99
-"""Steps. What Python frees at times, and a checkpoint in work, are 20 MB more or less from look to look."""
+"""Steps. What Python frees at times, and a checkpoint in flight, are 20 MB more or less from look to look."""
 SAMPLES_EVERY = 10
 """Steps from one report of samples to the next."""
 KEYS = (

@@ -142,7 +142,7 @@ EDITED = {
         twice(of("loaded", 2), step=4),
         "loaded in steps 2 and 4",
     ),
-    "a prompt in work was lost": (PROMPTS, cut_without_waiting, "0 times sampled, dropped or left"),
+    "a prompt in flight was lost": (PROMPTS, cut_without_waiting, "0 times sampled, dropped or left"),
     "a row was never trained": (ROWS, without(of("trained")), "was trained 0 times, not 1"),
     "a row was trained twice": (ROWS, twice(of("trained")), "was trained 2 times, not 1"),
     "a row came from nowhere": (ROWS, without(of("sampled")), "its agent has not sampled it"),
@@ -195,7 +195,7 @@ def test_a_lost_attempt_or_rank_is_named(run, tmp_path):
 
 @pytest.mark.parametrize("bytes_kept", [14_000, 24_000])
 def test_a_ledger_whose_oldest_files_went_for_the_bound_is_judged_by_what_is_left(run, tmp_path, bytes_kept):
-    """The same steps again, under a bound that a few of them fill: prompts in work then are accounted for."""
+    """The same steps again, under a bound that a few of them fill: prompts in flight are accounted for."""
     copied = shutil.copytree(
         run.output, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "hf_model")
     )
@@ -211,7 +211,7 @@ def test_a_ledger_whose_oldest_files_went_for_the_bound_is_judged_by_what_is_lef
     assert holds, "\n".join(lines)
     assert any(line.startswith("not shown: steps 1 to ") for line in lines), "\n".join(lines)
     kinds = [{KINDS[event["kind"]] for event in batch.to_pylist()} for batch in batches[:4]]
-    assert all("waiting" in of_step for of_step in kinds), "nothing was in work"
+    assert all("waiting" in of_step for of_step in kinds), "nothing was in flight"
 
 
 def test_the_page_shows_the_life_of_each_sample(run, capsys):

@@ -65,7 +65,7 @@ class NativeEngine:
     def renew(self):
         self._note("renew", requests=len(self.requests))
         if "renew" in self.faults:
-            raise RuntimeError("requests are still in work")
+            raise RuntimeError("requests are still in flight")
         self.requests.clear()
 
     def greet(self):

@@ -151,7 +151,7 @@ def decoding(
     """(steps, rows that decode in each) of the engine that has the longest response.
 
     rows: that a step takes of each of so many engines. at_once: that an engine decodes; others wait until one
-    ends. batches: of so many rows, that are in work at once: a response may last as many steps of training.
+    ends. batches: of so many rows, that are in flight at once: a response may last as many steps of training.
     """
     if batches > 1:
         steps = max(rows * tokens.response / at_once, tokens.longest(rows * engines) / batches)

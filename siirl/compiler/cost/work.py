@@ -330,7 +330,7 @@ def rollout_work(
 ) -> Work:
     """What a rank of a vLLM engine does for the responses of a batch: of the engine with the longest one.
 
-    rows: in work on the engine, those of a surplus too, of which a step takes its share. Rows that the KV
+    rows: in flight on the engine, those of a surplus too, of which a step takes its share. Rows that the KV
     cache or max_num_seqs does not admit wait for others.
     """
     rollout, tp = cfg.actor_rollout_ref.rollout, model.dims.tp

@@ -163,7 +163,7 @@ def host_peaks(plan: Plan, lines: Mapping[str, list[MemoryLine]]) -> list[PhaseP
 
 
 def engine_rows(plan: Plan, model: ModelPlan, configs: Configs) -> int:
-    """Responses in work on a shard, with those of a surplus; in an interaction, the most episodes that one
+    """Responses in flight on a shard, with those of a surplus; in an interaction, the most episodes that one
     engine answers."""
     interaction = next((x for x in plan.interactions.values() if model.name in x.policies), None)
     cfg = configs[interaction.entry if interaction else model.node]

@@ -64,7 +64,7 @@ IMPOSSIBLE = {
     "a model that learns is gone": ((VERIFIER,), (), 2, "agent_1.actor would be gone"),
     "a new one": ((), (VERIFIER,), 2, "would be new, and the checkpoint has no weights of it"),
     "another order of speakers": ((VERIFIER,), (), 2, "who speaks after whom"),
-    "prompts in work": ((f"{ROLLOUT}.max_lag=1",), (), 2, "has prompts in work, which would be lost"),
+    "prompts in flight": ((f"{ROLLOUT}.max_lag=1",), (), 2, "has prompts in flight, which would be lost"),
     "another layout": (
         (),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",),

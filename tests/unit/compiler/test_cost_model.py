@@ -288,7 +288,7 @@ def test_nodes_on_ranks_of_their_own_run_beside_others_and_a_lag_hides_the_rollo
     assert seconds(found["together"])["rollout_0"] == pytest.approx(
         rollout + H200.constants["wake"].seconds(1)
     )
-    beside = found["lag"].beside  # two batches in work: weights that are read serve both
+    beside = found["lag"].beside  # two batches in flight: weights that are read serve both
     assert (
         rollout / 2 < beside < rollout and max(beside, train) <= found["lag"].step_s < found["apart"].step_s
     )

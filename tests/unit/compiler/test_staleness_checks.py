@@ -283,7 +283,11 @@ def test_the_plan_says_how_old_rows_are_and_what_is_in_work():
     assert plan.loaders["agent_0.prompts"].ahead == 2
     assert plan.nodes["rollout_0"].op == "rollout" and plan.nodes["rollout_0"].max_lag == 2
     text = report(plan, configs)
-    for words in ("2 batches ahead", "rows up to 2 steps old", "up to 20 prompts (80 responses) are in work"):
+    for words in (
+        "2 batches ahead",
+        "rows up to 2 steps old",
+        "up to 20 prompts (80 responses) are in flight",
+    ):
         assert words in text, text
 
 

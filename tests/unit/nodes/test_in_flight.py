@@ -365,7 +365,7 @@ ROUNDS = st.tuples(st.integers(1, 7), st.sampled_from([0.3, 0.6, 1.0]))
 
 
 def begun(job):
-    """The prompts in work of which something was sampled."""
+    """The prompts in flight of which something was sampled."""
     groups = (group for kept in job.kept for group in kept.work.values())
     return sum(any(one.token_ids for one in group) for group in groups)
 

@@ -30,7 +30,7 @@ STEP_S = 0.002
 ABORT_AGAIN_S = 0.05
 """A request that has not reached the scheduler yet is aborted again after this time."""
 IDLE_S = 60.0
-"""Longest wait for the scheduler to have nothing in work."""
+"""Longest wait for the scheduler to have nothing in flight."""
 
 
 class _Engine(Engine):
@@ -154,7 +154,7 @@ class NativeEngine:
     def _flush(self) -> None:
         manager, loop = self._engine.tokenizer_manager, self._engine.loop
         answer = loop.run_until_complete(manager.flush_cache(timeout_s=IDLE_S))
-        _check((answer.success, getattr(answer, "message", "") or "requests are in work"))
+        _check((answer.success, getattr(answer, "message", "") or "requests are in flight"))
 
     def read_tensor(self, name: str) -> list[tuple[list[float], list[int]]]:
         """A parameter under its Hugging Face name, float32: values and shape. Of models that can say it."""

@@ -180,7 +180,7 @@ class NativeEngine:
         if self._images is not None:
             self._engine.reset_encoder_cache()
         if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
-            raise RuntimeError("requests are still in work")
+            raise RuntimeError("requests are still in flight")
         self.greet()
 
     def greet(self) -> None:

@@ -1,8 +1,8 @@
 """What vLLM does for each token of each request, done once: with hundreds of requests it is much of what the
 host does for a step of decoding, with one thread, and the device waits where the host is slow.
 
-Tokens of responses that are in work are kept here until they end. vLLM cuts the log-prob of each request out
-of those of a step, and hands each token through its output processor, which is there to stream them.
+Tokens of responses in flight are kept here until they end. vLLM cuts each request's log-prob out of those of
+a step, and hands each token through its output processor, which is there to stream them.
 
 Slots of the KV cache are asked for once a block, which has those of several tokens (16 by default). While a
 request fills one, there is nothing to allocate and no full block to note for other prompts to find: all that

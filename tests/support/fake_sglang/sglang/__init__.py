@@ -2,7 +2,7 @@
 
 Names and behaviour are SGLang's as far as siirl sees them: a scheduler in a process of its own, that ends
 the engine with itself; aborts by the beginning of a name; limits of a context; a stop token as the last
-token that ends as "length"; caches that are flushed, and memory that is given back, with nothing in work
+token that ends as "length"; caches that are flushed, and memory that is given back, with nothing in flight
 only. All of its modules are this one.
 """
 
