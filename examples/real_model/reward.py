@@ -1,13 +1,12 @@
-"""Rewards of the three runs: 1 for the right number, else 0."""
-
-import re
+"""The reward of the three runs: 1 for the right number and nothing else, else 0."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    """The first number of what was said last; of several agents, the last one's: they win or lose together."""
-    said = [turn["content"] for turn in (extra_info or {}).get("conversation", []) if turn["agent"] is not None]
-    numbers = re.findall(r"\d+", said[-1] if said else solution_str)
-    return float(numbers[:1] == [ground_truth])
+    """What was said last; of several agents, by the last one: they win or lose together."""
+    said = [
+        turn["content"] for turn in (extra_info or {}).get("conversation", []) if turn["agent"] is not None
+    ]
+    return float((said[-1] if said else solution_str).strip() == ground_truth)
 
 
 def pre_process(messages, episode):
