@@ -11,6 +11,10 @@ four buckets are in flight; two that were announced travel as one. A trainer tha
 whole on its rank, fills each by one copy with the cast from where it trains (`bucket.py`). Or a folder gets
 what has changed (`folder.py`).
 
+Where ranks of an engine keep parts of tensors, each part can come from who has it, and no tensor is whole on
+the way: `shard_plan.py` says who sends what to whom, `shard_sync.py` does it for the live rectangles of a
+training engine. No link goes by it yet: vLLM's workers do not say which parts they keep.
+
 An engine in a process of its own reads chunks of memory that it maps (`shared_buffer.py`): its own loaders
 take each tensor (`engine_loader.py`), or, from the second update on, it writes them where those put them
 (`in_place.py`). A copy for a process that takes the place of a lost one is in host memory (`kept.py`).
