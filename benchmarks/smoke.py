@@ -50,12 +50,12 @@ WORKLOAD = (
 FIGURES = {
     "step, s": ("step_s", 2, 1),
     "rollout, s": ("rollout_s", 2, 1),
-    "decoded tokens/s": ("decoded_tokens_per_s", 0, -1),
-    "old log-probs, s": ("old_log_prob_s", 2, 1),
-    "reference, s": ("reference_s", 2, 1),
+    "tokens/s": ("decoded_tokens_per_s", 0, -1),
+    "log-probs, s": ("old_log_prob_s", 2, 1),
+    "ref, s": ("reference_s", 2, 1),
     "update, s": ("update_s", 2, 1),
-    "MFU of the update": ("update_mfu", 3, -1),
-    "weight sync, ms": ("weight_sync_ms", 1, 1),
+    "update MFU": ("update_mfu", 3, -1),
+    "sync, ms": ("weight_sync_ms", 1, 1),
     "experts 16k, ms": ("experts_16384_ms", 2, 1),
     "experts 32k, ms": ("experts_32768_ms", 2, 1),
 }
@@ -260,7 +260,7 @@ def page(files: Iterator[Path]) -> str:
         "`python benchmarks/smoke.py`, for one H200 and about six minutes. A",
         f"number is bold that is more than {100 * (WORSE - 1):.0f}% worse than the best of earlier commits "
         "on the same device. `python benchmarks/smoke.py --table`",
-        "writes this page from `benchmarks/results/smoke_*.json`; verl's numbers are in `grpo_gpu_A_1.json`.",
+        "prints this page from `benchmarks/results/smoke_*.json`; verl's numbers are in `grpo_gpu_A_1.json`.",
         "",
         "| commit | run | device | " + " | ".join(FIGURES) + " |",
         "|---" * (3 + len(FIGURES)) + "|",

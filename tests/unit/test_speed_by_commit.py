@@ -39,7 +39,7 @@ def test_a_number_that_is_worse_than_the_best_before_it_is_bold(smoke, tmp_path)
         told = {"commit": commit, "date": date, "figures": figures} | plain | more
         (tmp_path / f"smoke_{commit}.json").write_text(json.dumps(told))
     table = [line.split(" | ") for line in smoke.page(tmp_path.glob("*")).splitlines() if line[:2] == "| "]
-    places = [table[0].index(name) for name in ("step, s", "MFU of the update", "experts 16k, ms")]
+    places = [table[0].index(name) for name in ("step, s", "update MFU", "experts 16k, ms")]
     rows = {line[0][2:]: [line[place] for place in places] for line in table[2:]}
     assert rows == {
         "`a`": ["10.00", "0.500", "7.00"],

@@ -80,7 +80,7 @@ def plan_transfers(groups: Sequence[AlikeTensors]) -> list[Transfer]:
     }
     shares = _poured(sums)
     for sources, needs in by_sources.items():
-        transfers += _dealt(needs, groups, [shares[sources][rank] for rank in sources])
+        transfers += _assigned(needs, groups, [shares[sources][rank] for rank in sources])
     return transfers
 
 
@@ -158,7 +158,7 @@ def _level(ascending: list[float], amount: float) -> float:
     return 0.0
 
 
-def _dealt(
+def _assigned(
     needs: Sequence[_Need], groups: Sequence[AlikeTensors], shares: Sequence[float]
 ) -> Iterator[Transfer]:
     """The needs of one set of ranks, in their order: up to its share the first rank sends, then the next."""
