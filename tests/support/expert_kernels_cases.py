@@ -102,7 +102,7 @@ def layers(device: str) -> None:
 
 
 def main(device: str = "cpu") -> None:
-    expert_kernels.MOST_COLUMNS = 64  # several blocks of a row
+    expert_kernels.MOST_COLUMNS = expert_kernels.MOST_GATED = 64  # several blocks of a row
     for dtype in (torch.float32, torch.bfloat16):
         for sizes in ((1, 1, 8), (13, 2, 100), (5, 8, 64)):
             pairs(*sizes, dtype, device)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 MOST_COLUMNS = 2048
 """Of a row that a program holds at once."""
-BLOCK = 1024
-"""Numbers of a gate that one program computes."""
+GATE_ROWS, MOST_GATED = 4, 1024
+"""Rows and columns of a gate that one program computes."""
 CLEARED = 16384
 """Numbers that one program sets to zero."""
 
@@ -139,28 +139,38 @@ class Collect(torch.autograd.Function):
 
 
 @triton.jit
-def _gate(both, out, numbers, size, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numbers
-    first = both + at + at // size * size
+def _gate(both, out, rows, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < size)[None, :]
+    first = both + row[:, None] * (2 * size) + column[None, :]
     gate = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(first + size, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    value = gate * tl.sigmoid(gate) * up
+    tl.store(out + row[:, None] * size + column[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gate_backward(both, grad, grad_both, numbers, size, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numbers
-    place = at + at // size * size
+def _gate_backward(both, grad, grad_both, rows, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < size)[None, :]
+    place = row[:, None] * (2 * size) + column[None, :]
     gate = tl.load(both + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + place + size, mask=inside, other=0.0).to(tl.float32)
-    along = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    along = tl.load(grad + row[:, None] * size + column[None, :], mask=inside, other=0.0).to(tl.float32)
     share = tl.sigmoid(gate)
     of_gate = along * up * share * (1.0 + gate * (1.0 - share))
     kind = grad_both.dtype.element_ty
     tl.store(grad_both + place, of_gate.to(kind), mask=inside)
     tl.store(grad_both + place + size, (along * gate * share).to(kind), mask=inside)
+
+
+def _gate_work(x_SF: Tensor) -> tuple[tuple[int, int], int, int, int, int]:
+    """Programs for all of a gate's outputs, and the last arguments of the kernels."""
+    rows, size = x_SF.shape
+    block = min(MOST_GATED, triton.next_power_of_2(size))
+    return (triton.cdiv(rows, GATE_ROWS), triton.cdiv(size, block)), rows, size, GATE_ROWS, block
 
 
 class GatedSilu(torch.autograd.Function):
@@ -171,17 +181,18 @@ class GatedSilu(torch.autograd.Function):
         both_S2F = both_S2F.contiguous()
         ctx.save_for_backward(both_S2F)
         out_SF = both_S2F.new_empty(len(both_S2F), both_S2F.shape[1] // 2)
-        if numbers := out_SF.numel():
-            _gate[(triton.cdiv(numbers, BLOCK),)](both_S2F, out_SF, numbers, out_SF.shape[1], BLOCK)
+        if out_SF.numel():
+            grid, *sizes = _gate_work(out_SF)
+            _gate[grid](both_S2F, out_SF, *sizes)
         return out_SF
 
     @staticmethod
     def backward(ctx: Any, grad_SF: Tensor) -> Tensor:
         (both_S2F,) = ctx.saved_tensors
         grad_S2F, grad_SF = torch.empty_like(both_S2F), grad_SF.contiguous()
-        if numbers := grad_SF.numel():
-            grid = (triton.cdiv(numbers, BLOCK),)
-            _gate_backward[grid](both_S2F, grad_SF, grad_S2F, numbers, grad_SF.shape[1], BLOCK)
+        if grad_SF.numel():
+            grid, *sizes = _gate_work(grad_SF)
+            _gate_backward[grid](both_S2F, grad_SF, grad_S2F, *sizes)
         return grad_S2F
 
 
