@@ -52,7 +52,7 @@ from siirl.agents.policy import Policy
 from siirl.agents.renderer import ChatRenderer
 from siirl.agents.runner import Game, Speaker, run_all, turn_seed
 from siirl.agents.stream_client import StreamClient
-from siirl.compiler.plan import InteractionPlan, ModelPlan, StagePlan
+from siirl.compiler.plan import AgentStage, EnvStage, InteractionPlan, ModelPlan
 from siirl.config import load_config
 from siirl.data.completions import Completion, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
@@ -223,7 +223,7 @@ def play(
     with StreamClient(engine.stream, engine.name, 600.0) as policy:
         lecture = Lecture(policy, lengths, barrier)
         speaker = Speaker(lecture, SamplingParams(1, ignore_eos=True), renderer, Limits(1 << 20, 1 << 20))
-        speakers = {stage.node: speaker for stage in plan.stages if stage.kind == "agent"}
+        speakers = {stage.node: speaker for stage in plan.speaking}
         game = Game(plan, speakers, make_env=lambda: HostedEnvironment(lambda: Slow(delay_s), "Slow"))
         played = run_all(game, episodes, prompts)
     seconds = time.perf_counter() - before[0], cpu_seconds(engine) - before[1]
@@ -235,21 +235,12 @@ def play(
 
 def talk(turns: int) -> InteractionPlan:
     """Agent, environment, agent, environment, and again: so many turns in all."""
-
-    def stage(
-        node: str, kind: Any, agent: int, following: str | None, back_to: str | None = None
-    ) -> StagePlan:
-        policy = 0 if kind == "agent" else None
-        options = {} if kind == "agent" else {"obs_with_env": True, "rewards_with_env": True}
-        return StagePlan(
-            node, kind, agent, policy, True, following, back_to, turns // AGENTS, None, None, options
-        )
-
+    rounds = turns // AGENTS
     stages = (
-        stage("first", "agent", 0, "game"),
-        stage("game", "env", 0, "second"),
-        stage("second", "agent", 1, "end"),
-        stage("end", "env", 0, None, "first"),
+        AgentStage("first", 0, ("game",), (), rounds, None, None, 0, True),
+        EnvStage("game", 0, ("second",), (), rounds, None, None, True, True),
+        AgentStage("second", 1, ("end",), (), rounds, None, None, 0, True),
+        EnvStage("end", 0, (), ("first",), rounds, None, None, True, True),
     )
     return InteractionPlan("first", stages, ("agent_0.rollout",), turns)
 

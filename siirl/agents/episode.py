@@ -59,7 +59,7 @@ class Episode:
     env: Any = None
     state: dict[str, Any] = field(default_factory=dict)
     turns: int = 0
-    """How many turns the agents have spoken."""
+    """The number of the next turn: how many there were, where no numbers were kept free (at_once.py)."""
     nodes: dict[int, str] = field(default_factory=dict)
     """Agent -> the first node where it speaks."""
     visits: dict[str, int] = field(default_factory=dict)

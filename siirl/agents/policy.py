@@ -4,12 +4,12 @@ is told as it grows.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from siirl.agents.stream_client import StreamClient
-from siirl.data.completions import Completion, PartialCompletion, Request, SamplingParams
+from siirl.data.completions import Completion, Key, PartialCompletion, Request, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
 
 STOP_STRING = "stop_string"
@@ -55,12 +55,12 @@ class StreamGate:
         if self._client is not None:
             self._client.pause()
 
-    async def ask(self, request: Request, asked: Callable[[], None]) -> Completion:
+    async def ask(self, request: Request, asked: Callable[[Key], None]) -> Completion:
         """See StreamClient; waits until the gate is open. asked: is called then."""
         while not self._opened.is_set():  # it may have closed again before who waited comes to run
             await self._opened.wait()
         assert self._client is not None
-        asked()
+        asked(request.key)
         self.num_asked += 1
         try:
             return await self._client.ask(request)
@@ -74,23 +74,23 @@ class ResumablePolicy:
 
     gate: StreamGate
 
-    key: str
-    """The episode, unique among those of the gate."""
+    keys: Iterator[str]
+    """One for each turn, unique among those of the gate."""
 
-    asked: Callable[[], None]
+    asked: Callable[[Key], None]
     """Is called when a turn, or the rest of one, is asked for."""
 
-    heard: Callable[[Completion], None]
+    heard: Callable[[Key, Completion], None]
     """Is told each part of a turn, when it comes."""
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, seed: int, seen: Seen = NO_IMAGES
     ) -> Completion:
         """See Policy. Under equal weights the turn is what it would have been without pauses."""
-        turn, so_far = Request(self.key, prompt, params, seed, seen=seen), PartialCompletion()
+        turn, so_far = Request(next(self.keys), prompt, params, seed, seen=seen), PartialCompletion()
         while True:
             part = await self.gate.ask(so_far.rest(turn), self.asked)
-            self.heard(part)
+            self.heard(turn.key, part)
             so_far.extend(part)
             if so_far.finish_reason is not None:
                 return so_far.completion(part.weight_version)

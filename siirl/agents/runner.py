@@ -11,8 +11,10 @@ import hashlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, TypeVar
 
+from siirl.agents.at_once import speak_at_once
 from siirl.agents.contexts import AsMessage, Context, ContextFull, Limits, TurnPrompt, as_said
 from siirl.agents.environments import HostedEnvironment, StepResult, Texts, reset_env, step_env
 from siirl.agents.episode import Episode, Message
@@ -21,7 +23,8 @@ from siirl.agents.renderer import Chat, ChatRenderer, TokenizedText
 from siirl.agents.shown import PLACE, Shown, content_of
 from siirl.agents.tool_files import ToolUse
 from siirl.agents.user_thread import where_raised
-from siirl.compiler.plan import AgentStage, EnvStage, InteractionPlan, Stage
+from siirl.compiler.interactions.at_once import descendants
+from siirl.compiler.plan import AgentStage, EnvStage, InteractionPlan, Stage, StagePlan
 from siirl.dialect.tool_formats import ToolParser
 from siirl.errors import EpisodeFailed, UserCodeError
 from siirl.observe.printable import encodable
@@ -106,6 +109,17 @@ class Played:
     """Where it was last."""
     num_left: int = 0
     """Clients that have left it without a word."""
+
+    heard: dict[int, list[Message]] = field(default_factory=dict)
+    """Agent -> what it has heard and said, in that order."""
+
+    def heard_by(self, agent: int, episode: Episode) -> list[Message]:
+        """The messages of an episode as an agent has come to know them: what is new for it comes last."""
+        there, before = set(map(id, episode.messages)), self.heard.get(agent, [])
+        known = set(map(id, before))
+        self.heard[agent] = [message for message in before if id(message) in there]
+        self.heard[agent] += [message for message in episode.messages if id(message) not in known]
+        return self.heard[agent]
 
     def begin_again(self) -> None:
         """Forget what was said."""
@@ -206,28 +220,53 @@ async def _play(game: Game, played: Played) -> None:
         seen = await reset_env(episode.env, episode.task, seed, game.env_deadline_s)
         shown = seen.texts if any(stage.obs_with_env for stage in acted_in) else ""
         _observe(episode, shown, seen.info, acted_in[0].node, set(game.plan.homes))
-    stages = {stage.node: stage for stage in game.plan.stages}
     episode.nodes = game.plan.homes
-    node, acted = game.plan.entry, 0
-    while node is not None and not episode.done:
-        stage, played.node = stages[node], node
-        episode.visits[node] = episode.visits.get(node, 0) + 1
-        if isinstance(stage, EnvStage):
-            acted = await _act(game, stage, played, acted)
+    todo, acted = list(game.plan.stages), 0
+    while todo and not episode.done:
+        now = [*takewhile(lambda stage: stage.beside, todo)] or todo[:1]
+        todo = todo[len(now) :]
+        if now[0].beside:
+            await _speak_at_once(game, now, played)
         else:
-            await _speak(game.speakers[node], stage, played)
+            (stage,) = now
+            played.node = stage.node
+            episode.visits[stage.node] = episode.visits.get(stage.node, 0) + 1
+            if isinstance(stage, EnvStage):
+                acted = await _act(game, stage, played, acted)
+            else:
+                await _speak(game, stage, played, episode)
+        targets = next((found for stage in now if (found := _next(game, stage, episode)) is not None), None)
         if episode.done:
-            episode.ended = f"{node} said done"
-        elif (node := _next(game, stage, episode)) is not None:
+            episode.ended = f"{played.node} said done"
+        elif targets is not None:
+            below = descendants(game.plan.stages)
+            wanted = frozenset().union(*(below[target] for target in targets))
+            todo = [stage for stage in game.plan.stages if stage.node in wanted]
+        if todo and not episode.done:
             episode.ended = ""
 
 
-async def _speak(speaker: Speaker, stage: AgentStage, played: Played) -> None:
-    """One turn of an agent; more, as long as it calls tools."""
-    episode = played.episode
-    episode.speaker = stage.agent
+async def _speak_at_once(game: Game, stages: Sequence[StagePlan], played: Played) -> None:
+    """The turns of agents that no edge orders."""
+    tools = {stage.node: game.speakers[stage.node].tools for stage in stages}
+    most = {node: 1 if use is None else 1 + use.most_rounds for node, use in tools.items()}
+
+    async def speak(stage: StagePlan, episode: Episode) -> None:
+        assert isinstance(stage, AgentStage)
+        await _speak(game, stage, played, episode)
+
+    failed = await speak_at_once(played.episode, stages, speak, most)
+    if failed is not None:
+        played.node, error = failed
+        raise error
+
+
+async def _speak(game: Game, stage: AgentStage, played: Played, episode: Episode) -> None:
+    """One turn of an agent; more, as long as it calls tools. episode: as the node sees it."""
+    speaker, episode.speaker = game.speakers[stage.node], stage.agent
     context = played.contexts.setdefault(stage.agent, speaker.context_of(episode))
-    view = _view(episode, stage.agent, context)
+    heard, first = played.heard_by(stage.agent, episode), len(episode.messages)
+    view = _view(heard, stage.agent, context)
     given = not episode.turns and len(view) == len(episode.task["raw_prompt"]) and speaker.tools is None
     known = (
         TokenizedText(played.prompt_ids, episode.prompt_seen)
@@ -243,15 +282,15 @@ async def _speak(speaker: Speaker, stage: AgentStage, played: Played) -> None:
             )
     opening = context.begin(view, known)
     turn = await take_turn(speaker, stage, episode, context, opening)
-    if speaker.tools is None:
-        return
-    for _ in range(speaker.tools.most_rounds):
-        answers = await speaker.tools.answer(turn, context.own_turns[turn.turn or 0], episode)
-        if not answers:
-            return
-        episode.messages += answers
-        opening = context.begin([*opening.row.shown, *map(_heard, answers)])
-        turn = await take_turn(speaker, stage, episode, context, opening)
+    if (tools := speaker.tools) is not None:
+        for _ in range(tools.most_rounds):
+            answers = await tools.answer(turn, context.own_turns[turn.turn or 0], episode)
+            if not answers:
+                break
+            episode.messages += answers
+            opening = context.begin([*opening.row.shown, *map(_heard, answers)])
+            turn = await take_turn(speaker, stage, episode, context, opening)
+    heard += episode.messages[first:]
 
 
 async def take_turn(
@@ -331,15 +370,17 @@ def _observe(episode: Episode, texts: Texts, info: dict[str, Any], node: str, ag
             episode.messages.append(message)
 
 
-def _next(game: Game, stage: Stage, episode: Episode) -> str | None:
-    """Where an episode goes after a stage; None: it ends, as episode.ended says."""
-    again = stage.back_to is not None and episode.visits[stage.node] < stage.max_turns
-    if stage.back_to is not None and not again:
+def _next(game: Game, stage: StagePlan, episode: Episode) -> tuple[str, ...] | None:
+    """Where an episode goes after a stage; (): it ends, as episode.ended says; None: on with what follows."""
+    if episode.done:
+        return ()
+    again = bool(stage.back_to) and episode.visits[stage.node] < stage.max_turns
+    if stage.back_to and not again:
         episode.ended = f"{stage.node} has run loop.max_turns={stage.max_turns} times"
     if again and stage.until is not None and _called("until", stage, game.functions[stage.until], episode):
         again, episode.ended = False, f"{stage.until} is true"
     if stage.route is None:
-        return stage.back_to if again else stage.following
+        return stage.back_to if again else None
     order = [other.node for other in game.plan.stages]
     target = _called("route", stage, game.functions[stage.route], episode)
     if target is not None and target not in order:
@@ -349,15 +390,15 @@ def _next(game: Game, stage: Stage, episode: Episode) -> str | None:
         )
     if target is None:
         episode.ended = f"{stage.route} gave None"
-        return None
+        return ()
     if order.index(target) > order.index(stage.node):
-        return target
-    if stage.back_to is None:
+        return (target,)
+    if not stage.back_to:
         raise UserCodeError(
             f"node {stage.node!r}: route {stage.route} gave {target!r}, which comes before it: without a "
             "bound the episode might never end. Give the node loop: {max_turns: N}."
         )
-    return target if again else stage.following
+    return (target,) if again else stage.following
 
 
 def _called(name: str, stage: Stage, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -373,10 +414,10 @@ def _called(name: str, stage: Stage, function: Callable[..., Any], *arguments: A
         ) from error
 
 
-def _view(episode: Episode, agent: int, context: Context) -> Chat:
+def _view(messages: Sequence[Message], agent: int, context: Context) -> Chat:
     """The conversation as an agent sees it: its own turns as it said them, those of others as the user's."""
     view: Chat = []
-    for message in episode.messages:
+    for message in messages:
         if message.to not in (None, agent):
             continue
         if message.agent is None:

@@ -3,7 +3,7 @@
 A plan is the same for every rank, process and hash seed; it travels to the workers as JSON (`to_json`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from siirl.compiler import plan_json
@@ -173,15 +173,17 @@ class Stage:
     node: str
     agent: int
     """Whose node it is."""
-    following: str | None
-    """Where an episode goes that does not go back; None: it ends."""
-    back_to: str | None
-    """Where it goes back to, unless `until` is true or the node has run max_turns times."""
+    following: tuple[str, ...]
+    """Where an episode goes that does not go back: to all of these; (): it ends, or `route` says where."""
+    back_to: tuple[str, ...]
+    """Where it goes back to, unless `until` is true or the node has run max_turns times; (): nowhere."""
     max_turns: int
     until: str | None
     """A function of the episode: whether it does not go back."""
     route: str | None
     """A function of the episode that chooses the node instead."""
+    beside: tuple[str, ...] = field(default=(), kw_only=True)
+    """The nodes that may run while this one does: no edge orders them."""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ def _unpack(value: Any, hint: Any) -> Any:
         today = {_OLDER.get(name, name): item for name, item in given.items()}
         return typing.cast(type, hint)(**{name: _unpack(item, kinds[name]) for name, item in today.items()})
     if typing.get_origin(hint) is tuple:
+        if value is None or isinstance(value, str):  # a stage of an older plan has one follower, or none
+            value = () if value is None else (value,)
         return tuple(_unpack(item, args[0] if args[-1] is ... else args[i]) for i, item in enumerate(value))
     if typing.get_origin(hint) is dict:
         return {key: _unpack(item, args[1]) for key, item in value.items()}

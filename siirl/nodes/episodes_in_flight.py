@@ -11,10 +11,12 @@ as it is, and what it is doing goes on in its thread.
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -47,8 +49,8 @@ class HeldEpisode:
 
     last_step: int | None = None
 
-    asked_step: int | None = None
-    """The training step in which it has asked for what it waits for; None: for nothing."""
+    asked: dict[Key, int] = field(default_factory=dict)
+    """The turns that it waits for, and the training step in which it has asked for each."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,8 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
             if self._ending or not self._ended_turns:
                 return self._ending
             num_open = dict(self._num_open)
-            for key in self._ended_turns:
-                num_open[_order_of(key)] -= 1
+            for (order, number), num_ended in Counter(map(_episode_of, self._ended_turns)).items():
+                num_open[order] -= num_ended == len(self.work[order][number].asked)
             return self._is_enough(num_open)
 
     def state(self) -> dict[str, Any]:
@@ -282,18 +284,17 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
 
     def _held(self, game: Game, order: int, number: int, episode: Episode, prompt: list[int]) -> HeldEpisode:
         """Begin an episode, the task of which it is."""
-        key = f"{order}/{number}"
 
-        def asked() -> None:
+        def asked(key: Key) -> None:
             with self._lock:
-                held.asked_step = self._step
+                held.asked[key] = self._step
                 self._firsts[order] = min(self._firsts[order], self._step)
 
-        def heard(policy: str, part: Completion) -> None:
+        def heard(policy: str, key: Key, part: Completion) -> None:
             """A version that nobody has told is that of the last step that has asked for its tokens."""
             with self._lock:
                 self._ended_turns.discard(key)
-                step, held.asked_step = held.asked_step or self._step, None
+                step = held.asked.pop(key, self._step)
                 if part.token_ids:
                     known, versions = self._step_of[policy], set(part.token_versions)
                     known |= {version: max(step, known.get(version, step)) for version in versions}
@@ -303,6 +304,7 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
 
         def ended(task: asyncio.Task[Played]) -> None:
             with self._lock:
+                self._ended_turns -= held.asked.keys()  # of those that failed
                 if order in self._num_open:
                     self._num_open[order] -= 1
             error = None if task.cancelled() else task.exception()
@@ -310,7 +312,8 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
             self._news.set()
 
         policy_of = {line: name for name, lines in self._lines.items() for line in lines}
-        asks = game.asking(lambda line: ResumablePolicy(line, key, asked, partial(heard, policy_of[line])))
+        keys = (f"{order}/{number}/{turn}" for turn in count())
+        asks = game.asking(lambda line: ResumablePolicy(line, keys, asked, partial(heard, policy_of[line])))
         held = HeldEpisode(asyncio.get_running_loop().create_task(run_episode(asks, episode, prompt)))
         held.task.add_done_callback(ended)
         return held
@@ -328,7 +331,8 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
 
     def _oldest(self, order: int, step: int) -> int:
         """See InFlight; also of a token that is not told yet."""
-        return min(one.first_step or one.asked_step or step for one in self.work[order])
+        held = self.work[order]
+        return min(one.first_step or min(one.asked.values(), default=step) for one in held)
 
     def _leave(self) -> FinishedEpisodes:
         with self._lock:
@@ -361,6 +365,7 @@ async def _cancelled(tasks: Sequence[asyncio.Task[Played]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _order_of(key: Key) -> int:
-    """The group of an episode."""
-    return int(str(key).partition("/")[0])
+def _episode_of(key: Key) -> tuple[int, int]:
+    """The group and number of the episode that has asked for a turn."""
+    order, number, _ = str(key).split("/")
+    return int(order), int(number)

@@ -171,7 +171,7 @@ def _arrange(plan: Plan, edges: list[tuple[str, str]]) -> _Canvas:
     for link, _ in _tracks(plan, lanes):
         _lane_of(lanes, plan.models[link.source].ranks).tracks += 1
     for stage, _ in _loops(plan, lanes):
-        _lane_with(lanes, stage.back_to).loops += 1
+        _lane_with(lanes, stage.back_to[0]).loops += 1
     bottom = 0.0
     for lane in reversed(lanes):
         lane.bottom, lane.top = bottom, bottom + lane.height
@@ -246,14 +246,14 @@ def _loops(plan: Plan, lanes: list[_Lane]) -> list[tuple[StagePlan, int]]:
     taken: dict[Ranks, int] = {}
     loops = []
     for stage in _stages(plan).values():
-        if stage.back_to is not None:
-            ranks = _lane_with(lanes, stage.back_to).ranks
+        if stage.back_to:
+            ranks = _lane_with(lanes, stage.back_to[0]).ranks
             loops.append((stage, taken.get(ranks, 0)))
             taken[ranks] = taken.get(ranks, 0) + 1
     return loops
 
 
-def _lane_with(lanes: list[_Lane], node: str | None) -> _Lane:
+def _lane_with(lanes: list[_Lane], node: str) -> _Lane:
     return next(lane for lane in lanes if any(node in slots for slots in lane.slots.values()))
 
 
@@ -400,8 +400,8 @@ def _draw_loop(axes: Any, stage: StagePlan, track: int, canvas: _Canvas) -> None
     from matplotlib.patches import FancyArrowPatch
     from matplotlib.path import Path as Curve
 
-    (x, y), (end_x, end_y) = canvas.centers[stage.node], canvas.centers[stage.back_to or stage.node]
-    lane, color = _lane_with(canvas.lanes, stage.back_to), AGENT_COLORS[stage.agent % len(AGENT_COLORS)]
+    (x, y), (end_x, end_y) = canvas.centers[stage.node], canvas.centers[stage.back_to[0]]
+    lane, color = _lane_with(canvas.lanes, stage.back_to[0]), AGENT_COLORS[stage.agent % len(AGENT_COLORS)]
     high = lane.top - _HEADER - _TRACK * (track + 0.3)
     right, left = x + _BOX_W / 2, end_x - _BOX_W / 2
     out, back = right + 0.2 + 0.1 * track, left - 0.2 - 0.1 * track
@@ -418,7 +418,8 @@ def _draw_loop(axes: Any, stage: StagePlan, track: int, canvas: _Canvas) -> None
     axes.add_artist(arrow)
     until = f" until {_short(stage.until)}" if stage.until else ""
     box = {"boxstyle": "round,pad=0.15", "fc": _LANE_COLOR, "ec": "none"}
-    text = f"again{until}, {stage.max_turns} times in all at most"
+    others = f" with {' and '.join(stage.back_to[1:])}" if stage.back_to[1:] else ""
+    text = f"again{others}{until}, {stage.max_turns} times in all at most"
     axes.text(
         (out + back) / 2, high, text, size=_TEXT, color=color, ha="center", va="center", bbox=box, zorder=3
     )

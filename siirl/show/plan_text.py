@@ -140,6 +140,8 @@ def conversations(plan: Plan, configs: Configs) -> list[str]:
             lines.append(f"an episode has at most {talk.most_turns} requests{alone}")
         else:
             lines.append(f"an episode has at most {count_of(talk.most_turns, 'turn')}")
+            together = {tuple(sorted({one.node, *one.beside})): one for one in talk.stages if one.beside}
+            lines += [f"{one.node} runs at once with {' and '.join(one.beside)}" for one in together.values()]
         lines += _played(plan, talk)
     return lines
 
@@ -155,14 +157,14 @@ def _who_plays(program: Mapping[str, Any]) -> str:
 
 def goes_to(stage: StagePlan) -> str:
     """Where an episode goes after a stage, in words."""
-    end = stage.following or "the end"
+    end = " and ".join(stage.following) or "the end"
     if stage.route is not None:
         again = f", back at most {stage.max_turns - 1} times" if stage.back_to else ""
         return f"where {stage.route} says{again}"
-    if stage.back_to is None:
+    if not stage.back_to:
         return end
     until = f" until {stage.until} is true or" if stage.until else " until"
-    return f"back to {stage.back_to}{until} it has run {stage.max_turns} times; then {end}"
+    return f"back to {' and '.join(stage.back_to)}{until} it has run {stage.max_turns} times; then {end}"
 
 
 def _credit(plan: Plan, configs: Configs) -> list[str]:

@@ -272,8 +272,8 @@ def _check_packaged(
             check_reference(kwargs[key], f"{who}: env_kwargs.{key}", call)
     if several and module != "textarena":
         raise DagError(
-            f"{who} takes the action of one agent, but {' and '.join(map(repr, several))} speak in turn. "
-            "Write a class with reset(self, task, seed) and step(self, actions)."
+            f"{who} takes the action of one agent, but {' and '.join(map(repr, several))} both "
+            "speak before it steps. Write a class with reset(self, task, seed) and step(self, actions)."
         )
 
 
@@ -283,7 +283,7 @@ def _check_gym(reset: Function, who: str, several: tuple[str, ...]) -> None:
     if isinstance(reset, ast.AsyncFunctionDef):
         why = "whose methods are no coroutines"
     elif several:
-        why = f"which takes the action of one agent, but {' and '.join(map(repr, several))} speak in turn"
+        why = f"which takes the action of one agent, but {' and '.join(map(repr, several))} both speak"
     if why:
         raise DagError(
             f"{who}: reset{signature_of(reset)} (line {reset.lineno}) lacks task, and so is taken for "

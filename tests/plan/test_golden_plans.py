@@ -166,6 +166,7 @@ CASES = {
     ),
     "sft_grpo_on_2": lambda: compiled(load_dag_file(TEMPLATES / "sft_grpo.yaml"), 2),
     "debate_on_2": lambda: compiled(load_dag_file(TEMPLATES / "debate.yaml"), 2),
+    "debate_rounds_on_2": lambda: compiled(load_dag_file(TEMPLATES / "debate_rounds.yaml"), 2),
 }
 
 

@@ -26,6 +26,7 @@ ASKS_FOR = {
     "dpo": (*GIVEN, *PAIRS, f"{LOSS}=dpo"),
     "dapo": (*GROUPS, "algorithm.filter_groups.enable=true"),
     "debate": GROUPS,
+    "debate_rounds": GROUPS,
     "distill": TEACHER,
     "grpo": GROUPS,
     "grpo_lag": GROUPS,

@@ -59,8 +59,11 @@ class Script:
 
 
 def stage(node: str, agent: int | None, **options: Any) -> StagePlan:
-    """A node of an agent, or with None of an environment; options: fields of the plan."""
-    common = {"following": None, "back_to": None, "max_turns": 1, "until": None, "route": None}
+    """A node of an agent, or of an environment (None); options: fields of the plan; of one node its name."""
+    common: dict[str, Any] = {"following": (), "back_to": (), "max_turns": 1, "until": None, "route": None}
+    for name in ("following", "back_to"):
+        if isinstance(one := options.get(name, ()), str | None):
+            options[name] = () if one is None else (one,)
     if agent is not None:
         return AgentStage(node, agent, **{**common, "policy": agent, "rows": True, **options})
     return EnvStage(node, 0, **{**common, "obs_with_env": True, "rewards_with_env": True, **options})

@@ -181,6 +181,14 @@ def _check_advantage(node: ResolvedNode, workflow: Workflow) -> None:
             "response one by one, and the rows of an interaction have those of other agents and turns, too. "
             "Set algorithm.adv_estimator=grpo, and reward_model.weights to add rewards up."
         )
+    at_once = [stage for stage in workflow.stages.values() if stage.beside]
+    if at_once and node.agent in agents and node.cfg.algorithm.estimator.by_turn:
+        first, name = at_once[0], node.cfg.algorithm.adv_estimator
+        raise DagError(
+            f"{node}: algorithm.adv_estimator={name} takes the value after a turn from the turn that follows "
+            f"it, and {first.node!r} speaks at once with {' and '.join(map(repr, first.beside))}: none of "
+            "these follows another. Set algorithm.adv_estimator=grpo, or let one depend on the other."
+        )
     if node.agent in agents and "turn" in credit.group_by and reads_prob_square(node.cfg):
         raise DagError(
             f"{node}: algorithm.adv_estimator={node.cfg.algorithm.adv_estimator} has a baseline for each "

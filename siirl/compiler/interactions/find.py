@@ -5,20 +5,22 @@ rollouts, after it, hand out the rows of their agents.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from siirl.compiler.interactions.adapters import check_bases
+from siirl.compiler.interactions.at_once import beside_of, check_at_once, most_turns
 from siirl.compiler.interactions.outside import program_of
 from siirl.compiler.interactions.stages import (
     assistant_turns,
     environment_of,
     is_conversation,
     is_member,
+    loop_targets,
     make_stage,
     rollout_cfg,
 )
-from siirl.compiler.plan import AgentStage, InteractionPlan, ProgramStage, Stage
+from siirl.compiler.plan import AgentStage, InteractionPlan, ProgramStage
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Interactions, Nodes, Workflow
 from siirl.config.resolve import get
@@ -93,13 +95,14 @@ def _as_members(nodes: Nodes, interactions: Interactions) -> Nodes:
 
 
 def _connected(nodes: Nodes, graph: Graph) -> list[list[str]]:
-    """The sets of rollouts and environments that depend on each other directly, in execution order."""
+    """The sets of rollouts and environments that depend on each other directly, or that one's loop goes back
+    to, in execution order."""
     home: dict[str, list[str]] = {}
     for node_id in graph.order:
         if not is_member(nodes[node_id]):
             continue
         joined = [node_id]
-        for parent in graph.parents[node_id]:
+        for parent in (*graph.parents[node_id], *map(str, loop_targets(nodes[node_id]))):
             if parent in home and home[parent] is not joined:
                 joined = home[parent] + joined
                 for member in home[parent]:
@@ -118,47 +121,32 @@ def _interaction(members: list[ResolvedNode], workflow: Workflow) -> Interaction
     inside = {node.id for node in members}
     entry = _entry(members, workflow.graph, inside)
     program = program_of([entry, *(node for node in members if node is not entry)], workflow.nodes)
-    stages = tuple(make_stage(node, members, workflow) for node in members)
+    beside = beside_of(members, workflow.graph)
+    stages = tuple(make_stage(node, members, workflow, beside) for node in members)
+    if program is None:
+        check_at_once(stages)
     _check_sharing(members, workflow)
     _check_environments(members)
     policies = tuple(dict.fromkeys(stage.model for stage in stages if isinstance(stage, AgentStage)))
     if program is None:
-        return InteractionPlan(entry.id, stages, policies, _most_turns(stages, workflow.nodes))
+        own = {
+            node.id: 0 if node.op.is_environment else assistant_turns(rollout_cfg(node).multi_turn)
+            for node in members
+        }
+        return InteractionPlan(entry.id, stages, policies, most_turns(stages, own, workflow.graph))
     first = ProgramStage(**vars(stages[0]), serve=program)
     return InteractionPlan(entry.id, (first, *stages[1:]), policies, program["max_requests"])
 
 
-def _most_turns(stages: Sequence[Stage], nodes: Nodes) -> int:
-    """The turns of the longest way through the stages: from the first, then from where loops go back to."""
-    longest: dict[str, int] = {}
-    for position in reversed(range(len(stages))):
-        stage = stages[position]
-        after = [s.node for s in stages[position + 1 :] if stage.route or s.node == stage.following]
-        speaks = isinstance(stage, AgentStage)
-        own = assistant_turns(rollout_cfg(nodes[stage.node]).multi_turn) if speaks else 0
-        longest[stage.node] = own + max((longest[node] for node in after), default=0)
-    total = longest[stages[0].node]
-    for position, stage in enumerate(stages):
-        if stage.back_to is not None:
-            before = [s.node for s in stages[: position + 1] if stage.route or s.node == stage.back_to]
-            total += (stage.max_turns - 1) * max(longest[node] for node in before)
-    return total
-
-
 def _entry(members: list[ResolvedNode], graph: Graph, inside: set[str]) -> ResolvedNode:
     roots = [node for node in members if not inside.intersection(graph.parents[node.id])]
-    if len(roots) > 1:
-        raise DagError(
-            f"{' and '.join(map(str, roots))} both begin the same interaction: an episode starts at one "
-            "agent. Let one depend on the other."
-        )
-    entry = roots[0]
-    if entry.op.is_environment:
-        raise DagError(
-            f"{entry} begins an interaction: an episode starts with a turn of an agent; the environment is "
-            "reset before it, and its first observation is seen. Let it depend on the first rollout."
-        )
-    return entry
+    for root in roots:
+        if root.op.is_environment:
+            raise DagError(
+                f"{root} begins an interaction: an episode starts with a turn of an agent; the environment "
+                "is reset before it, and its first observation is seen. Let it depend on the first rollout."
+            )
+    return roots[0]
 
 
 def _check_environments(members: list[ResolvedNode]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from siirl.compiler.interactions.at_once import starts_of
 from siirl.compiler.plan import AgentStage, Environment, EnvStage
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
@@ -32,8 +33,16 @@ PROCESS = {"pre_process": ("messages", "episode"), "post_process": ("text", "epi
 """Functions around a turn, and what they are called with."""
 
 
-def make_stage(node: ResolvedNode, members: list[ResolvedNode], workflow: Workflow) -> AgentStage | EnvStage:
-    """The stage of a node; members: the nodes of its interaction, in order. DagError if it cannot be one."""
+def make_stage(
+    node: ResolvedNode,
+    members: list[ResolvedNode],
+    workflow: Workflow,
+    beside: Mapping[str, tuple[str, ...]],
+) -> AgentStage | EnvStage:
+    """The stage of a node; members: the nodes of its interaction, in order. DagError if it cannot be one.
+
+    beside: of each member, those that may run while it does.
+    """
     if node.op.is_rollout and node.op.model is None:
         name = node.cfg.actor_rollout_ref.rollout.name
         raise NotSupportedError(f"not supported yet: {node}: rollout.name={name} in an interaction.")
@@ -42,26 +51,22 @@ def make_stage(node: ResolvedNode, members: list[ResolvedNode], workflow: Workfl
     options = dict(node.spec.agent_options or {})
     _check_keys(node, "agent_options", options, ("route",) if is_env else AGENT_KEYS)
     route = options.pop("route", None)
-    children = [child for child in graph.children[node.id] if child in order]
-    if len(children) > 1 and route is None:
-        raise DagError(
-            f"{node} is followed by {' and '.join(map(repr, children))}, and nothing says where an episode "
-            'goes. Add agent_options: {route: "file.py:fn"}, whose fn(episode) returns one of these.'
-        )
-    back_to, max_turns, until = _loop(node, order)
+    children = tuple(child for child in graph.children[node.id] if child in order)
+    back_to, max_turns, until = _loop(node, order, graph)
     for name, reference in (("until", until), ("route", route)):
         if reference is not None:
             check_reference(reference, f"{node}: {name}", Call(("episode",)))
-    following = children[0] if len(children) == 1 else None
+    following = () if route is not None and len(children) > 1 else children
     where = (node.id, node.agent, following, back_to, max_turns, until, route)
     if is_env:
         uses = {key: node.options.get(key, True) for key in USES}
-        return EnvStage(*where, **uses, env=environment_of(node, _speaking_in_turn(members, graph)))
+        env = environment_of(node, _speaking_together(members, graph, beside))
+        return EnvStage(*where, **uses, env=env, beside=beside[node.id])
     _check_tools(node)
     share = workflow.shared_policy(node)
     rows = share is None and not _is_frozen(node, workflow.nodes)
     policy = node.agent if share is None else share
-    return AgentStage(*where, policy, rows, **_process_options(node, options))
+    return AgentStage(*where, policy, rows, **_process_options(node, options), beside=beside[node.id])
 
 
 def rollout_cfg(node: ResolvedNode) -> Any:
@@ -118,11 +123,17 @@ def _check_keys(node: ResolvedNode, key: str, given: dict[str, Any], known: tupl
             raise DagError(f"{node}: {key} has the unknown key {name!r}. {suggest(name, known)}")
 
 
-def _loop(node: ResolvedNode, order: list[str]) -> tuple[str | None, int, str | None]:
+def loop_targets(node: ResolvedNode) -> list[Any]:
+    """The nodes that a loop names: one, or several."""
+    target = (node.spec.loop or {}).get("to", [])
+    return target if isinstance(target, list) else [target]
+
+
+def _loop(node: ResolvedNode, order: list[str], graph: Graph) -> tuple[tuple[str, ...], int, str | None]:
     """(where an episode goes back to, most visits of the node, reference of until)."""
     loop = node.spec.loop
     if loop is None:
-        return None, 1, None
+        return (), 1, None
     _check_keys(node, "loop", loop, LOOP_KEYS)
     turns = loop.get("max_turns")
     if not isinstance(turns, int) or isinstance(turns, bool) or turns < 1:
@@ -130,14 +141,15 @@ def _loop(node: ResolvedNode, order: list[str]) -> tuple[str | None, int, str | 
             f"{node}: loop.max_turns = {turns!r}: without a whole number of at least 1 an episode might "
             "never end. Set how often the node may run in one episode, e.g. loop: {max_turns: 4}."
         )
-    target = loop.get("to", order[0])
-    if target not in order[: order.index(node.id) + 1]:
-        raise DagError(
-            f"{node}: loop.to = {target!r} is no node of its interaction up to it "
-            f"({', '.join(order[: order.index(node.id) + 1])}): a loop goes back. "
-            f"{suggest(str(target), order)}"
-        )
-    return target, turns, loop.get("until")
+    targets = loop_targets(node) or starts_of(order, graph)
+    for target in targets:
+        if target not in order[: order.index(node.id) + 1]:
+            raise DagError(
+                f"{node}: loop.to = {target!r} is no node of its interaction up to it "
+                f"({', '.join(order[: order.index(node.id) + 1])}): a loop goes back. "
+                f"{suggest(str(target), order)}"
+            )
+    return tuple(targets), turns, loop.get("until")
 
 
 def _process_options(node: ResolvedNode, options: dict[str, Any]) -> dict[str, Any]:
@@ -186,11 +198,14 @@ def _process_functions(path: Any, who: str) -> list[str]:
     return found
 
 
-def _speaking_in_turn(members: list[ResolvedNode], graph: Graph) -> tuple[str, ...]:
-    """Two rollouts of an interaction of which one follows the other without an environment between them."""
-    rollouts = {node.id for node in members if not node.op.is_environment}
-    pairs = ((node.id, child) for node in members for child in graph.children[node.id])
-    return next((pair for pair in pairs if rollouts.issuperset(pair)), ())
+def _speaking_together(
+    members: list[ResolvedNode], graph: Graph, beside: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Two rollouts of an interaction that both speak before its environment steps: one follows the other, or
+    they do so at once."""
+    rollouts = {node.id: node for node in members if not node.op.is_environment}
+    pairs = ((node, other) for node in rollouts for other in (*graph.children[node], *beside[node]))
+    return next((pair for pair in pairs if pair[1] in rollouts), ())
 
 
 def environment_of(node: ResolvedNode, several: tuple[str, ...] = ()) -> Environment | None:

@@ -305,7 +305,7 @@ def test_the_flat_keys_of_an_environment_say_what_agents_get_of_it(tokenizer, co
     dag = chain(2, agent_1={"config": config, "loop": {"max_turns": 5}})
     game = game_of(dag, scripts, tokenizer, make_env=make)
     assert [stage.node for stage in game.plan.stages] == ["rollout_0", "rollout_1", "rollout_1_env"]
-    assert game.plan.stages[-1].back_to == "rollout_0" and game.plan.stages[-1].max_turns == 5
+    assert game.plan.stages[-1].back_to == ("rollout_0",) and game.plan.stages[-1].max_turns == 5
     (one,) = play(game, episodes(1), tokenizer)
     assert one.episode.done and one.episode.turns == 4
     assert [m.reward for m in one.episode.messages if m.agent is not None] == [

@@ -221,10 +221,6 @@ CASES = {
         lambda c: pair(second={"agent_options": {"process_path": str(c)}}),
         ["defines neither pre_process nor post_process"],
     ),
-    "no route": (
-        lambda c: pair(third={"dependencies": ["rollout_0"]}),
-        ["'rollout_0' is followed by 'rollout_1' and 'rollout_2'", "route"],
-    ),
     "env name": (lambda c: pair(env=env(c, "Gmae")), ["'game'", "no 'Gmae'", "Did you mean 'Game'?"]),
     "env module": (
         lambda c: pair(env=env("no_such.module")),
@@ -259,7 +255,7 @@ CASES = {
     "env arity": (lambda c: pair(env=env(c, "BadReset")), ["reset(self, task)", "reset(self, task, seed)"]),
     "gym of two": (
         lambda c: with_environment(pair(), c, ["rollout_1"], "game", "Lacks"),
-        ["reset(self, seed) (line", "lacks task", "one agent, but 'rollout_0' and 'rollout_1' speak in turn"],
+        ["reset(self, seed) (line", "lacks task", "one agent, but 'rollout_0' and 'rollout_1' both speak"],
     ),
     "gym that is awaited": (
         lambda c: pair(env=env(c, "LacksAwaited")),
@@ -362,10 +358,6 @@ CASES = {
     "process_path that is a list": (
         lambda c: pair(second={"agent_options": {"process_path": [str(c)]}}),
         ["'rollout_1': process_path = ['", "is no text. Write the path of a file.py"],
-    ),
-    "two starts": (
-        lambda c: two_starts(),
-        ["'rollout_0' and node 'rollout_1'", "both begin"],
     ),
 }
 

@@ -22,7 +22,7 @@ from siirl.agents.environments import HostedEnvironment, StepResult
 from siirl.agents.episode import Episode
 from siirl.agents.runner import Game, turn_seed
 from siirl.agents.stream_client import StreamClient
-from siirl.compiler.plan import AgentStage, InteractionPlan
+from siirl.compiler.plan import AgentStage, EnvStage, InteractionPlan
 from siirl.data.completions import Completion
 from siirl.data.loader import PromptLoader
 from siirl.engines.rollout.base import RolloutEngine, WaveStream
@@ -126,6 +126,10 @@ TALK = [
     stage("a", 0, following="b"),
     stage("b", 1, back_to="a", max_turns=3, until="over"),
 ]
+AT_ONCE = [  # with one policy, so that its engine has several turns of an episode
+    stage("a", 0, beside=("b",)),
+    stage("b", 1, policy=0, beside=("a",), back_to=("a", "b"), max_turns=3, until="over"),
+]
 PLAY = [stage("a", 0, following="table"), stage("table", None, back_to="a", max_turns=3)]
 
 
@@ -144,8 +148,9 @@ def over(episode):
 def game_of(stages, functions):
     def game(lines):
         spoken = [one for one in stages if isinstance(one, AgentStage)]
-        speakers = {one.node: speaker(lines[POLICIES[one.agent]][0]) for one in spoken}
-        make_env = (lambda: HostedEnvironment(Table, "Table")) if stages is not TALK else None
+        speakers = {one.node: speaker(lines[POLICIES[one.policy]][0]) for one in spoken}
+        acts = any(isinstance(one, EnvStage) for one in stages)
+        make_env = (lambda: HostedEnvironment(Table, "Table")) if acts else None
         return Game(InteractionPlan("a", tuple(stages), POLICIES, 9), speakers, functions, make_env, 5.0)
 
     return game
@@ -162,6 +167,7 @@ class Job:
     ):
         self.shards, self.batch, self.n, self.steps = shards, batch, n, steps
         self.stages = stages
+        self.policy_of = {one.agent: one.policy for one in stages if isinstance(one, AgentStage)}
         self.game = game_of(stages, functions or {"over": over})
         self.loaders = [PromptLoader(Prompts(64), batch, s, shards, seed=3) for s in range(shards)]
         self.kept = [EpisodesInFlight(max_lag, surplus, batch, stale=stale) for _ in range(shards)]
@@ -224,7 +230,7 @@ class Job:
             assert age == lag or (age < lag and not self.exact), "that of the oldest token"
             for agent, context in one.contexts.items():
                 for row in context.rows:
-                    steps = left.step_of[POLICIES[agent]]
+                    steps = left.step_of[POLICIES[self.policy_of[agent]]]
                     assert all(steps[version] == version for version in row.versions if version >= 0)
                     check_versions(row, one.episode.seed, agent)
 
@@ -260,12 +266,12 @@ CASES = st.tuples(
 
 
 @settings(max_examples=12, deadline=None)
-@given(CASES)
-def test_all_that_is_loaded_is_trained_once_within_the_bound_and_uncut(case):
+@given(CASES, st.sampled_from([TALK, AT_ONCE]))
+def test_all_that_is_loaded_is_trained_once_within_the_bound_and_uncut(case, stages):
     shards, batch, n, max_lag, share, steps = case
-    plain = Job(shards, batch, n, 1, 0.0, steps).finish()
+    plain = Job(shards, batch, n, 1, 0.0, steps, stages).finish()
     assert set(plain.lags) <= {0} and not plain.partial, "without a surplus every step ends what it begins"
-    lagging = Job(shards, batch, n, max_lag, share * max_lag, steps, speed=2).finish()
+    lagging = Job(shards, batch, n, max_lag, share * max_lag, steps, stages, speed=2).finish()
     assert Counter(lagging.trained) == Counter(plain.trained)
     assert max(lagging.lags) <= max_lag and lagging.restarted == 0
     assert all(not len(kept.orders()) for kept in lagging.kept)
@@ -380,9 +386,9 @@ class Waves(RolloutEngine):
         self.weight_version = version
 
 
-def in_waves(*arguments):
+def in_waves(stages, *arguments):
     """A job of one shard whose engine works inside `collect`, and the engine."""
-    job, engine = Job(1, *arguments, PLAY), Waves()
+    job, engine = Job(1, *arguments, stages), Waves()
 
     def stream_clients():
         engine.weight_version = job.step
@@ -394,9 +400,10 @@ def in_waves(*arguments):
     return job.finish(), engine
 
 
-def test_an_engine_that_works_in_waves_ends_one_when_the_step_may_be_over():
-    plain, waiting = in_waves(8, 2, 1, 0.0, 8)
-    lagging, engine = in_waves(8, 2, 2, 2.0, 8)
+@pytest.mark.parametrize("stages", [PLAY, AT_ONCE], ids=["in turn", "at once"])
+def test_an_engine_that_works_in_waves_ends_one_when_the_step_may_be_over(stages):
+    plain, waiting = in_waves(stages, 8, 2, 1, 0.0, 8)
+    lagging, engine = in_waves(stages, 8, 2, 2, 2.0, 8)
     assert Counter(lagging.trained) == Counter(plain.trained)
     assert engine.num_cut > 20 and waiting.num_cut == 0
     assert lagging.partial > 10 and 2 in lagging.lags
