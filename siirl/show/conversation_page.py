@@ -27,17 +27,6 @@ from siirl.show.plan_picture import AGENT_COLORS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
-GOOD, BAD = "44, 150, 90", "205, 70, 70"  # red, green, blue
-
-MORE_STYLE = """
-main { max-width: 960px; }
-form { display: contents; }
-main > details { contain-intrinsic-size: auto 320px; /* hundreds stay fast */ }
-.reward { padding: 0 8px; border-radius: 9px; font-variant-numeric: tabular-nums; color: var(--ink); }
-.error { padding: 0 8px; border-radius: 9px; color: #fff; background: #b03a48; }
-.note { margin: 0; padding: 0 14px 10px; color: var(--faint); font-size: 13px; }
-"""
-
 SCRIPT = """
 const form = document.forms[0], count = document.getElementById("count");
 const episodes = [...document.querySelectorAll("main > details")];
@@ -75,13 +64,12 @@ def page_style() -> str:
 
 
 def page(episodes: Sequence[ShownEpisode], title: str) -> str:
-    """The page as text. Turns are coloured by agent, their rewards by sign and size; a form filters episodes
-    by agent, reward and words, and orders them.
+    """The page as text, in the design of `siirl view`. Turns are coloured by agent, rewards by sign; a form
+    filters episodes by agent, reward and words, and orders them.
     """
     agents = sorted({agent for episode in episodes for agent in _agents(episode)})
-    strongest = max((abs(reward) for episode in episodes for reward in _rewards(episode)), default=0.0)
     options = "".join(f'<option value="{agent}">agent {agent}</option>' for agent in agents)
-    body = "\n".join(_episode(place, episode, strongest) for place, episode in enumerate(episodes))
+    body = "\n".join(_episode(place, episode) for place, episode in enumerate(episodes))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -89,7 +77,7 @@ def page(episodes: Sequence[ShownEpisode], title: str) -> str:
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{_safe(title)}</title>
-<style>{page_style()}{MORE_STYLE}</style>
+<style>{page_style()}</style>
 </head>
 <body>
 <header>
@@ -101,7 +89,7 @@ def page(episodes: Sequence[ShownEpisode], title: str) -> str:
 <label>words <input name="words" type="search"></label>
 <label>order <select name="order"><option value="">as it was</option>
 <option value="worst">worst first</option><option value="best">best first</option></select></label>
-<span id="count"></span>
+<span id="count" class="faint"></span>
 </form>
 </header>
 <main>
@@ -126,20 +114,16 @@ def _agents(episode: ShownEpisode) -> set[int]:
     return spoke | set(episode.rewards)
 
 
-def _rewards(episode: ShownEpisode) -> list[float]:
-    return [*episode.rewards.values(), *(message.get("reward") or 0.0 for message in episode.messages)]
-
-
-def _episode(place: int, episode: ShownEpisode, strongest: float) -> str:
+def _episode(place: int, episode: ShownEpisode) -> str:
     by_agent = {agent: episode.rewards.get(agent, 0.0) for agent in sorted(_agents(episode))}
     data = "".join(f' data-reward-{agent}="{reward:.6g}"' for agent, reward in by_agent.items())
     chips = "".join(
-        f'<span class="chip" style="{_color(agent)}">agent {agent} {_reward(reward, strongest)}</span>'
+        f'<span class="chip" style="{_color(agent)}">agent {agent}: {_reward(reward)}</span>'
         for agent, reward in episode.rewards.items()
     )
     with_env = has_env_rewards(episode)
-    messages = "\n".join(_message(message, strongest, with_env) for message in episode.messages)
-    notes = "".join(f'\n<p class="note">{_safe(note)}</p>' for note in notes_of(episode))
+    messages = "\n".join(_message(message, with_env) for message in episode.messages)
+    notes = "".join(f'\n<p class="details faint">{_safe(note)}</p>' for note in notes_of(episode))
     turns = f"{episode.turns} turn{'' if episode.turns == 1 else 's'}"
     return (
         f'<details open data-place="{place}" data-reward="{episode.mean_reward:.6g}"{data}>\n'
@@ -148,15 +132,15 @@ def _episode(place: int, episode: ShownEpisode, strongest: float) -> str:
     )
 
 
-def _message(message: Any, strongest: float, with_env: bool) -> str:
+def _message(message: Any, with_env: bool) -> str:
     agent, turn = message.get("agent"), message.get("turn")
     mine = f' data-agent="{int(agent)}" style="{_color(agent)}"' if agent is not None else ""
     parts = [f"<span>{int(turn)}</span>"] if turn is not None else []
     parts.append(f'<span class="name">{_safe(speaker_name(message))}</span>')
-    parts += [_reward(value, strongest, f"{source} ") for source, value in rewards_of(message, with_env)]
+    parts += [_reward(value, f"{source} ") for source, value in rewards_of(message, with_env)]
     parts += [f"<span>{_safe(detail)}</span>" for detail in details_of(message)]
     if errors := errors_of(message):
-        parts.append(f'<span class="error">{_safe(errors)}</span>')
+        parts.append(f'<span class="down">{_safe(errors)}</span>')
     kind = "message tool" if message.get("role") == "tool" else "message"
     return f'<div class="{kind}"{mine}><div class="head">{"".join(parts)}</div>{_text(message)}</div>'
 
@@ -176,11 +160,10 @@ def _pre(kind: str, text: Any) -> str:
     return f'<pre class="{kind}">\n{_safe(text)}</pre>'  # HTML drops the first line break
 
 
-def _reward(reward: float, strongest: float, source: str = "") -> str:
-    """A reward on a ground of green or red, as strong as it is large. The sign is also written out."""
-    strength = 0.15 + 0.45 * abs(reward) / strongest if reward and strongest else 0
-    ground = f"rgba({GOOD if reward > 0 else BAD}, {strength:.2f})"
-    return f'<span class="reward" style="background: {ground}">{source}{reward_text(reward)}</span>'
+def _reward(reward: float, source: str = "") -> str:
+    """A reward, green or red; its sign is also written out."""
+    sign = " up" if reward > 0 else " down" if reward < 0 else ""
+    return f'<span class="reward{sign}">{source}{reward_text(reward)}</span>'
 
 
 def _color(agent: int) -> str:

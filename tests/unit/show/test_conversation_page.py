@@ -21,6 +21,8 @@ from siirl.observe.console import ConsoleSink
 from siirl.observe.sinks import SampleSink
 from siirl.show.conversation_page import page, write_page
 from siirl.show.conversation_text import MAX_MESSAGE, ShownEpisode, episode_text, split_episodes
+from siirl.view.view_page import first_data
+from siirl.view.view_page import page as view_page
 
 EVIL = "</pre></script><script>alert(1)</script><img src=x onerror='alert(2)'>\" & \x00\x1b[31m\u202e\ud800"
 
@@ -105,14 +107,21 @@ def test_the_page_holds_each_turn_with_its_agent_and_reward():
         ("0.125", "-0.25", "0.5"),
     ]
     assert reader.texts["text"][3] == "\n\nfour"  # HTML drops the first of two line breaks
-    assert reader.texts["reward"][:4] == ["-0.25", "+1", "env -0.25", "env +1"]
+    assert reader.texts["reward down"][:2] == ["-0.25", "env -0.25"]
+    assert reader.texts["reward up"][:2] == ["+1", "env +1"]
     assert reader.texts["name"][:4] == ["user", "planner (agent 0)", "tool calculator", "worker (agent 1)"]
-    assert reader.texts["error"] == ["tool errors: unknown"] * 2
-    grounds = [attributes["style"] for tag, attributes in reader.tags if attributes.get("class") == "reward"]
-    assert (
-        grounds[0].startswith("background: rgba(205") and grounds[1] == "background: rgba(44, 150, 90, 0.60)"
-    )
+    assert reader.texts["down"] == ["tool errors: unknown"] * 2
     assert [attributes["value"] for tag, attributes in reader.tags if tag == "option"][:3] == ["", "0", "1"]
+
+
+def test_the_page_has_the_design_of_siirl_view_and_no_other():
+    """One style sheet: every class and colour of a conversation's page is of `siirl view`, too."""
+    text = page([episode()], "run, step 2")
+    (style,) = re.findall("<style>(.*?)</style>", text, re.DOTALL)
+    viewed = "".join(view_page(first_data([], live=False) | {"runs": [{"label": "run", "overview": None}]}))
+    assert f"<style>{style}</style>" in viewed
+    styles = {attributes["style"] for _, attributes in Reader(text).tags if "style" in attributes}
+    assert styles and all(one.startswith("--agent: #") for one in styles)
 
 
 def test_what_was_said_in_parts_has_its_reasoning_folded():
@@ -197,7 +206,7 @@ def test_why_an_episode_ended_is_in_the_text_the_page_and_the_lines():
     line = "ended: what worker reads (31 tokens) does not fit"
     assert shown["conversation"].split("\n")[-2:] == [f"  {line}", "  ground truth: 4"]
     assert shown["episode"] == {"episode_id": 8, "ended": line.removeprefix("ended: ")}
-    assert Reader(page([one], "run")).texts["note"] == [line, "ground truth: 4"]
+    assert Reader(page([one], "run")).texts["details faint"] == [line, "ground truth: 4"]
 
 
 def test_a_reward_of_the_environment_stands_at_the_turns_that_it_named_and_at_no_other():
@@ -268,7 +277,8 @@ def test_each_validation_of_an_interaction_has_a_page_named_as_the_run_or_else_i
     assert path.name == "step_2.html"
     text = path.read_text()
     assert f"<h1>{'run' if named else 'sums'}: validation, step 2</h1>" in text
-    assert {"score -1", "score +0.5"} <= set(Reader(text).texts["reward"])
+    reader = Reader(text)
+    assert "score -1" in reader.texts["reward down"] and "score +0.5" in reader.texts["reward up"]
 
 
 def shown_rows(limit, tokenizer, agent=1, extra_info=None):
