@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from siirl.config.foreign import foreign
 from siirl.config.keys import Key
 from siirl.config.resolve import FOLLOWS, get
@@ -20,17 +18,14 @@ from siirl.config.tree import default_config
 from siirl.config.values import convert, show
 from siirl.errors import ConfigError, UserError
 from siirl.migrate.defaults import OWN
+from siirl.migrate.hydra_files import FILL_IN, Composed, leaves_of, read_tree, settings_of, with_named_file
 from siirl.migrate.script import read_script
 from siirl.migrate.shell_words import UNKNOWN
 from siirl.migrate.translate import MEGATRON_NAMES, translate
 from siirl.migrate.translation import Kind, Setting, Translation, typed
 
-FILL_IN = "FILL_IN"
 PLACEHOLDER = re.compile(r"(?<!\$)\{[A-Za-z][\w ]*\}")
 SETTING = re.compile(r"[~+]*[\w.]+=")
-INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^}]*))?\}")
-SELECTION = re.compile(r"\$\{oc\.select:([\w.]+)(?:,(.*))?\}", re.DOTALL)
-SCALARS = {True: "true", False: "false", None: "null"}
 
 
 @dataclass(frozen=True)
@@ -43,6 +38,8 @@ class Source:
     """Text -> the settings that hold it: places to fill in, or variables that nobody set."""
     whole: bool = False
     """Whether it is a tree of all settings: a YAML file."""
+    missing: tuple[str, ...] = ()
+    """Files whose settings belong to it, and that are not there."""
 
 
 def read_source(path: Path, given: Mapping[str, str], settings: Sequence[str]) -> Source:
@@ -56,7 +53,7 @@ def read_source(path: Path, given: Mapping[str, str], settings: Sequence[str]) -
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Name a launch script or a YAML file.") from None
     if path.suffix in (".yaml", ".yml"):
-        return _from_yaml(path, text, settings)
+        return _from_yaml(path, settings)
     if path.suffix == ".py":
         raise ConfigError(_of_python(path, text))
     launch = read_script(text, given, settings)
@@ -76,7 +73,16 @@ def read_source(path: Path, given: Mapping[str, str], settings: Sequence[str]) -
         arguments.append(argument)
     for guess in launch.variables.guesses:
         left[guess] = ["the script's conditions: give the variable if it is not so"]
-    return Source(launch.origin, tuple(arguments), {text: tuple(names) for text, names in left.items()})
+    composed = Composed()
+    if launch.origin != "siirl":
+        arguments, composed = with_named_file(arguments, path)
+    return Source(
+        launch.origin,
+        tuple(arguments),
+        {text: tuple(names) for text, names in left.items()},
+        whole=composed.has_groups,
+        missing=tuple(composed.missing),
+    )
 
 
 def _of_python(path: Path, text: str) -> str:
@@ -94,6 +100,12 @@ def _of_python(path: Path, text: str) -> str:
 def translate_source(source: Source) -> Translation:
     """The settings of a source for siirl; of a YAML file, those that differ from siirl's defaults."""
     result = translate(source.origin, source.arguments)
+    for file in source.missing:
+        result.add(
+            "impossible",
+            file,
+            "it is not there: name the script where it lies in its repository, or set what the file sets",
+        )
     if source.whole:
         _leave_out_defaults(result)
     return result
@@ -120,31 +132,18 @@ def _converted(key: Key, text: str) -> Any:
         return text
 
 
-def _from_yaml(path: Path, text: str, settings: Sequence[str]) -> Source:
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path} holds no mapping of keys. Name a launch script, or a YAML file of settings."
-        )
+def _from_yaml(path: Path, settings: Sequence[str]) -> Source:
+    _, tree = read_tree(path)
     if "nodes" in tree:
         return Source("siirl", (f"dag.workflow_path={path}", *settings), {})
     defaults = [str(item) for item in tree.pop("defaults", []) or []]
     tree.pop("hydra", None)
-    leaves = dict(_leaves(tree, ""))
-    if not any(map(_is_known, leaves)):
+    if not any(_is_known(name) for name, _ in leaves_of(tree)):
         raise ConfigError(_of_others(path, tree))
-    leaves = {name: _absolute(value, name) for name, value in leaves.items()}
-    resolved = {name: _resolved(value, leaves, 0) for name, value in leaves.items()}
     origin = "siirl" if "dag" in tree or "ppo_dag_trainer" in defaults or "ray_init" in tree else "verl"
     named = next((name for name in defaults if name in MEGATRON_NAMES), None)
     options = [f"--config-name={named}"] if named else []
-    arguments = [
-        f"{name}={_text(value)}" for name, value in resolved.items() if not name.endswith("_target_")
-    ]
-    return Source(origin, (*options, *arguments, *settings), {}, whole=True)
+    return Source(origin, (*options, *settings_of(tree, {}), *settings), {}, whole=True)
 
 
 def _is_known(name: str) -> bool:
@@ -165,50 +164,6 @@ def _of_others(path: Path, tree: Mapping[str, Any]) -> str:
             )
     groups = ", ".join(list(tree)[:5])
     return f"{path} has no key of siiRL or verl, but {groups}. Name a launch script or a YAML file of theirs."
-
-
-def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _absolute(value: Any, name: str) -> Any:
-    """The value with ${.key}, which is beside it in its group, under the whole name."""
-    group = name.rpartition(".")[0]
-    return (
-        re.sub(r"(\$\{(?:oc\.select:)?)\.(?=\w)", rf"\1{group}.", value) if isinstance(value, str) else value
-    )
-
-
-def _resolved(value: Any, leaves: Mapping[str, Any], depth: int) -> Any:
-    """The value with ${key} of the same file put in; what is not there stays."""
-    if not isinstance(value, str) or depth > 20:
-        return value
-    whole = INTERPOLATION.fullmatch(value)
-    if whole and whole[1] in leaves:
-        return _resolved(leaves[whole[1]], leaves, depth + 1)
-    selection = SELECTION.fullmatch(value)
-    if selection and selection[1] in leaves:
-        return _resolved(leaves[selection[1]], leaves, depth + 1)
-    if selection:  # what is not there has the default, or no value
-        return _resolved(yaml.safe_load(selection[2] or "null"), leaves, depth + 1)
-
-    def put_in(found: re.Match[str]) -> str:
-        inner = leaves.get(found[1])
-        return found[0] if inner is None else _text(_resolved(inner, leaves, depth + 1))
-
-    return INTERPOLATION.sub(put_in, value)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return SCALARS[value]
-    if isinstance(value, list):
-        return "[" + ",".join(_text(item) for item in value) + "]"
-    return "{}" if value == {} else str(value)
 
 
 WIDTH = 44

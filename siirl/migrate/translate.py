@@ -19,6 +19,7 @@ from siirl.migrate.translation import Setting, Translation, scalar, typed, unquo
 
 MEGATRON_NAMES = ("ppo_megatron_trainer", "megatron_ppo_dag_trainer")
 PRESET_NAMES = ("ppo_trainer", "ppo_dag_trainer", *MEGATRON_NAMES)
+CONFIG_OPTIONS = ("--config-name", "--config-path", "--config-dir")
 EMBODIED_NAMES = ("embodied_grpo_trainer", "embodied_srpo_trainer")
 STRATEGIES = {"dp": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 GLOBAL_SIZES = {
@@ -105,8 +106,8 @@ def _refused_without_effect(result: Translation) -> None:
             result.settings[place] = replace(setting, kind="dropped", why=f"without effect: {why}")
 
 
-def _options(arguments: Sequence[str], result: Translation) -> list[str]:
-    """The arguments without hydra's options, which become settings or stay."""
+def split_options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """hydra's options that name a file, under their long names, and all other arguments."""
     left, options, waiting = [], {}, ""
     names = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
     for argument in arguments:
@@ -115,13 +116,21 @@ def _options(arguments: Sequence[str], result: Translation) -> list[str]:
             continue
         head, equals, tail = argument.partition("=")
         head = names.get(head, head)
-        if head in ("--config-name", "--config-path", "--config-dir"):
+        if head in CONFIG_OPTIONS:
             options[head] = tail
             waiting = "" if equals else head
-        elif argument.startswith("-"):
-            result.add("dropped", argument, "an option of hydra, or of the program around it")
         else:
             left.append(argument)
+    return options, left
+
+
+def _options(arguments: Sequence[str], result: Translation) -> list[str]:
+    """The arguments without hydra's options, which become settings or stay."""
+    options, others = split_options(arguments)
+    left = [argument for argument in others if not argument.startswith("-")]
+    for argument in others:
+        if argument.startswith("-"):
+            result.add("dropped", argument, "an option of hydra, or of the program around it")
     name = options.get("--config-name", "").removesuffix(".yaml")
     if name in MEGATRON_NAMES:
         _strategies("megatron", f"--config-name={name}", result)
