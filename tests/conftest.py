@@ -1,27 +1,53 @@
 """Makes the shared helpers of the test suite importable, and what tests record their results by."""
 
 import gc
+import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
+from cpu_seconds import CpuSeconds
 from dist_harness import start_by_forks
 from forked_starts import asks
 
 start_by_forks()
+VLLM = {
+    *("test_adapter_alone_job", "test_kept_tokens", "test_moe_main_job", "test_native_draws"),
+    *("test_native_places", "test_native_slots", "test_native_tokens", "test_rollout_engine_contract"),
+    *("test_vllm_heads", "test_vllm_job", "test_vllm_leftovers", "test_vllm_restarts"),
+}
+"""Files of `make test` that import vLLM, in this process or in those that they start."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers take whole files, and one of them all that import vLLM: it takes each that does 20 s."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByImports(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "vLLM" if Path(file).stem in VLLM else file
+
+    return ByImports(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """What is set aside below is given back last: after pytest's own two looks for garbage, seconds each."""
     config.add_cleanup(gc.unfreeze)
+    if file := os.environ.get("SIIRL_TEST_CPU"):
+        config.pluginmanager.register(CpuSeconds(file))
 
 
 def pytest_sessionstart() -> None:

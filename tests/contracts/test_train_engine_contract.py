@@ -38,7 +38,6 @@ def whole(name: str, world: int, *model: str, overrides: tuple[str, ...] = (), *
 
 SCENARIOS = [
     Scenario("one rank", 1),
-    Scenario("one rank, untied", 1, "qwen3_untied"),
     Scenario("one rank, llama", 1, "llama"),
     Scenario("one row a micro-batch", 1, overrides=ROW),
     Scenario("token budget", 1, overrides=TOKEN_BUDGET),
@@ -61,14 +60,18 @@ SCENARIOS = [
     shared("two pairs share rows, one without", 4, 2, split="first_rank"),
     shared("two pairs share rows, each a copy", 4, 2, split="uneven", fsdp_size=2),
     Scenario("two ranks, as a large model", 2, "qwen3_untied", overrides=ROW, large=True),
-    whole("two ranks", 2, "qwen3_untied", overrides=ROW),
     whole("two ranks, one without rows", 2, "llama", split="first_rank"),
-    whole("two ranks, lora", 2, overrides=LORA),
     whole("two ranks, five experts", 2, "qwen3_moe", split="uneven", overrides=TOKEN_BUDGET),
     whole("two ranks share rows", 2, overrides=TOKEN_BUDGET, sizes=(("cp", 2),)),
+]
+MORE = [
+    Scenario("one rank, untied", 1, "qwen3_untied"),
+    whole("two ranks", 2, "qwen3_untied", overrides=ROW),
+    whole("two ranks, lora", 2, overrides=LORA),
     whole("four ranks", 4, split="uneven", overrides=ROW),
     whole("two shards, two copies", 4, "qwen3_untied", fsdp_size=2, overrides=ROW),
 ]
+"""What others have together, and no other scenario alone: slow."""
 RANDOM_WORLD = 4
 
 
@@ -118,19 +121,23 @@ def reference(model: str, lora: bool) -> Outcome:
 
 
 @functools.cache
-def outcomes(world: int) -> dict[str, Outcome]:
-    scenarios = [scenario for scenario in SCENARIOS if scenario.world == world]
+def outcomes(world: int, more: bool) -> dict[str, Outcome]:
+    scenarios = [scenario for scenario in (MORE if more else SCENARIOS) if scenario.world == world]
     return run_workers(cases.run_scenarios, world, scenarios, model_dirs())[0]
 
 
-@pytest.fixture(params=SCENARIOS, ids=lambda scenario: scenario.name)
+@pytest.fixture(
+    params=[*SCENARIOS, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)],
+    ids=lambda scenario: scenario.name,
+)
 def scenario(request) -> Scenario:
     return request.param
 
 
 @pytest.fixture
 def pair(scenario) -> tuple[Outcome, Outcome]:
-    return outcomes(scenario.world)[scenario.name], reference(scenario.model, "lora" in scenario.name)
+    ours = outcomes(scenario.world, scenario in MORE)[scenario.name]
+    return ours, reference(scenario.model, "lora" in scenario.name)
 
 
 def test_log_probs_and_entropies_equal_plain_hf_one_row_at_a_time(pair):

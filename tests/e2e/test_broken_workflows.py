@@ -131,7 +131,7 @@ def test_a_sound_workflow_passes_by_the_users_command(job, capsys):
     assert told.count("n/a") == 2 and "equal bit for bit" in told and "=<eos><assistant>>>" in told
 
 
-@pytest.mark.parametrize("name", some(TEMPLATES, "dapo", "remax"))
+@pytest.mark.parametrize("name", some(TEMPLATES, "dapo"))
 def test_a_template_passes(name, job, tmp_path):
     """Also where rows of a round wait for the next step, and where nothing compares answers to one prompt."""
     folder, settings = job

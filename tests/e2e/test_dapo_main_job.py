@@ -208,6 +208,7 @@ def run_noting(folder, made, name, *more):
     return run_job(2, overrides(made, folder / name, *DAPO, *LAG, *keys)), noted(folder / "seen")
 
 
+@pytest.mark.slow  # test_in_flight.py has it without the rest of a run, test_lag_job.py the resume
 def test_dynamic_sampling_with_a_lag_trains_whole_batches_within_the_bound_and_resumes_exactly(tmp_path):
     """Responses with a long tail; from the checkpoint of step 2 the same prompts and weights come out."""
     made = Inputs.make(tmp_path / "inputs", rows=200)

@@ -118,7 +118,9 @@ def sft(model: Path) -> trl_trainers.Trained:
 
 
 @pytest.mark.parametrize(
-    ("world", "more"), [(1, ()), (2, BY_TOKENS), (2, TP2)], ids=["fsdp on 1", "fsdp on 2, by tokens", "tp2"]
+    ("world", "more"),
+    [pytest.param(1, (), marks=pytest.mark.slow), (2, BY_TOKENS), (2, TP2)],
+    ids=["fsdp on 1", "fsdp on 2, by tokens", "tp2"],
 )
 def test_supervised_fine_tuning_is_trls(folder, tmp_path, world, more):
     ours = train(folder, tmp_path, world, f"{ACTOR}.policy_loss.loss_mode=sft", *more)
@@ -165,7 +167,13 @@ def dpo(model: Path) -> trl_trainers.Trained:
 
 @pytest.mark.parametrize(
     ("world", "more"),
-    [(1, ()), (2, BY_TOKENS), (2, ONE_ROW), (2, TP2), pytest.param(2, PP2, marks=pytest.mark.slow)],
+    [
+        pytest.param(1, (), marks=pytest.mark.slow),
+        (2, BY_TOKENS),
+        pytest.param(2, ONE_ROW, marks=pytest.mark.slow),
+        (2, TP2),
+        pytest.param(2, PP2, marks=pytest.mark.slow),
+    ],
     ids=["fsdp on 1", "fsdp on 2, by tokens", "fsdp on 2, a row at a time", "tp2", "pp2"],
 )
 def test_preferences_are_learnt_as_trl_does(folder, tmp_path, world, more):

@@ -18,17 +18,31 @@ def glossary() -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
+NAMED = ("id", "attr", "arg", "name", "asname")
+
+
 @cache
-def names() -> dict[str, str]:
-    """Each name that siirl defines or uses -> where it stands first."""
+def code() -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Each name that siirl defines or uses -> where it stands first; and (where it stands, a text of several
+    words that is no docstring)."""
     found: dict[str, str] = {}
+    said: list[tuple[str, str]] = []
     for path in sorted((ROOT / "siirl").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            for attribute in ("id", "attr", "arg", "name", "asname"):
-                name = getattr(node, attribute, None)
-                if isinstance(name, str):
-                    found.setdefault(name, f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}")
-    return found
+        file, documentation = str(path.relative_to(ROOT)), set()
+        for node in ast.walk(ast.parse(path.read_text())):  # what is around a node comes before it
+            if isinstance(node, ast.Expr):
+                documentation.add(node.value)
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and " " in text and node not in documentation:
+                said.append((f"{file}:{node.lineno}", text))
+            for attribute in NAMED:
+                if attribute in node._fields and isinstance(name := getattr(node, attribute), str):
+                    found.setdefault(name, f"{file}:{getattr(node, 'lineno', 1)}")
+    return found, said
+
+
+def names() -> dict[str, str]:
+    return code()[0]
 
 
 def words(name: str) -> list[str]:
@@ -80,14 +94,7 @@ def texts() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "siirl").rglob("*.js")):
         for text in re.findall(r'"([^"\n]* [^"\n]*)"', path.read_text()):
             yield path.name, text
-    for path in sorted((ROOT / "siirl").rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Constant) or id(node) in documentation:
-                continue
-            if isinstance(node.value, str) and " " in node.value:
-                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
+    yield from code()[1]
 
 
 READ_BY_MODELS = ("(image left out)", " left out)")

@@ -131,15 +131,22 @@ def in_brief(cannot: tuple[str, ...], why: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> dict[tuple[str, str], tuple[bool, bool, str]]:
-    """Script -> (it runs unchanged, it runs by its migration, else why not), with config.json of most models.
+def translations(tmp_path_factory) -> dict[tuple[str, str], tuple[list[str], Translation]]:
+    """Script -> its settings, with config.json of most models, and what becomes of them."""
+    folder = tmp_path_factory.mktemp("models")
+    words = {key: with_models(launch.words(), folder) for key, launch in launches().items()}
+    return {key: (own, translate(key[0], own)) for key, own in words.items()}
+
+
+@pytest.fixture(scope="module")
+def outcomes(translations) -> dict[tuple[str, str], tuple[bool, bool, str]]:
+    """Script -> (it runs unchanged, it runs by its migration, else why not).
 
     Asserts that each refusal is a known one.
     """
-    found, folder = {}, tmp_path_factory.mktemp("models")
+    found = {}
     for (origin, name), launch in launches().items():
-        words = with_models(launch.words(), folder)
-        translation = translate(origin, words)
+        words, translation = translations[origin, name]
         assert lost(translation) == sorted(launch.cannot), name
         why = refusal(command(translation))
         assert not why or any(text in why for text in REFUSED.values()), (name, why)
@@ -213,12 +220,11 @@ def test_no_script_that_runs_unchanged_is_lost_by_its_migration(outcomes):
     assert [name for name, (now, then, _) in outcomes.items() if now and not then] == []
 
 
-def test_no_setting_of_a_script_is_lost_in_silence():
+def test_no_setting_of_a_script_is_lost_in_silence(translations):
     """Each is in the command with its value, or named with a reason."""
-    for (origin, name), launch in launches().items():
-        translation = translate(origin, launch.words())
+    for (_, name), (words, translation) in translations.items():
         command_ = command(translation)
-        for word in launch.words():
+        for word in words:
             bare = word.lstrip("+")
             named = [item for item in translation.settings if bare in item.there.replace("+", "")]
             said = any(item.why or item.value == bare.partition("=")[2] for item in named)

@@ -1,0 +1,69 @@
+"""CPU seconds of each test: of its process and of all below it, those that it has waited for among them.
+
+    SIIRL_TEST_CPU=FILE make test    python tests/support/cpu_seconds.py FILE
+
+Wall times say little where others use the machine, and nothing of what a test starts. The first test that
+needs the process which imports everything (nursery.py) pays for it.
+"""
+
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def seconds_below(root: int) -> float:
+    """Of a process, those below it, and those that any of them has waited for."""
+    used, below = {}, defaultdict(list)
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path("/proc", name, "stat").read_text().rpartition(") ")[2].split()
+        except OSError:  # it has ended
+            continue
+        below[int(fields[1])].append(int(name))
+        used[int(name)] = sum(map(int, fields[11:15]))
+    total, left = 0, [root]
+    while left:
+        pid = left.pop()
+        total += used.get(pid, 0)
+        left += below[pid]
+    return total / TICKS_PER_S
+
+
+class CpuSeconds:
+    """Adds a line for each test to a file: its name, CPU seconds, seconds."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        before, began_s = seconds_below(os.getpid()), time.monotonic()
+        found = yield
+        row = (item.nodeid, seconds_below(os.getpid()) - before, time.monotonic() - began_s)
+        with open(self.file, "a") as out:
+            out.write("{}\t{:.2f}\t{:.2f}\n".format(*row))
+        return found
+
+
+def table(file: str, longest: int = 60) -> str:
+    """The files that take the most, and the rooms."""
+    files, rooms = defaultdict(float), defaultdict(float)
+    for line in Path(file).read_text().splitlines():
+        name, cpu_s, _ = line.rsplit("\t", 2)
+        path = name.split("::")[0]
+        files[path] += float(cpu_s)
+        rooms["/".join(path.split("/")[:2])] += float(cpu_s)
+    rows = sorted(files.items(), key=lambda row: -row[1])[:longest]
+    rows += [*sorted(rooms.items()), ("all", sum(rooms.values()))]
+    return "\n".join(f"{cpu_s:8.1f}  {name}" for name, cpu_s in rows)
+
+
+if __name__ == "__main__":
+    print(table(sys.argv[1]))
