@@ -3,11 +3,13 @@
     python benchmarks/weight_link.py [--sources 2] [--targets 2] [--mib 512] [--syncs 5] [--gpu]
 
 Each rank is a process with one thread. Trainer ranks have the rows of fp32 tensors, as FSDP2 cuts them, and
-send bf16. Two ways take turns, a sync each: `headers`, as every first sync goes (tensors are gathered, one
-rank sends, each bucket is announced); `plan`, as later ones go (the same without announcements). Told are the
-seconds of the slowest rank, and the bytes that each rank wrote to its sockets (/proc/self/io). All bytes that
-arrive are compared. --gpu: a GPU for each rank, over NCCL, whose bytes are not counted. Writes
-benchmarks/results/weight_link_<device>.json (--out for another place), after every turn (report_file.py).
+send bf16. Three ways take turns, a sync each: `headers`, as every first sync goes (tensors are gathered, one
+rank sends, each bucket is announced); `plan`, as later ones go (the same without announcements); `shards`, in
+which a target keeps its share of each tensor's rows, as tensor parallel engines do, and gets them from who
+has them. Told are the seconds of the slowest rank, and the bytes that each rank wrote to its sockets
+(/proc/self/io). All bytes that arrive are compared. --gpu: a GPU for each rank, over NCCL, whose bytes are
+not counted. Writes benchmarks/results/weight_link_<device>.json (--out for another place), after every turn
+(report_file.py).
 """
 
 import argparse
@@ -16,7 +18,8 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,13 @@ from report_file import Report, end_by_signals, on_change, run_ranks, write
 from torch import Tensor
 
 from siirl.compiler.plan import LinkPlan
+from siirl.engines.train.pieces import Piece
 from siirl.engines.weights.link import WeightLink, make_link
+from siirl.engines.weights.shard_sync import ShardSync
 from siirl.parallel.process_groups import ProcessGroupManager, connect_when_used
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-WAYS = ("headers", "plan")
+WAYS = ("headers", "plan", "shards")
 LAYER = {"q": 4, "k": 2, "v": 2, "o": 4, "gate": 12, "up": 12, "down": 12, "norm": 0}
 """Matrices of a layer, by their share of it; the norm has one row."""
 WIDTH = 2048
@@ -94,6 +99,14 @@ class Trainer:
     def live_weights(self) -> None:
         """It has its rows alone."""
 
+    def pieces(self) -> dict[str, list[Piece]]:
+        """What this rank has, as ShardSync takes it."""
+        place = dist.get_rank(self._group)
+        return {
+            name: [Piece(local.view(-1, WIDTH), (place * -(-self._shapes[name][0] // len(self._ranks)), 0))]
+            for name, local in self._local.items()
+        }
+
     def move(self, version: int) -> None:
         self.version = version
         for place, tensor in enumerate(self._local.values()):
@@ -105,7 +118,9 @@ class Target:
 
     takes, reads_live, weight_version = "merged", False, -1
 
-    def __init__(self, mib: int, device: torch.device) -> None:
+    def __init__(self, mib: int, device: torch.device, part: int, parts: int) -> None:
+        """part: the share of rows that it keeps of `parts` where weights come by shards."""
+        self._part, self._parts = part, parts
         self._specs = {name: (shape, torch.bfloat16) for name, shape in shapes(mib).items()}
         self._held = {
             name: torch.empty(shape, dtype=dtype, device=device)
@@ -123,8 +138,17 @@ class Target:
             self._held[name].copy_(tensor)
         self.weight_version = version
 
-    def check(self) -> None:
-        for place, tensor in enumerate(self._held.values()):
+    def pieces(self) -> dict[str, list[Piece]]:
+        """What it keeps, as ShardSync takes it."""
+        found = {}
+        for name, tensor in self._held.items():
+            begin, end = (len(tensor) * part // self._parts for part in (self._part, self._part + 1))
+            found[name] = [Piece(tensor[begin:end], (begin, 0))]
+        return found
+
+    def check(self, of_parts: bool) -> None:
+        tensors = [piece.local for (piece,) in self.pieces().values()] if of_parts else self._held.values()
+        for place, tensor in enumerate(tensors):
             assert bool((tensor == tensor.new_tensor(self.weight_version % 200 + place % 7)).all())
 
 
@@ -140,26 +164,34 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     sources, everyone = tuple(range(args.sources)), tuple(range(world))
     groups = ProcessGroupManager(list(dict.fromkeys([everyone, sources])), backend, 120)
     trainer = Trainer(args.mib, device, sources, groups.get(sources)) if rank in sources else None
-    mine: tuple[Any, Any] = (trainer, None if trainer else Target(args.mib, device))
-    links = {
+    mine: tuple[Any, Any] = (
+        trainer,
+        None if trainer else Target(args.mib, device, rank - args.sources, args.targets),
+    )
+    links: dict[str, WeightLink] = {
         way: make_link(
             LinkPlan(way, "trainer", "rollout", everyone, "broadcast"), *mine, groups, Path(folder)
         )
-        for way in WAYS
+        for way in WAYS[:2]
     }
+    pieces = [engine.pieces() if engine is not None else {} for engine in mine]
+    shards = ShardSync(*pieces, torch.bfloat16, groups.get(everyone), device)
+    pushes: dict[str, Callable[[], Any]] = {way: link.push for way, link in links.items()}
+    pushes["shards"] = partial(shards.run, *pieces)
     found: dict[str, Any] = {way: {"seconds": [], "sent": []} for way in WAYS}
     told: list[Any] = [None] * world
     version = 0
     for turn in range(args.syncs + 1):
-        for way, link in links.items():
+        for way, push in pushes.items():
             version += 1
             if trainer is not None:
                 trainer.move(version)
             if way == "headers":
-                link._plan = None
-            seconds, sent = timed(link)
+                links[way]._plan = None
+            seconds, sent = timed(push, device)
             if mine[1] is not None:
-                mine[1].check()
+                mine[1].weight_version = version
+                mine[1].check(way == "shards")
             if turn:  # the first one makes the plan
                 found[way]["seconds"].append(seconds)
                 found[way]["sent"].append(sent)
@@ -168,10 +200,12 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
             write(Path(folder, "found"), json.dumps(told))
 
 
-def timed(link: WeightLink) -> tuple[float, int]:
+def timed(push: Callable[[], Any], device: torch.device) -> tuple[float, int]:
     dist.barrier()
     before, begin = written(), time.perf_counter()
-    link.push()
+    push()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - begin, written() - before
 
 
