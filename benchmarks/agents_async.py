@@ -17,16 +17,16 @@ import argparse
 import itertools
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from agents_pool import REPOSITORY, SMALL
 from grpo_gpu import COMMON, SHAPES, make_data, make_model
-from report_file import Report, Rows, end_by_signals, following, run_job
+from lag_blocks import lag_arguments, read_arguments, run_block
+from report_file import Report, Rows, end_by_signals
 
 HERE = Path(__file__).resolve().parent
 REPORTED = ("rollout/staleness", "rollout/staleness_max", "rollout/partial", "perf/idle_s_max")
@@ -58,30 +58,11 @@ def main() -> int:
     return 0
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--engine", choices=["hf", "vllm"])
-    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6, help="counted steps of each block")
-    parser.add_argument("--warm-up", type=int, default=2, help="first steps of each block, not counted")
-    parser.add_argument("--prompts", type=int, help="of a step; by default 4, on a GPU 32")
-    parser.add_argument("--samples", type=int, help="by default 4, on a GPU 8")
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = lag_arguments(__doc__, steps=6, warm_up=2)
     parser.add_argument("--mean-s", type=float, help="of a tool; by default 0.2, on a GPU 2")
     parser.add_argument("--turn-tokens", type=int, help="by default 8, on a GPU 200")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("keys", nargs="*")
-    args = parser.parse_args()
-    for name, cpu, gpu in (
-        *(("engine", "hf", "vllm"), ("prompts", 4, 32), ("samples", 4, 8)),
-        *(("mean_s", 0.2, 2.0), ("turn_tokens", 8, 200)),
-    ):
-        if getattr(args, name) is None:
-            setattr(args, name, gpu if args.gpu else cpu)
-    return args
+    return read_arguments(parser, words, {"mean_s": (0.2, 2.0), "turn_tokens": (8, 200)})
 
 
 def workflow(mean_s: float) -> dict[str, Any]:
@@ -118,14 +99,7 @@ def run(
             rate = args.prompts * args.samples * len(step_s) / sum(step_s)
             blocks[block:] = [{"step_s": step_s, "rows_per_s": rate} | told]
 
-    command = [sys.executable, "-m", "siirl.main_dag", *job_keys(args, folder, out, lag)]
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    log, seen = out.with_suffix(".log"), following(out / "metrics.jsonl", counted)
-    with log.open("w") as file:
-        status = run_job(command, seen, env=environment, stdout=file, stderr=subprocess.STDOUT)
-    if status:
-        raise SystemExit(f"lag {lag} ended with {status}:\n{log.read_text()[-4000:]}")
+    run_block(job_keys(args, folder, out, lag), out, f"lag {lag}", counted)
 
 
 def job_keys(args: argparse.Namespace, folder: Path, out: Path, lag: int) -> list[str]:

@@ -19,8 +19,6 @@ import argparse
 import itertools
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +27,8 @@ from typing import Any
 import yaml
 from agents_pool import REPOSITORY, SMALL
 from grpo_gpu import COMMON, SHAPES, make_data, make_model
-from report_file import Report, Rows, end_by_signals, following, run_job
+from lag_blocks import lag_arguments, read_arguments, run_block
+from report_file import Report, Rows, end_by_signals
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REPORTED = (
@@ -78,37 +77,15 @@ def main() -> int:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--engine", choices=["hf", "vllm"])
-    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8, help="counted steps of each block")
-    parser.add_argument("--warm-up", type=int, default=3, help="first steps of each block, not counted")
-    parser.add_argument("--prompts", type=int, help="of a step; by default 4, on a GPU 32")
-    parser.add_argument("--samples", type=int, help="by default 4, on a GPU 8")
+    parser = lag_arguments(__doc__, steps=8, warm_up=3)
     parser.add_argument("--prompt-tokens", type=int, help="by default 32, on a GPU 128")
     parser.add_argument("--mean-tokens", type=int, help="by default 128, on a GPU 1000")
     parser.add_argument("--response-tokens", type=int, help="the longest; by default 1024, on a GPU 8192")
     parser.add_argument("--equal", action="store_true", help="every response has --mean-tokens")
     parser.add_argument("--keep-kv", action="store_true", help="each lag with rollout.keep_kv too")
     parser.add_argument("--apart", action="store_true", help="two devices: one samples, one trains")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("keys", nargs="*")
-    args = parser.parse_args(words)
-    for name, cpu, gpu in (
-        ("engine", "hf", "vllm"),
-        ("prompts", 4, 32),
-        ("samples", 4, 8),
-        ("prompt_tokens", 32, 128),
-        ("mean_tokens", 128, 1000),
-        ("response_tokens", 1024, 8192),
-    ):
-        if getattr(args, name) is None:
-            setattr(args, name, gpu if args.gpu else cpu)
-    return args
+    tokens = {"prompt_tokens": (32, 128), "mean_tokens": (128, 1000), "response_tokens": (1024, 8192)}
+    return read_arguments(parser, words, tokens)
 
 
 def run(
@@ -125,14 +102,7 @@ def run(
         if len(rows) > args.warm_up:
             told(block_of(args, rows))
 
-    command = [sys.executable, "-m", "siirl.main_dag", *job_keys(args, folder, out, kind, vocabulary)]
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    log, seen = out.with_suffix(".log"), following(out / "metrics.jsonl", counted)
-    with log.open("w") as file:
-        status = run_job(command, seen, env=environment, stdout=file, stderr=subprocess.STDOUT)
-    if status:
-        raise SystemExit(f"lag {kind} ended with {status}:\n{log.read_text()[-4000:]}")
+    run_block(job_keys(args, folder, out, kind, vocabulary), out, f"lag {kind}", counted)
 
 
 def job_keys(args: argparse.Namespace, folder: Path, out: Path, kind: str, vocabulary: int) -> list[str]:

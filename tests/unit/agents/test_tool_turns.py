@@ -4,6 +4,7 @@ import pytest
 from episode_cases import END, Script, play, speaker, stage
 
 from siirl.agents.builtin_tools import Calculator
+from siirl.agents.runner import turn_seed
 from siirl.agents.tool_files import ToolUse, tool_use
 from siirl.agents.tools import Toolbox, ToolLimits
 from siirl.compiler.interactions.stages import assistant_turns
@@ -98,3 +99,21 @@ def test_the_configuration_bounds_calls_answers_and_rounds():
     use = tool_use(MultiTurnConfig(enable=True, max_assistant_turns=4, format="json", **keys), "node 'n'")
     assert use is not None and use.limits == ToolLimits(3, 7, "left", 2.5)
     assert use.most_rounds == 3 and use.parse is tool_parser("json")  # after the first of four turns
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_turns_beside_an_agent_with_tools_keep_their_numbers_however_often_it_calls(calls):
+    """Numbers 0 to 2 are kept for the agent with tools: the other has 3, and the next round begins at 4."""
+    use = ToolUse(Toolbox({"calculator": Calculator()}), tool_parser("hermes"), ToolLimits(), most_rounds=2)
+    stages = [
+        stage("a", 0, beside=("b",)),
+        stage("b", 1, beside=("a",), back_to=("a", "b"), max_turns=2),
+    ]
+    script, other = Script(*[call("2+2")] * calls, "done", "again"), Script("one", "two")
+    (played,) = play(stages, {"a": speaker(script, tools=use), "b": speaker(other)})
+    assert played.kind is None, played.episode.error
+    spoken = [(m.agent, m.turn) for m in played.episode.messages if m.agent is not None]
+    assert spoken == [*((0, turn) for turn in range(calls + 1)), (1, 3), (0, 4), (1, 7)]
+    assert script.seeds == [turn_seed(100, 0, turn) for agent, turn in spoken if agent == 0]
+    assert other.seeds == [turn_seed(100, 1, turn) for turn in (3, 7)]
+    assert other.read[1] == "u:q/a:one/u:done/a:", "calls and their answers are read by their agent alone"

@@ -6,11 +6,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from episode_cases import END, Letters, speaker, text_of
+from episode_cases import END, Letters, play, speaker, stage, text_of
 from plan_cases import add_agent, compiled, config
 from test_interaction_rows import episodes, prompts_of
 
 from siirl.agents.contexts import Limits
+from siirl.agents.environments import HostedEnvironment
 from siirl.agents.runner import Game, run_all, turn_seed
 from siirl.compiler.compile import compile_plan
 from siirl.dag.spec import DagBuilder
@@ -287,3 +288,44 @@ def test_what_cannot_run_at_once_is_refused_with_the_fix(name, monkeypatch):
         compiled(build().build(), 1, *(["algorithm.adv_estimator=gae_marft"] if "values" in name else []))
     for fragment in fragments:
         assert fragment in str(caught.value), str(caught.value)
+
+
+class Pays:
+    """A game of two who move at once: each is paid by its own move, and it is over after two rounds."""
+
+    def reset(self, task, seed):
+        self.rounds, Pays.moves = 0, []
+        return "go"
+
+    def step(self, actions):
+        self.rounds += 1
+        Pays.moves.append(dict(actions))
+        return (
+            {0: f"0 saw {self.rounds}"},
+            {a: int(text, 16) / 65536 for a, text in actions.items()},
+            self.rounds == 2,
+        )
+
+
+def test_an_environment_steps_once_with_what_all_said_at_once_and_pays_each_turn():
+    stages = [
+        stage("a", 0, following="game", beside=("b",)),
+        stage("b", 1, following="game", beside=("a",)),
+        stage("game", None, back_to=("a", "b"), max_turns=5),
+    ]
+    results = []
+    for seed in range(3):
+        speakers = {name: speaker(Digest(random.Random(seed))) for name in "ab"}
+        (one,) = play(stages, speakers, make_env=lambda: HostedEnvironment(Pays, "Pays"))
+        assert one.kind is None and one.episode.ended == "game said done", one.episode.error
+        said = {m.turn: (m.agent, m.content, m.reward) for m in one.episode.messages if m.agent is not None}
+        assert [agent for agent, *_ in said.values()] == [0, 1, 0, 1] and list(said) == [0, 1, 2, 3]
+        assert Pays.moves == [{0: said[0][1], 1: said[1][1]}, {0: said[2][1], 1: said[3][1]}]
+        assert all(reward == int(text, 16) / 65536 for _, text, reward in said.values())
+        for agent, context in one.contexts.items():
+            (row,) = context.rows
+            paid = [value for value in row.rewards if value]
+            assert paid == [reward for who, _, reward in said.values() if who == agent]
+        assert "0 saw 1" in told(one)[0] and "0 saw 1" not in told(one)[1]
+        results.append((told(one), said))
+    assert results[0] == results[1] == results[2]
