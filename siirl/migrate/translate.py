@@ -14,7 +14,7 @@ from siirl.config.tree import split_name
 from siirl.config.values import check_available, closest, convert, show
 from siirl.errors import ConfigError, NotSupportedError, UserError
 from siirl.migrate.correction import GROUP, translate_correction
-from siirl.migrate.defaults import add_defaults, names_vision_model, refused_by_megatron
+from siirl.migrate.defaults import add_defaults, has_experts, names_vision_model, refused_by_megatron
 from siirl.migrate.translation import Setting, Translation, scalar, typed, unquoted, value_of
 
 MEGATRON_NAMES = ("ppo_megatron_trainer", "megatron_ppo_dag_trainer")
@@ -67,12 +67,13 @@ def translate(origin: str, arguments: Sequence[str]) -> Translation:
     _reward_of_groups(result)
     _sizes_over_ranks(result)
     _one_machine(result)
-    _experts_of_an_engine(result)
     _without_effect_there(result)
     _asked_by_a_function(values, result)
     _bounds_of_dppo(result)
     _profiled(values, result)
     add_defaults(origin, values, result)
+    _engines_of_a_server(result)
+    _experts_of_an_engine(result)
     _images(result)
     _refused_without_effect(result)
     return result
@@ -350,6 +351,31 @@ def _one_machine(result: Translation) -> None:
             result.settings[place] = replace(setting, kind="changed", value=str(gpus), why=why)
 
 
+def _engines_of_a_server(result: Translation) -> None:
+    """Data parallel ranks of a server are engines of their own; of experts, which lie over all of them there,
+    one engine over as many GPUs, if a machine has so many."""
+    key, there = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size="
+    size, gpus = value_of(result, key), value_of(result, "trainer.n_gpus_per_node")
+    for place, setting in enumerate(result.settings):
+        copies = scalar(_plain_text(setting.there.lstrip("+").partition("=")[2]))
+        if (
+            not setting.there.lstrip("+").startswith(there)
+            or type(copies) is not int
+            or type(size) is not int
+        ):
+            continue
+        if not has_experts(str(value_of(result, f"{POLICY}.model.path") or "")):
+            why = f"each {size} GPUs are an engine of their own: those of a server are {copies} engines"
+            result.settings[place] = replace(setting, kind="dropped", why=why)
+        elif type(gpus) is int and size * copies <= gpus:
+            why = f"experts lie over {copies} x {size} GPUs there: here over those of one engine"
+            result.settings[place] = replace(setting, kind="dropped", why=why)
+            _set(result, key, str(size * copies), why)
+        else:
+            why = f"experts over {copies} x {size} GPUs: an engine is on one machine, which has {gpus}"
+            result.settings[place] = replace(setting, kind="impossible", why=why)
+
+
 def _experts_of_an_engine(result: Translation) -> None:
     """Experts that lie on the ranks of one engine are cut over them here, too: nothing is lost."""
     ranks = value_of(result, f"{ROLLOUT}.tensor_model_parallel_size")
@@ -374,12 +400,17 @@ def _images(result: Translation) -> None:
     for name, (value, why) in wanted.items():
         if show(all_keys()[name], value_of(result, name)) == value:
             continue
-        places = [place for place, setting in enumerate(result.settings) if setting.name == name]
-        for place in places:
-            there = result.settings[place].there
-            result.settings[place] = Setting("changed" if there else "added", name, value, there, why)
-        if not places:
-            result.add("added", "", why, name, value)
+        _set(result, name, value, why)
+
+
+def _set(result: Translation, name: str, value: str, why: str) -> None:
+    """Give a key another value than the script has, or one that it lacks."""
+    places = [place for place, setting in enumerate(result.settings) if setting.name == name]
+    for place in places:
+        there = result.settings[place].there
+        result.settings[place] = Setting("changed" if there else "added", name, value, there, why)
+    if not places:
+        result.add("added", "", why, name, value)
 
 
 def _without_effect_there(result: Translation) -> None:

@@ -393,6 +393,37 @@ def test_the_other_defaults_differ_from_ours():
             ["actor_rollout_ref.rollout.tensor_model_parallel_size=4"],
             [],
         ),
+        (
+            "verl",  # data parallel ranks of a server: engines here
+            [
+                "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+                "actor_rollout_ref.rollout.data_parallel_size=4",
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            ],
+            ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+            [],
+        ),
+        (
+            "verl",  # of experts, which lie over all of them: one engine
+            [
+                "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B",
+                "actor_rollout_ref.rollout.data_parallel_size=4",
+                "actor_rollout_ref.rollout.expert_parallel_size=8",
+                "trainer.n_gpus_per_node=8",
+            ],
+            ["actor_rollout_ref.rollout.tensor_model_parallel_size=8"],
+            [],
+        ),
+        (
+            "verl",  # and over more than a machine has
+            [
+                "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B",
+                "actor_rollout_ref.rollout.data_parallel_size=8",
+                "trainer.n_gpus_per_node=8",
+            ],
+            [],
+            ["actor_rollout_ref.rollout.data_parallel_size"],
+        ),
         ("verl", ['trainer.logger=["console","file"]'], ["trainer.logger=[console]"], []),
         (
             "verl",
