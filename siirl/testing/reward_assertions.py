@@ -26,6 +26,8 @@ from siirl.testing.verdicts import (
 Talk = list[dict[str, Any]]
 BROKEN_TOOLS = ("raised", "hung")
 """Errors of calls that are the tool's fault, not the call's."""
+SAY_MORE = "Or is its right answer another than the row's ground_truth? Say by --answers what it is."
+"""Where answers are not the user's own."""
 
 
 def rewards_are_numbers_that_differ(trial: Trial) -> Verdict:
@@ -256,7 +258,8 @@ def what_an_agent_says_counts(trial: Trial) -> Verdict:
             return failing(
                 f"what agent {record.agent} says changes nothing at {record.node!r}: in {len(pairs)} prompts "
                 "it said several things where the others said the same, and earned the same",
-                "Look at whose turn its reward reads: extra_info['agent'] is the row's own agent.",
+                "Look at whose turn its reward reads: extra_info['agent'] is the row's own agent."
+                + ("" if trial.answers.source else " " + SAY_MORE),
             )
         told.append(f"{record.node}: in {counts} of {len(pairs)} sets where the others said the same")
     return passed("; ".join(told)) if told else not_here("no two episodes in which only one agent differs")

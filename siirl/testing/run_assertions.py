@@ -12,7 +12,7 @@ from siirl.errors import UserError
 from siirl.launch.devices import device_name, rank_memory_gib
 from siirl.show.memory_text import memory_table
 from siirl.testing.trial import Outcome, Trial
-from siirl.testing.verdicts import SAME, Verdict, failing, nodes_of, passed, trains_policy
+from siirl.testing.verdicts import SAME, Verdict, failing, nodes_of, not_here, passed, trains_policy
 
 MEMORY = "memory: "
 """Begins the warnings of phases that may not fit a device."""
@@ -97,6 +97,9 @@ def resume_equals_undisturbed(trial: Trial) -> Verdict:
     resumed = trial.runs["resumed"]
     if resumed.error:
         return failing(f"the run that was killed did not go on: {resumed.error}", "Correct what it names.")
+    episodes = {stage.node for plan in trial.plan.interactions.values() for stage in plan.speaking}
+    if any(trial.cfg(name).actor_rollout_ref.rollout.max_lag for name in episodes):
+        return not_here("it went on; episodes in flight (rollout.max_lag) restart after a resume")
     last = max((step for one in trial.alone.evidence for step in one.digests), default=0)
     mine, theirs = (
         {name: digest for one in run.evidence for name, digest in one.digests.get(last, {}).items()}

@@ -7,7 +7,16 @@ from torch import Tensor
 from siirl.compiler.plan import NodePlan
 from siirl.testing.evidence import NodeRecord
 from siirl.testing.trial import Trial
-from siirl.testing.verdicts import Verdict, calls, failing, nodes_of, not_here, passed, trains_policy
+from siirl.testing.verdicts import (
+    Verdict,
+    calls,
+    failing,
+    nodes_of,
+    not_here,
+    passed,
+    staleness_bound,
+    trains_policy,
+)
 
 SAME_LOG_PROB = 0.01
 """By which log-probs of the same weights differ at most, in float32, sampled and computed anew."""
@@ -79,11 +88,14 @@ def _joined(tokens: tuple[int, ...], said: set[tuple[int, ...]]) -> bool:
 def rows_are_of_their_own_policy(trial: Trial) -> Verdict:
     """What a policy trains was sampled under its own weights of that step: equal ids of another agent, or
     another context, have other log-probs."""
-    told = []
-    bound_of = {node.agent: node.max_lag for node in nodes_of(trial, lambda one: one.spec.is_rollout)}
+    told: list[str] = []
+    bound_of = {
+        node.agent: staleness_bound(trial, node) for node in nodes_of(trial, lambda x: x.spec.is_rollout)
+    }
     for record in calls(trial, lambda node: node.spec.is_rollout):
         if wrong := _wrong_version(trial, record, bound_of.get(record.agent, 0)):
             return wrong
+    told += [f"agent {agent}: at most {bound} steps old" for agent, bound in bound_of.items() if bound]
     waiting = {node.agent for node in nodes_of(trial, lambda one: one.spec.collects)}
     for record in calls(trial, trains_policy):
         if record.before is None or not record.has("rollout_log_prob", "response_mask"):

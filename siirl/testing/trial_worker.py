@@ -44,7 +44,7 @@ from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, observing
 from siirl.rewards.reward_registry import ScoreFn
 from siirl.rewards.scorer import RewardScorer
-from siirl.testing.answers import Answers, filled_in
+from siirl.testing.answers import FORMS, Answers, filled_in
 from siirl.testing.evidence import Evidence, NodeRecord, plain_columns
 from siirl.testing.scripted_engine import ScriptedRollout
 from siirl.testing.swallowed import swallowed, user_functions
@@ -122,7 +122,10 @@ class AnswerBook:
             return None
         said = filled_in(text, asked.row)
         try:
-            return self.tokenizers[engine].encode(said, add_special_tokens=False)
+            tokens = self._tokens(engine, said)
+            if self.answers.source or len(tokens) <= request.params.max_tokens:
+                return tokens
+            return self._tokens(engine, filled_in(FORMS[0], asked.row))  # no form around it fits
         except Exception as error:  # the tokenizers package raises nothing narrower
             if not self.answers.source:
                 return None
@@ -130,6 +133,9 @@ class AnswerBook:
                 f"--answers {self.answers.source}: the tokenizer of {engine} has no tokens for {said!r:.80}: "
                 f"{error}. Say it in words that the model knows."
             ) from error
+
+    def _tokens(self, engine: str, said: str) -> list[int]:
+        return self.tokenizers[engine].encode(said, add_special_tokens=False)
 
     def _own_turn(self, asked: Asked) -> int:
         """How many turns the speaker has had in the episode before."""
@@ -382,6 +388,11 @@ class TrialTraining(Training):
         self.worker.end_step(self.step)
         self.worker.evidence.write(self.output_dir)
         return metrics
+
+    def _require_progress(self, first_step: int, versions: dict[str, int]) -> None:
+        """See Training; of equal rewards nothing is to be learnt, as of pairs of which neither is better."""
+        if not self.worker.order.equal:
+            super()._require_progress(first_step, versions)
 
 
 def run_worker(

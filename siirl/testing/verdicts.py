@@ -72,6 +72,12 @@ def credits(node: NodePlan) -> bool:
     return node.spec.credits
 
 
+def staleness_bound(trial: Trial, rollout: NodePlan) -> int:
+    """The staleness of what a rollout gives: in a conversation that of the episode, which goes on as one."""
+    speaks = any(rollout.name in plan.homes.values() for plan in trial.plan.interactions.values())
+    return trial.cfg(rollout.name).actor_rollout_ref.rollout.max_lag if speaks else rollout.max_lag
+
+
 def compares(trial: Trial, node: str) -> bool:
     """Whether an advantage node compares the responses of a prompt; also by an estimator of the user's."""
     who = "algorithm.adv_estimator"

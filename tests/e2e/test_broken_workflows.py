@@ -140,6 +140,19 @@ def test_a_template_passes(name, job, tmp_path):
     assert failed(settings, folder, tmp_path / "out") == []
 
 
+@pytest.mark.slow
+def test_conversations_that_go_on_over_a_step_pass(job, tmp_path):
+    """The age of their rows is that of the episode, and a resume restarts those in flight."""
+    folder, settings = job
+    workflow = f"dag.workflow_path={ROOT / 'dag_templates' / 'solver_verifier.yaml'}"
+    settings = [workflow, *settings, "actor_rollout_ref.rollout.max_lag=1"]
+    trial = play(settings, tmp_path / "out", answers=str(folder / "answers.yaml"), only=("alone", "resumed"))
+    verdicts = judged(trial)
+    assert not [name for name, one in verdicts.items() if one.status == "FAIL"], verdicts
+    assert verdicts["rows are of their own policy"].status == "pass", verdicts
+    assert "episodes in flight" in verdicts["resume equals undisturbed"].evidence
+
+
 @pytest.mark.parametrize("name", some(REWARDS, "a name that is not there, caught"))
 def test_a_broken_reward_is_caught_by_the_right_assertion(name, job, tmp_path):
     body, assertion = REWARDS[name]
@@ -200,6 +213,8 @@ EXAMPLES = {
     "given_responses/run.sh dpo": "",
     "given_responses/run.sh reward": "",
     "given_responses/run.sh sft_grpo": "",
+    "given_responses/run.sh reward_grpo": "",
+    "multi_agent/run.sh solver_verifier": "answers are whole",
     "distillation/run.sh": "",
     "environments/run.sh nim": "groups are as declared",
 }
@@ -214,7 +229,7 @@ def test_an_example_passes_as_its_script_starts_it(name, tmp_path):
     python.write_text(WRAPPER.replace("PYTHON", sys.executable))
     python.chmod(0o755)
     script, *words = name.split()
-    folders = ("GIVEN_RESPONSES_DIR", "DISTILLATION_DIR", "ENVIRONMENTS_DIR")
+    folders = ("GIVEN_RESPONSES_DIR", "DISTILLATION_DIR", "ENVIRONMENTS_DIR", "MULTI_AGENT_DIR")
     places = {folder: str(tmp_path / "out") for folder in folders}
     command = ["bash", str(ROOT / "examples" / script), *words]
     environment = os.environ | places | {"PYTHON": str(python), "PYTHONPATH": str(ROOT)}

@@ -14,6 +14,7 @@ from siirl.cli import main
 from siirl.data.ledger import SegmentedStream
 from siirl.data.ledger_events import EVENTS, FOLDER, HEADER, KINDS, TOKENS
 from siirl.runs.audit import CHECKS, audit
+from siirl.testing.trial import play
 from siirl.view import run_parts
 from siirl.view.run_parts import RunParts
 from siirl.view.view_page import more_parts
@@ -239,3 +240,19 @@ def test_a_ledger_that_no_page_can_show_is_named(run, tmp_path, monkeypatch):
         file.write_bytes(b"no stream")
     part = RunParts(copied).read("lives 1")
     assert part.value == {} and part.notes and "ledger" in part.notes[0]
+
+
+@pytest.mark.slow
+def test_a_test_says_what_the_agents_of_a_run_have_said(run, tmp_path):
+    """`siirl test --answers RUN`: token by token, also what a chat template would not write."""
+    rows = [
+        json.loads(line)
+        for line in sorted((run.output / "rollouts/tokens").glob("*"))[-1].read_text().splitlines()
+    ]
+    said = {tuple(row["tokens"]["id"]) for row in rows}
+    config = str(run.output / "run_config.yaml")
+    trial = play([], tmp_path / "trial", config, answers=str(run.output), only=("alone",))
+    assert not trial.alone.error, trial.alone.error
+    spoken = [one for evidence in trial.alone.evidence for _, one in evidence.spoken]
+    assert len(spoken) > 8 and all(one.scripted for one in spoken)
+    assert {tuple(one.token_ids) for one in spoken} <= said, "the test says something else"
