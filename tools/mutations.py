@@ -1,4 +1,4 @@
-"""Twenty places where siirl was wrong once: each is broken again in a copy, and its tests must see it.
+"""Twenty places where siirl was wrong once, or tests saw nothing: each is broken in a copy, and must be seen.
 
     python tools/mutations.py [--only WORD]
 
