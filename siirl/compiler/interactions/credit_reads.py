@@ -181,8 +181,9 @@ def _check_advantage(node: ResolvedNode, workflow: Workflow) -> None:
             "response one by one, and the rows of an interaction have those of other agents and turns, too. "
             "Set algorithm.adv_estimator=grpo, and reward_model.weights to add rewards up."
         )
-    at_once = [stage for stage in workflow.stages.values() if stage.beside]
-    if at_once and node.agent in agents and node.cfg.algorithm.estimator.by_turn:
+    own = [plan for plan in workflow.interactions.values() if node.agent in plan.homes]
+    at_once = [stage for plan in own for stage in plan.stages if stage.beside]
+    if at_once and node.cfg.algorithm.estimator.by_turn:
         first, name = at_once[0], node.cfg.algorithm.adv_estimator
         raise DagError(
             f"{node}: algorithm.adv_estimator={name} takes the value after a turn from the turn that follows "
