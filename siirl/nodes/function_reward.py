@@ -21,7 +21,7 @@ from siirl.dialect.parts import Said, read_turn
 from siirl.dialect.tool_formats import tool_parser
 from siirl.errors import DagError, RewardError
 from siirl.nodes.context import Op, OpContext
-from siirl.nodes.trained_tokens import wanted_row
+from siirl.nodes.trained_tokens import wanted_rows
 from siirl.observe.spans import waiting
 from siirl.rewards.scorer import Added, RewardScorer, count_values, no_parts
 from siirl.show.conversation_text import CHAT, EPISODE, LENGTH, SAID, TOTAL, WANTED
@@ -219,7 +219,9 @@ def show(ctx: OpContext, rows: TensorDict, scored: TensorDict, reward_B: Tensor 
     rows, scored = take_rows(rows, picked), take_rows(scored, picked)  # reading an element is slow
     names = ("data_source", "raw_prompt", "ground_truth")
     infos = objects(scored, "reward_info") if "reward_info" in scored.keys() else [{}] * len(rows)
-    columns = zip(_episodes(rows), infos, _parts(ctx, rows), *(objects(rows, x) for x in names), strict=True)
+    episodes = _episodes(rows)
+    wanted = [] if ctx.trained is None else wanted_rows(ctx.agent, rows, episodes)
+    columns = zip(episodes, infos, _parts(ctx, rows), *(objects(rows, x) for x in names), strict=True)
     for index, (extra, info, parts, source, prompt, truth) in enumerate(columns):
         length = int(rows["response_length"][index])
         response = ctx.tokenizer.decode(rows["response_ids"][index, :length], skip_special_tokens=False)
@@ -231,7 +233,7 @@ def show(ctx: OpContext, rows: TensorDict, scored: TensorDict, reward_B: Tensor 
             episode = {EPISODE: {**about, "turn": turn, **({SAID: parts} if parts else {})}}
         elif parts:
             episode = {SAID: parts}
-        recorded = {} if ctx.trained is None else {WANTED: wanted_row(ctx.agent, rows, index)}
+        recorded = {} if ctx.trained is None else {WANTED: wanted[index]}
         ctx.shown.rows.append(
             {
                 **episode,

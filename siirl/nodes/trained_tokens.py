@@ -173,22 +173,18 @@ class TrainedTokens:
         return result._replace(seconds=time.perf_counter() - start_s)
 
 
-def wanted_row(agent: int, rows: TensorDict, row: int) -> ShownRow:
-    """A row as its reward node sees it."""
-    extra = rows["extra_info"][row] if "extra_info" in rows.keys() else None
-    episode = extra.get("episode_id") if isinstance(extra, dict) and "conversation" in extra else None
-    return ShownRow(
-        agent, int(rows["sample_index"][row]), digest(rows, row), int(rows["row_id"][row]), episode
-    )
-
-
-def digest(rows: TensorDict, row: int) -> str:
-    """Equal for rows with equal responses, and equal turns in them."""
-    return digests(rows, torch.tensor([row]))[0]
+def wanted_rows(agent: int, rows: TensorDict, episodes: Sequence[Mapping[str, Any] | None]) -> list[ShownRow]:
+    """Rows as their reward node sees them; episodes: extra_info of each that is of an interaction."""
+    numbers = (rows[name].tolist() for name in ("sample_index", "row_id"))
+    each = zip(*numbers, digests(rows, torch.arange(len(rows))), episodes, strict=True)
+    return [
+        ShownRow(agent, sample, text, row, extra.get("episode_id") if extra else None)
+        for sample, row, text, extra in each
+    ]
 
 
 def digests(rows: TensorDict, places: Tensor) -> list[str]:
-    """That of each of these rows."""
+    """Of each of these rows: equal where responses are equal, and the turns in them."""
     lengths = rows["response_length"][places.to(rows["response_length"].device)].tolist()
     names = [name for name in ("response_ids", "turn_id") if name in rows.keys()]
     columns = [rows[name][places.to(rows[name].device)].cpu().long().numpy() for name in names]
