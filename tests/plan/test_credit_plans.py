@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from plan_cases import add_agent, compiled, run_symbolically
+from plan_cases import add_agent, compiled, config, run_symbolically
 
-from siirl.compiler.interactions.credit_reads import trains_in
+from siirl.compiler.interactions.credit_reads import policy_trains
 from siirl.compiler.plan import Plan, Run
 from siirl.dag.spec import DagBuilder, DagSpec
 from siirl.errors import DagError, PlacementError
@@ -200,8 +200,9 @@ def test_agents_of_different_cycles_are_refused():
 
 
 def test_agents_take_turns_of_some_steps_after_the_critics_warm_up():
-    plan = compiled(two_agents(), 2, "actor_rollout_ref.rollout.agent.train_cycle=2")
+    keys = ("actor_rollout_ref.rollout.agent.train_cycle=2", "trainer.critic_warmup=1")
+    plan, cfg = compiled(two_agents(), 2, *keys), config(*keys)
     turns = [plan.nodes[f"train_{agent}"].options for agent in (0, 1)]
-    trained = [[step for step in range(1, 11) if trains_in(step, 1, 2, turn)] for turn in turns]
+    trained = [[step for step in range(1, 11) if policy_trains(cfg, step, turn)] for turn in turns]
     assert trained == [[2, 3, 6, 7, 10], [4, 5, 8, 9]]
     assert compiled(two_agents(), 2).nodes["train_0"].options == {}
