@@ -13,7 +13,8 @@ POLICY = "actor_rollout_ref"
 QWEN = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
 EXPERTS = QWEN | {"model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128,
                   "num_experts_per_tok": 8, "norm_topk_prob": True}  # fmt: skip
-LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False}
+LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+         "max_position_embeddings": 131072}  # fmt: skip
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 

@@ -4,11 +4,13 @@ not is printed. The runs are those of test_published_steps.py."""
 import json
 import re
 import time
+from dataclasses import replace
 
 import pytest
-from published_runs import CP, EP, PP, RUNS, TP, keys_of
+from published_runs import CP, EP, LAST, PP, RUNS, SP, TP, Published, keys_of
 
 from siirl.commands.plan_search import search
+from siirl.errors import NotSupportedError
 
 POLICY = "actor_rollout_ref"
 CHOSEN = ("micro", "token_len", "max_num_seqs", "gradient_checkpointing", "offload", "gpu_memory_utilization")
@@ -40,7 +42,9 @@ def searched(run, folder, *more):
 def test_the_published_layout_of_32b_trains_among_the_best(tmp_path):
     """TP 4 x PP 4 on 32 GPUs; an engine of eight GPUs before the published one of four."""
     run = RUNS["Qwen3-32B, 0.4"]
-    layouts, out, _ = searched(run, tmp_path)
+    layouts, out, spent = searched(run, tmp_path)
+    compiled = re.search(r"(\d+) layouts compiled", out)
+    assert compiled and int(compiled[1]) <= 40 and spent < 20, "6 s were measured, most of it compiles"
     assert len(layouts) == 5 and layouts[0] == {TP: 4, PP: 4, CP: 1, EP: 1}
     assert re.search(r"^as it is, against 1\.: \+[\d.]+ s \(weights and KV cache \+", out, re.MULTILINE)
 
@@ -59,7 +63,25 @@ SAID = {
 def test_a_published_layout_is_among_the_best_or_what_takes_longer_is_printed(name, tmp_path):
     run = RUNS[name]
     more = [f"{POLICY}.rollout.tensor_model_parallel_size=8"] if run.engine > 8 else []
-    layouts, out, _ = searched(run, tmp_path, *more)
-    assert len(layouts) == 5
+    layouts, out, spent = searched(run, tmp_path, *more)
+    assert len(layouts) == 5 and spent < 30, spent
     own = {size: run.layout.get(size, 1) for size in (TP, PP, CP, EP)}
     assert own in layouts or re.search(SAID[name], out), out
+
+
+@pytest.mark.slow
+def test_a_search_for_256_gpus_takes_at_most_30_seconds_of_a_core(tmp_path):
+    """235B on twice its GPUs, with four times the rows: 21 s were measured."""
+    run = replace(RUNS["Qwen3-235B-A22B, 0.4"], gpus=256, rows=2048)
+    layouts, out, spent = searched(run, tmp_path, f"{POLICY}.rollout.tensor_model_parallel_size=8")
+    assert out.startswith("layouts for 256 x h100") and len(layouts) == 5 and spent < 30, spent
+
+
+def test_no_layout_of_deepseek_v3_is_searched_for_and_the_reason_is_said(tmp_path):
+    """The published one is TP 8, PP 16, EP 16 on 256 GPUs: none of siirl's engines samples the model."""
+    layout = {TP: 8, PP: 16, EP: 16, SP: True, LAST.format("last"): 1}
+    run = Published(DEEPSEEK, 256, 512, 4096, 1500, 8, layout, 1)
+    with pytest.raises(
+        NotSupportedError, match=r"a deepseek_v3 in vLLM: that it takes weights .* Train it by SFT"
+    ):
+        searched(run, tmp_path)
