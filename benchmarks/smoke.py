@@ -5,7 +5,7 @@
 
 experts: the experts of one layer of Qwen3-30B-A3B with its router, forward and backward in bf16, 16,384 and
 32,768 tokens: milliseconds, the share of the device's peak, and the kernels that took longest. With
---arm NAME=VALUE once more where siirl.engines.train.experts.hf_experts has another value under a name.
+--arm NAME=VALUE once more where the modules of experts have another value under a name (expert_kernels=true).
 step: workload A of grpo_gpu.py (Qwen3-1.7B's shape, 32 prompts x 8 samples, 256 + 1,024 tokens, two optimizer
 steps) by the keys of README and of the workload, none of speed or memory: seconds of each part, the tokens a
 second that are decoded, and the weight sync, which is in place from the second one on.
@@ -127,19 +127,23 @@ def experts(report: Report, args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def changed(name: str = "", value: str = "None") -> Iterator[None]:
-    """A name of the module of experts has another value (JSON, or None) meanwhile."""
-    from siirl.engines.train.experts import hf_experts
+def changed(name: str = "", value: str = "null") -> Iterator[None]:
+    """A name of the experts' modules has another (JSON) value; expert_kernels=true: their module."""
+    from siirl.engines.train.experts import grouped_product, hf_experts
 
-    if not name:
-        yield
-        return
-    before = getattr(hf_experts, name)
-    setattr(hf_experts, name, None if value == "None" else json.loads(value))
+    new = json.loads(value)
+    if name == "expert_kernels" and new:
+        from siirl.engines.train.experts import expert_kernels as new
+    before = [
+        (module, getattr(module, name)) for module in (hf_experts, grouped_product) if hasattr(module, name)
+    ]
+    for module, _ in before:
+        setattr(module, name, new)
     try:
         yield
     finally:
-        setattr(hf_experts, name, before)
+        for module, old in before:
+            setattr(module, name, old)
 
 
 def one_layer(sizes: dict[str, int], tokens: int, device: str) -> dict[str, Any]:

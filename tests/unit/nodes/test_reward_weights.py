@@ -152,6 +152,7 @@ def test_the_score_of_a_custom_node_is_checked(tmp_path):
     rows = make_rows({"row_id": torch.tensor([7, 8])})
     for column, message in (([1.0, float("nan")], "row_id 8 with nan"), ([1.0], "shape .1. for 2 responses")):
         ctx = context(options={"out": make_rows({"score": torch.tensor(column)})})
+        ctx.writes = ("score",)
         with pytest.raises(RewardError, match=f"node 'total' .*{message}"):
             find_op(node)(ctx, rows)
 

@@ -4,16 +4,14 @@ Legend: S rows, E experts, D input and O output features.
 """
 
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-if torch.cuda.is_available():
-    from siirl.engines.train.experts import expert_kernels
-else:
-    expert_kernels = None
-
+expert_kernels: ModuleType | None = None
+"""The kernels on a GPU (hf_experts)."""
 GROUPED_MULTIPLE = 8
 """What the sides of the weights of torch's grouped product are multiples of: 16 bytes."""
 
@@ -52,7 +50,7 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def clear_idle_(grad_EOD: Tensor, ends_E: Tensor) -> None:
-    """Zeros for the experts without rows; ends_E: where those of each end. On a GPU others are not read."""
+    """Zeros for the experts without rows; ends_E: where those of each end."""
     if expert_kernels is not None and grad_EOD.is_cuda and grad_EOD.is_contiguous():
         expert_kernels.clear_idle_(grad_EOD, ends_E)
         return
