@@ -173,8 +173,7 @@ class Attempts:
         self.job = self._next_job(dataclasses.replace(before, **found.job, amendments=amendments))
         self._before = Before(before, (output / CONFIG_FILE).read_text(), told)
         self._began_s = time.time()
-        write_private(output / CONFIG_FILE, found.config_text)
-        write_inputs(output, RunInputs(**self.job.inputs))
+        _write_config(output, found.config_text, RunInputs(**self.job.inputs))
         record(output, told)
         return f"siirl: amended {told}. The run goes on from global_step_{step}. {left}"
 
@@ -197,7 +196,7 @@ class Attempts:
         left = self._keep(self._number(), anew=False)
         self.job = self._next_job(before.job)
         self._began_s = time.time()
-        write_private(output / CONFIG_FILE, before.config_text)
+        _write_config(output, before.config_text, RunInputs())
         record(output, dataclasses.replace(before.amended, time_s=time.time(), state="withdrawn", cause=why))
         step = before.amended.step
         return (
@@ -281,6 +280,15 @@ class Attempts:
                 file.write(json.dumps(dataclasses.asdict(attempt)) + "\n")
         except OSError as error:  # of a full disk: the run goes on, or tells its cause, all the same
             os.write(2, f"siirl: {ATTEMPTS_FILE} cannot be written: {error}\n".encode())
+
+
+def _write_config(output: Path, text: str, inputs: RunInputs) -> None:
+    """What a run is from its next attempt on. Of a full disk it is said: the run goes on all the same."""
+    try:
+        write_private(output / CONFIG_FILE, text)
+        write_inputs(output, inputs)
+    except OSError as error:
+        os.write(2, f"siirl: {CONFIG_FILE} cannot be written, so a resume has older keys: {error}\n".encode())
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

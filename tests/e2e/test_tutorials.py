@@ -16,6 +16,7 @@ LEARNT = {
 """Page -> what its run reaches in the last validation, at least."""
 
 
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=() if page.stem == "policies" else pytest.mark.slow) for page in PAGES],
@@ -25,7 +26,7 @@ def test_a_tutorial_does_what_it_says_up_to_its_training(page, tmp_path):
     found = [block for block in blocks(page) if not block.trains]
     assert any("check" in block.text for block in found if block.kind == "commands")
     assert (page.stem in LEARNT) == any(block.trains for block in blocks(page))
-    follow(found, tmp_path, timeout_s=220)
+    follow(found, tmp_path, timeout_s=400)
 
 
 @pytest.mark.slow
