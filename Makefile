@@ -78,12 +78,14 @@ bench: .venv/.dev  ## siirl against TRL's GRPOTrainer on CPU
 	$(PY) benchmarks/grpo_cpu.py
 
 docs: .venv/.base  ## regenerate the configuration reference, the lists of docs/migration_reference.md and the tables of docs/models.md
-	$(PY) -m siirl.config.reference > docs/configuration.md
+	$(PY) -m siirl.config.reference docs/configuration
 	$(PY) -m siirl.migrate.document docs/migration_reference.md
 	$(PY) tools/models_page.py
 
+# Anew each time: pages that Sphinx does not write again lose their index entries, which the search shows first.
 site: .venv/.python  ## the documentation as a site: outputs/site/index.html
 	$(UV) pip install --quiet --python $(PY) -e '.[docs]'
+	rm -rf outputs/site
 	$(PY) -m sphinx -q -W --keep-going -d outputs/site/.doctrees docs outputs/site
 
 clean:  ## remove the environment and all outputs

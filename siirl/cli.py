@@ -277,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="siirl",
         description="Post-train language models by reinforcement learning; the workflow is a DAG.",
-        epilog="Settings are key=value, as in data.train_batch_size=64; docs/configuration.md lists them.",
+        epilog="Settings are key=value, as in data.train_batch_size=64; docs/configuration/ lists them.",
     )
     parser.add_argument("--version", action="version", version=f"siirl {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -40,7 +40,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     parser = argparse.ArgumentParser(
         prog="python -m siirl.main_dag",
         description="Train a model: compose the configuration, compile the workflow, run it.",
-        epilog="Settings are key=value, as in data.train_batch_size=64; docs/configuration.md lists them.",
+        epilog="Settings are key=value, as in data.train_batch_size=64; docs/configuration/ lists them.",
     )
     add_config_arguments(parser)
     parser.add_argument("--cfg", choices=("job",), help="print the composed configuration and end")

@@ -25,7 +25,7 @@ def workflow() -> siirl.DagBuilder:
 
 
 def settings(out: Path, steps: int) -> list[str]:
-    """The settings of a command line; docs/configuration.md lists them."""
+    """The settings of a command line; docs/configuration/ lists them."""
     return [
         f"dag.workflow_path={out / 'workflow.yaml'}",
         "algorithm.adv_estimator=grpo",

@@ -1,10 +1,14 @@
-"""The reference page of the configuration, generated from the schema; and where a default of ours is not that
-of siiRL, and why, which the page shows.
+"""The reference of the configuration, generated from the schema, a page for each group of keys; and where a
+default of ours is not that of siiRL, and why, which a page of its own shows.
+
+`python -m siirl.config.reference FOLDER` writes the pages.
 """
 
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from siirl.config.aliases import ALIASES
@@ -72,22 +76,25 @@ DEVIATIONS: dict[str, Deviation] = {
 }
 
 
-HEADER = """\
+GENERATED = "Generated from the schema by `make docs`; do not edit."
+
+HEADER = f"""\
 # Configuration reference
 
-Generated from the schema by `make docs`; do not edit.
+{GENERATED}
 
 A run is configured by `key=value` on the command line, over a preset
 (`siirl/config/ppo_dag_trainer.yaml`, or a YAML file of your own given by `--config-name FILE.yaml`),
-over the defaults below. `--cfg job` prints the outcome.
+over the defaults on these pages. `--cfg job` prints the outcome. [The keys that matter](../keys.md)
+are enough for most runs.
 
 - Unknown keys and values of a wrong type are errors that name the closest key.
 - A list is written `[a,b]`; a single path may stand for a list of one. `null` is no value.
-  `${other.key}` inserts another key.
+  `${{other.key}}` inserts another key.
 - Maps are free-form: any key may be set below them, with or without a leading `+`.
 - `~key` puts a key that a preset has set back to its default.
 - `auto`: the plan chooses, by what memory and packages there are; `siirl plan` says what and why
-  (docs/tuning.md). What is set is taken.
+  ([performance](../tuning.md)). What is set is taken.
 - A node of the DAG may override keys for itself (`config:`).
 
 In brackets: the type of a key, and its default. Some keys do nothing. **Later**: known, but its feature
@@ -150,24 +157,72 @@ def bullet(text: str) -> str:
     )
 
 
-def reference_page() -> str:
-    """The text of docs/configuration.md."""
-    parts = [HEADER, _places_by_effect(), *_sections(), _deviations()]
-    return "\n".join(parts)
+PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "data": ("Data", ("data",)),
+    "model": ("Model", ("actor_rollout_ref", "actor_rollout_ref.model")),
+    "actor": ("Actor: loss, optimizer, backend", ("actor_rollout_ref.actor",)),
+    "rollout": ("Rollout: engine, sampling, agents", ("actor_rollout_ref.rollout",)),
+    "ref": ("Reference policy", ("actor_rollout_ref.ref",)),
+    "critic": ("Critic", ("critic",)),
+    "reward": ("Rewards", ("reward_model", "custom_reward_function")),
+    "algorithm": ("Algorithm", ("algorithm",)),
+    "teacher": ("Teachers and frozen models", ("teacher", "frozen")),
+    "dag": ("Workflow", ("dag",)),
+    "trainer": ("Trainer: steps, checkpoints, machines, profiles", ("trainer", "ray_init", "profiler")),
+    "serve": ("Programs and clients from outside", ("actor_rollout_ref.serve", "service")),
+    "embodied": ("Embodied agents (later)", ("actor_rollout_ref.embodied", "algorithm.embodied_sampling")),
+}
+"""File of a page -> its title, and the groups that it has, with those below them that no other page names."""
+
+DIFFERENCES = "differences"
+
+
+def reference_pages() -> dict[str, str]:
+    """File name -> text, of docs/configuration/."""
+    sections: dict[str, list[str]] = {page: [] for page in PAGES}
+    for group, text in _sections():
+        sections[page_of(group)].append(text)
+    pages = {"index": "\n".join([HEADER, _places_by_effect(), _list_of_pages(), _contents()])}
+    for page, texts in sections.items():
+        head = f"# Keys: {PAGES[page][0]}\n\n{GENERATED} [How keys are set and read](index.md).\n"
+        pages[page] = "\n".join([head, *texts])
+    return {f"{name}.md": text for name, text in {**pages, DIFFERENCES: _deviations()}.items()}
+
+
+def page_of(group: str) -> str:
+    """The page that has a group: that of the longest name at its beginning."""
+    owners = {name: page for page, (_, names) in PAGES.items() for name in names}
+    return owners[max((name for name in owners if f"{group}.".startswith(f"{name}.")), key=len)]
 
 
 def _places_by_effect() -> str:
     """A list: what a user wants to set, and the sections that have it."""
     rows = [bullet(f"{wanted}: {', '.join(map(_link, groups))}") for wanted, groups in PLACES.items()]
-    return "\n".join(("## Find a key\n", *rows, ""))
+    return "\n".join(("## Find a key by its effect\n", *rows, ""))
 
 
-def _link(group: str) -> str:
-    return f"[`{group}`](#{group.replace('.', '')})"
+def _list_of_pages() -> str:
+    """A list: page, its groups, what they hold."""
+    rows = [
+        bullet(f"[{title}]({page}.md), `{'`, `'.join(groups)}`: {' '.join(map(_about, groups))}")
+        for page, (title, groups) in PAGES.items()
+    ]
+    last = f"- [Defaults that differ from siiRL's]({DIFFERENCES}.md): both, and why."
+    return "\n".join(("## All groups\n", *rows, last, ""))
 
 
-def _sections() -> Iterator[str]:
-    """A list for each group of keys, a group before those below it."""
+def _contents() -> str:
+    """The pages as the site's menu has them."""
+    return "\n".join(("```{toctree}\n:hidden:\n", *PAGES, DIFFERENCES, "```", ""))
+
+
+def _link(group: str, seen_from: str = "index") -> str:
+    page = page_of(group)
+    return f"[`{group}`]({'' if page == seen_from else f'{page}.md'}#{group.replace('.', '')})"
+
+
+def _sections() -> Iterator[tuple[str, str]]:
+    """Group -> the list of its keys, a group before those below it."""
     below: dict[str, list[str]] = {}
     for name in _places():
         below.setdefault(name.rpartition(".")[0], []).append(name)
@@ -180,7 +235,8 @@ def _sections() -> Iterator[str]:
             keys.sort(key=lambda key: bool(_does_nothing(key)))
             entries = {key.name.rpartition(".")[2]: _entry(key) for key in keys}
             acts = dict.fromkeys(f" Acts with `{key.rule.within}`." for key in keys if key.rule.within)
-            yield f"## {name}\n\n{_about(name)}{''.join(acts)}\n\n{_entries(name, entries, written)}\n"
+            about = f"{_about(name)}{''.join(acts)}"
+            yield name, f"## {name}\n\n{about}\n\n{_entries(name, entries, written)}\n"
 
 
 def _entries(group: str, entries: dict[str, str], written: dict[str, dict[str, str]]) -> str:
@@ -200,7 +256,12 @@ def _entries(group: str, entries: dict[str, str], written: dict[str, dict[str, s
         return "\n".join(entries.values())
     names = ", ".join(f"`{name}`" for name in like[best])
     parts = [
-        textwrap.fill(f"As in {_link(best)}: {names}.", 120, break_long_words=False, break_on_hyphens=False)
+        textwrap.fill(
+            f"As in {_link(best, page_of(group))}: {names}.",
+            120,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     ]
     others = [entry for name, entry in entries.items() if name not in like[best]]
     return "\n".join([*parts, *(["", *others] if others else [])])
@@ -268,8 +329,20 @@ def _deviations() -> str:
         bullet(f"`{key.name}`: `{show(key, item.reference)}` there, {_default(key)} here: {item.reason}.")
         for key, item in ((all_keys()[name], item) for name, item in DEVIATIONS.items())
     ]
-    return "\n".join(("## Defaults that differ from siiRL's\n", *entries, ""))
+    head = f"# Defaults that differ from siiRL's\n\n{GENERATED}\n"
+    return "\n".join((head, *entries, ""))
+
+
+def write_pages(folder: Path) -> None:
+    """Writes the pages into a folder, and removes those of groups that are no more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = reference_pages()
+    for page in folder.glob("*.md"):
+        if page.name not in pages:
+            page.unlink()
+    for name, text in pages.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    print(reference_page(), end="")
+    write_pages(Path(sys.argv[1]))

@@ -21,7 +21,7 @@ RANGE = re.compile(r"(\d+):(\d+)")
 EXPLICIT = "explicit"
 """In a written configuration: the keys that somebody set."""
 WRITTEN = (
-    "# explicit: what somebody set. auto: the plan chooses. null: as another key (docs/configuration.md).\n"
+    "# explicit: what somebody set. auto: the plan chooses. null: as another key (docs/configuration/).\n"
 )
 PLACE = "trainer.output_dir"
 """A key that follows others, and is written as it is: the run lies there."""
@@ -190,7 +190,7 @@ def split_name(name: str) -> tuple[str, str]:
             return head, ".".join(parts[end:])
     meant = meant_key(name) or closest_name(name, keys)
     hint = foreign_hint(name) or (
-        f" Did you mean {meant!r}?" if meant else " docs/configuration.md has all keys."
+        f" Did you mean {meant!r}?" if meant else " docs/configuration/ has all keys."
     )
     error = ConfigError(f"unknown key {name!r}: no key or map of this name exists.{hint}")
     error.breaks = (meant,) if meant else ()

@@ -1,7 +1,9 @@
 """The documentation as a site: every link leads somewhere, the list of keys is true, guides are short."""
 
 import importlib.util
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,12 +25,21 @@ def site(tmp_path_factory):
     for package in ("sphinx", "myst_parser", "furo", "sphinx_copybutton"):
         pytest.importorskip(package)
     folder = tmp_path_factory.mktemp("docs")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(folder / "trees")]
-    done = subprocess.run(
-        [*command, str(ROOT / "docs"), str(folder / "site")], capture_output=True, text=True
-    )
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder)
+        elif path.name not in ("docs", "outputs"):
+            (folder / path.name).symlink_to(path)
+    return make_site(folder)
+
+
+def make_site(folder: Path) -> Path:
+    """`make site` in a copy of the repository, whose packages are installed."""
+    command = ["make", "-o", ".venv/.python", "site", "UV=true", f"PY={sys.executable}"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return folder / "site"
+    return folder / "outputs/site"
 
 
 @pytest.mark.slow
@@ -51,6 +62,20 @@ def test_a_page_that_the_search_shows_first_says_the_word():
         for page in pages:
             text = (ROOT / "docs" / f"{page}.md").read_text()
             assert word.lower() in " ".join(text.lower().split()), f"{page}: {word}"
+
+
+@pytest.mark.slow
+def test_a_second_build_keeps_the_words_of_the_search_and_drops_pages_that_are_gone(site):
+    def entries() -> dict[str, list]:
+        return json.loads((site / "searchindex.js").read_text()[len("Search.setIndex(") : -1])["indexentries"]
+
+    before, docs = entries(), site.parents[1] / "docs"
+    assert before.keys() >= {word.lower() for word in searched()}
+    (site / "older_page.html").write_text("of a page that is gone")
+    (docs / "lora.md").write_text((docs / "lora.md").read_text() + "\nOne more line.\n")
+    make_site(site.parents[1])
+    assert entries() == before
+    assert not (site / "older_page.html").exists()
 
 
 ASKED = (

@@ -138,6 +138,10 @@ def test_links_between_pages_lead_somewhere():
         for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*)(?:#([^)]*))?\)", page.read_text()):
             file = (page.parent / target).resolve() if target else page
             assert file.exists(), f"{page.name}: {target}"
+            of_the_site = (ROOT / "docs") in page.parents and file.suffix == ".md"
+            assert not of_the_site or (ROOT / "docs") in file.parents, (
+                f"{page.name}: the site has no {target}"
+            )
             if anchor:
                 heads = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
                 anchors = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}

@@ -12,7 +12,7 @@ import pytest
 from siirl.config import Config, effect_warnings, from_dict, to_dict, with_overrides
 from siirl.config.aliases import ALIASES
 from siirl.config.keys import walk
-from siirl.config.reference import DEVIATIONS, PLACES, reference_page
+from siirl.config.reference import DEVIATIONS, PAGES, PLACES, page_of, reference_pages, write_pages
 from siirl.config.resolve import FOLLOWS, REFERENCE, get, status
 from siirl.config.root import TOP_GROUPS, all_groups, all_keys, get_group_class
 from siirl.config.tree import default_config
@@ -79,14 +79,33 @@ def test_group_names_cover_every_level():
     assert not all_groups() & set(all_keys())
 
 
-def test_the_reference_page_is_current():
-    committed = (ROOT / "docs" / "configuration.md").read_text()
-    if committed != reference_page():
-        pytest.fail("docs/configuration.md is out of date: run `make docs`")
+def test_the_reference_pages_are_current():
+    committed = {page.name: page.read_text() for page in (ROOT / "docs" / "configuration").glob("*.md")}
+    if committed != reference_pages():
+        pytest.fail("docs/configuration/ is out of date: run `make docs`")
 
 
-def test_the_reference_page_names_every_key_in_the_section_of_its_group():
-    sections = dict(part.split("\n", 1) for part in reference_page().split("\n## ")[1:])
+def test_writing_the_reference_removes_the_page_of_a_group_that_is_no_more(tmp_path):
+    (tmp_path / "older_group.md").write_text("# Keys: older group\n")
+    write_pages(tmp_path)
+    assert {page.name for page in tmp_path.iterdir()} == set(reference_pages())
+
+
+def test_each_group_of_keys_has_one_page_which_the_first_page_links():
+    pages = reference_pages()
+    first = pages["index.md"]
+    for group in {key.rpartition(".")[0] for key in all_keys()}:
+        having = [name for name, text in pages.items() if f"\n## {group}\n" in text]
+        assert having == [f"{page_of(group)}.md"], group
+    for name in pages.keys() - {"index.md"}:
+        assert f"({name})" in first and f"\n{name.removesuffix('.md')}\n" in first
+    assert len(first.split()) < 800 and max(len(text.split()) for text in pages.values()) < 5000
+    assert {group for _, groups in PAGES.values() for group in groups} <= all_groups()
+
+
+def test_the_reference_names_every_key_in_the_section_of_its_group():
+    text = "\n".join(text for name, text in reference_pages().items() if name != "index.md")
+    sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
     absent = [
         key for key in all_keys() if f"`{key.rpartition('.')[2]}`" not in sections[key.rpartition(".")[0]]
     ]
