@@ -48,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] and argv[0] in ("check", "test", "plan", "run", "serve", "migrate"):
             import_from_here()
         if argv[:1] == ["run"]:
-            return main_dag.main(argv[1:])
+            return main_dag.main(argv[1:], "siirl run")
         if argv[:1] == ["serve"]:
-            return main_dag.main(["--config-name", "serve", *argv[1:]])
+            return main_dag.main(["--config-name", "serve", *argv[1:]], "siirl serve")
         args, overrides = parse_settings(_parser(), argv)
         outcome.code = args.command(args, overrides) or 0
     return outcome.code
@@ -239,7 +239,7 @@ def _add_check(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--elsewhere",
         action="store_true",
-        help="data and models are on other machines: do not look for them here, and ask no hub",
+        help="data and models are on other machines: do not look for them here or on a hub",
     )
     sub.add_argument(
         "--dialect",
@@ -249,27 +249,29 @@ def _add_check(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--security",
         action="store_true",
-        help="also say what listens, what runs without isolation, and who can read the files",
+        help="also list open ports, code that runs without isolation, and files that others can read",
     )
 
 
 def _add_plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--json", metavar="FILE", help="write the plan as JSON")
     sub.add_argument("--draw", metavar="FILE", help="draw the plan: .svg or .png")
-    sub.add_argument("--explain", action="store_true", help="predict where the time of a step goes")
+    sub.add_argument("--explain", action="store_true", help="predict how long each phase of a step takes")
     sub.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
     sub.add_argument(
         "--from",
         dest="run",
         metavar="RUN",
-        help="what a recorded run would take with these keys, by what its steps took",
+        help="predict the step time of a recorded run under these keys, from its measured steps",
     )
-    sub.add_argument("--trust", action="store_true", help="with --from: also if others can change it")
-    sub.add_argument("--device", metavar="KIND", help="that it is predicted for, as in h200")
+    sub.add_argument(
+        "--trust", action="store_true", help="with --from: even if other users can change its folder"
+    )
+    sub.add_argument("--device", metavar="KIND", help="GPU to predict for, e.g. h200 [that of this machine]")
     sub.add_argument(
         "--tokens",
         metavar="PROMPT+RESPONSE|RUN",
-        help="mean lengths of rows, as in 256+600, or a run's folder [all the longest possible]",
+        help="mean lengths to predict with, e.g. 256+600, or a run's folder [the longest allowed]",
     )
 
 
@@ -282,55 +284,67 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"siirl {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, add_options, help_text in (
-        ("check", _check, _add_check, "validate configuration, DAG and placement"),
-        ("plan", _plan, _add_plan, "print what runs where, without starting anything"),
+        ("check", _check, _add_check, "list all that is wrong with a command, before anything starts"),
+        ("plan", _plan, _add_plan, "print what runs where and whether it fits, without starting anything"),
     ):
-        sub = commands.add_parser(name, help=help_text, description=help_text)
+        sub = commands.add_parser(name, help=help_text)
         add_config_arguments(sub)
         sub.set_defaults(command=command)
         add_options(sub)
     run = commands.add_parser("run", help="train: the same as python -m siirl.main_dag", add_help=False)
     add_config_arguments(run)
     serve = commands.add_parser(
-        "serve", help="let clients of Tinker's API train adapters here, by their own loops", add_help=False
+        "serve", help="serve Tinker's API: clients train adapters here by loops of their own", add_help=False
     )
     add_config_arguments(serve)
     migrate = commands.add_parser(
         "migrate", help="turn a launch script or YAML file of siiRL or verl into a command of siirl"
     )
-    migrate.add_argument("file", help="a script, which is read and not run, or a YAML file of keys or nodes")
+    migrate.add_argument("file", help="a script (it is read, not run), or a YAML file of keys or nodes")
     migrate.add_argument(
         "overrides", nargs="*", metavar="NAME=value", help="variables of the script, and further settings"
     )
     migrate.set_defaults(command=_migrate)
     export = commands.add_parser("export", help="turn a checkpoint into a Hugging Face model")
-    export.add_argument("checkpoint", help="a checkpoint (.../global_step_N), or a run: its current one")
-    export.add_argument("out", help="directory of the model")
     export.add_argument(
-        "--model", help="which of its models, e.g. agent_0.actor; not needed for the only one"
+        "checkpoint", help="a checkpoint (.../global_step_N), or a run's folder: its last one"
     )
+    export.add_argument("out", help="folder to write the model to")
     export.add_argument(
-        "--base", type=Path, help="model that a LoRA adapter was trained on, if it is elsewhere now"
+        "--model", help="which model of the checkpoint, e.g. agent_0.actor; needed if it has several"
     )
-    export.add_argument("--adapter", action="store_true", help="its LoRA adapter alone, as peft stores it")
+    export.add_argument("--base", type=Path, help="base model of a LoRA adapter, if it has moved since")
+    export.add_argument(
+        "--adapter", action="store_true", help="write only the LoRA adapter, in the format of peft"
+    )
     export.set_defaults(command=_export)
     convert = commands.add_parser(
         "convert", help="turn a Hugging Face model into a distributed checkpoint, or back"
     )
-    convert.add_argument("source", help="a model directory, or a checkpoint: distributed, or of a run")
-    convert.add_argument("out", help="directory to write, which must not exist")
+    convert.add_argument(
+        "source", help="a model's folder, a distributed checkpoint, or a checkpoint of a run"
+    )
+    convert.add_argument("out", help="folder to write, which must not exist")
     convert.add_argument("--model", help="which model of a run's checkpoint, e.g. agent_0.actor")
     parts = convert.add_mutually_exclusive_group()
-    parts.add_argument("--text", action="store_true", help="the language model inside one that sees images")
-    parts.add_argument("--into", type=Path, help="such a model, which gets the trained source in its place")
+    parts.add_argument(
+        "--text", action="store_true", help="write only the language model of a vision-language model"
+    )
+    parts.add_argument(
+        "--into", type=Path, help="vision-language model to put the trained language model (source) back into"
+    )
     convert.set_defaults(command=_convert)
-    trace = commands.add_parser("trace", help="join the traces of a run's ranks, also after a crash")
+    trace = commands.add_parser(
+        "trace", help="join the traces of a run's ranks into one file, also after a crash"
+    )
     trace.add_argument("output_dir", help="trainer.output_dir of a run with trainer.trace=true")
     trace.set_defaults(command=_trace)
     test_command.add_command(commands)
     add_commands(commands)
     add_run_commands(commands)
     view_command.add_command(commands)
+    for listed in commands._choices_actions:
+        commands.choices[listed.dest].description = listed.help
     return parser
 
 

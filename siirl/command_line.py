@@ -14,6 +14,7 @@ from typing import Any
 from siirl.errors import UserError
 
 EXIT_USER_ERROR = 2
+MODULE = "python -m siirl.main_dag"
 DEFAULT_CONFIG = "ppo_dag_trainer"
 
 
@@ -35,15 +36,15 @@ class Outcome:
     """The exit code so far; 2 after a user error."""
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """The arguments of the main job. Exits with code 2 and the usage if an option is unknown."""
+def parse_arguments(argv: Sequence[str] | None = None, prog: str = MODULE) -> Arguments:
+    """The arguments of the main job, called prog. Exits with 2 and the usage if an option is unknown."""
     parser = argparse.ArgumentParser(
-        prog="python -m siirl.main_dag",
-        description="Train a model: compose the configuration, compile the workflow, run it.",
+        prog=prog,
+        description="Check the settings, compile the workflow to a plan, and run it.",
         epilog="Settings are key=value, as in data.train_batch_size=64; docs/configuration/ lists them.",
     )
     add_config_arguments(parser)
-    parser.add_argument("--cfg", choices=("job",), help="print the composed configuration and end")
+    parser.add_argument("--cfg", choices=("job",), help="print the whole configuration and exit")
     args, overrides = parse_settings(parser, argv)
     return Arguments(tuple(overrides), args.config_name, args.cfg)
 

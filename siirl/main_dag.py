@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 
-from siirl.command_line import parse_arguments, print_text, readers_may_leave, user_errors
+from siirl.command_line import MODULE, parse_arguments, print_text, readers_may_leave, user_errors
 from siirl.compiler.choices import choice_lines
 from siirl.compiler.memory.phases import estimate_record
 from siirl.compiler.plan import Plan
@@ -37,10 +37,10 @@ from siirl.show.plan_text import model_setup
 log = logging.getLogger(__name__)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = MODULE) -> int:
     """Exit code: 0 it ended well, 2 the user's input cannot work, 1 it failed, 130 or 143 it was stopped."""
     with readers_may_leave(), user_errors() as outcome:
-        arguments = parse_arguments(argv)
+        arguments = parse_arguments(argv, prog)
         found = Findings()
         cfg = read_config(arguments.overrides, arguments.config_name, found)
         if arguments.cfg == "job":

@@ -38,50 +38,68 @@ def write_project(folder: Path) -> str:
 
 def add_commands(commands: Any) -> None:
     """Add them to the subparsers of `siirl`; each is called with (arguments, overrides)."""
-    new = commands.add_parser("new", help="a project to begin with: workflow, reward, environment, test")
-    new.add_argument("folder", metavar="DIR", help="folder to make; must not be there, or be empty")
+    new = commands.add_parser("new", help="make a project to begin with: workflow, reward, environment, test")
+    new.add_argument("folder", metavar="DIR", help="the folder to make: a new one, or an empty one")
     new.set_defaults(command=_new)
-    resume = commands.add_parser("resume", help="go on with a run from its last checkpoint, by its own keys")
+    resume = commands.add_parser(
+        "resume", help="continue a run from its last checkpoint, with its own settings"
+    )
     resume.add_argument("run", metavar="RUN", help="trainer.output_dir of a run")
-    resume.add_argument("overrides", nargs="*", metavar="key=value", help="settings that are other now")
-    trust = {"action": "store_true", "help": "also if others can change the run's folder: it names what runs"}
+    resume.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
+    trust = {
+        "action": "store_true",
+        "help": "run the code that the run's folder names, even if other users can change it",
+    }
     resume.add_argument("--trust", **trust)
     resume.set_defaults(command=_resume)
-    amend = commands.add_parser("amend", help="other settings of a run that goes on, from its next step on")
-    amend.add_argument("run", metavar="RUN", help="trainer.output_dir of a run that goes on here")
-    amend.add_argument("overrides", nargs="+", metavar="key=value", help="settings that are other then")
+    amend = commands.add_parser("amend", help="change settings of a run while it goes on, from its next step")
+    amend.add_argument(
+        "run", metavar="RUN", help="trainer.output_dir of a run on this machine that has not ended"
+    )
+    amend.add_argument("overrides", nargs="+", metavar="key=value", help="settings to change")
     amend.add_argument("--trust", **trust)
     amend.set_defaults(command=_amend)
     evaluate = commands.add_parser("eval", help="validate a checkpoint or a model: rewards, pass@k")
-    evaluate.add_argument("model", metavar="MODEL", help="a run, a checkpoint global_step_N, a model")
-    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="settings")
+    evaluate.add_argument(
+        "model", metavar="MODEL", help="folder of a run, of a checkpoint (global_step_N), or of a model"
+    )
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
     evaluate.add_argument(
         "--config-name",
         "-cn",
         metavar="NAME",
         help=f"preset, or a YAML file [the run's, or {DEFAULT_CONFIG}]",
     )
-    evaluate.add_argument("--samples", type=int, metavar="N", help="responses of each prompt, sampled")
+    evaluate.add_argument("--samples", type=int, metavar="N", help="responses to sample for each prompt")
     evaluate.add_argument(
         "--right",
         type=float,
         default=1.0,
         metavar="R",
-        help="a response counts as right from this reward on [1]",
+        help="least reward of a right response, for pass@k [1]",
     )
-    evaluate.add_argument("--out", type=Path, metavar="DIR", help="where to write [outputs/eval/MODEL_TIME]")
-    evaluate.add_argument("--json", action="store_true", help="one object, for programs")
+    evaluate.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for the results [outputs/eval/MODEL_TIME]"
+    )
+    evaluate.add_argument("--json", action="store_true", help="print the results as one JSON object")
     evaluate.add_argument("--trust", **trust)
     evaluate.set_defaults(command=_eval)
     chat = commands.add_parser("chat", help="talk to a model, or to the agents of a checkpoint, on the CPU")
-    chat.add_argument("model", metavar="MODEL", help="a run, a checkpoint global_step_N, or a model")
-    chat.add_argument("--agent", metavar="NAME", help="whom to talk to first, e.g. agent_0 [the first]")
-    chat.add_argument("--system", default="", metavar="TEXT", help="the first message")
-    chat.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest words [0.7]")
     chat.add_argument(
-        "--max-tokens", type=int, metavar="N", help="of an answer [as in the run that trained it, else 512]"
+        "model", metavar="MODEL", help="folder of a run, of a checkpoint (global_step_N), or of a model"
     )
-    chat.add_argument("--seed", type=int, default=0, help="of what is sampled [0]")
+    chat.add_argument("--agent", metavar="NAME", help="the agent to talk to, e.g. agent_0 [the first]")
+    chat.add_argument("--system", default="", metavar="TEXT", help="system prompt")
+    chat.add_argument(
+        "--temperature", type=float, default=0.7, help="sampling temperature; 0: the likeliest token [0.7]"
+    )
+    chat.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens of an answer [as in the run that trained it, else 512]",
+    )
+    chat.add_argument("--seed", type=int, default=0, help="seed of sampling [0]")
     chat.set_defaults(command=_chat)
 
 

@@ -120,10 +120,12 @@ def _choose_micro_batch(draft: Draft, model: ModelPlan, keys: BatchKeys) -> None
         needs = draft.weigh(model, changes)
         if needs is None and rows > 1:
             continue
-        what = "training" if keys is ROLES[model.role].train else "passes without gradient"
+        what = "training" if keys is ROLES[model.role].train else "computing log-probs or values"
         fits = f"; {draft.fits_text(needs)}" if needs is not None else f"; {draft.unknown}"
         more = "" if rows == most or needs is None else f"; {most} rows do not fit"
-        draft.take(model, changes, f"{what} by {rows} of the longest rows, {row} tokens, at once{more}{fits}")
+        draft.take(
+            model, changes, f"{what} takes {rows} rows of {row} tokens (the longest) at once{more}{fits}"
+        )
         return
 
 

@@ -32,9 +32,9 @@ REFERENCE = re.compile(r"(?!\d)[\w./~-]+:[A-Za-z_]\w*")
 OPENENV = "openenv:"
 """Before the address of an environment that runs elsewhere."""
 HERE, CLUSTER = "users and programs of this machine", "whoever reaches the machine"
-SHUT_IN = "Beside others: in a network of its own (docs/security.md, Closing what is open by design)"
+SHUT_IN = "With other users here, run in a network namespace (docs/security.md, What has no token)"
 FIREWALL = "Let only the machines of the run reach each other"
-PRIVATE = "chmod 700 it"
+PRIVATE = "Make it private by chmod 700"
 PROGRAM = "Others can write there, and a run's folder says what `siirl resume` and `siirl eval` run"
 OWN = "Choose a folder that is yours, and chmod go-w it"
 READ, ENTER = 0o004, 0o001
@@ -248,7 +248,7 @@ def user(run: Subject) -> Iterator[Line]:
     except KeyError:
         name = "a user without a name"
     on = "" if run.local else ", on each machine as whom its processes were started"
-    remedy = "Start it as a user who may do less, or in a container" if uid == 0 else ""
+    remedy = "Start it as another user than root, or in a container" if uid == 0 else ""
     yield Line(uid == 0, "workers and all below", f"run as {name} (uid {uid}){on}", remedy)
 
 
@@ -262,7 +262,7 @@ def code(run: Subject) -> Iterator[Line]:
             True,
             reference,
             f"{place}, with the files, the network and the environment of that user",
-            "If you have not written or read it: in a container with nothing else",
+            "Unless you have written or read it, run it in a container that holds nothing else",
         )
 
 
@@ -329,7 +329,7 @@ def folders(run: Subject) -> Iterator[Line]:
             continue
         parent = next(path for path in folder.parents if path.is_dir())
         readable = _others_may(parent, ENTER) and not umask & READ
-        remedy = "`umask 077` before the command" if readable else ""
+        remedy = "Set `umask 077` before the command" if readable else ""
         yield Line(readable, key, f"{folder} will be made: {_readers(readable)}", remedy)
 
 
@@ -371,7 +371,9 @@ def _others_may(path: Path, bits: int) -> bool:
 
 def _readers(readable: bool) -> str:
     return (
-        "all users can read it (its secrets, in job.json and run_config.yaml, not)" if readable else "private"
+        "all users can read it, except job.json and run_config.yaml, which hold secrets"
+        if readable
+        else "private"
     )
 
 
@@ -398,5 +400,5 @@ def security_report(run: Subject) -> str:
             lines += [f"{title}:", *map(str, found)]
             num_open += sum(line.open for line in found)
     return "\n".join(
-        [*lines, f"{num_open} open: somebody who shows no token can use them (docs/security.md)."]
+        [*lines, f"{num_open} open: somebody could misuse them without a token (docs/security.md)."]
     )

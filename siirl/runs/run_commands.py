@@ -10,30 +10,38 @@ from siirl.command_line import print_text
 
 def add_run_commands(commands: Any) -> None:
     """Add them to the subparsers of `siirl`; each is called with (arguments, overrides)."""
-    ls = commands.add_parser("ls", help="the runs below a folder: state, step, reward, size, command")
-    ls.add_argument("folder", nargs="?", default="outputs", metavar="DIR", help="where to look [outputs]")
-    ls.add_argument("--json", action="store_true", help="an array of objects, for programs")
+    ls = commands.add_parser("ls", help="list the runs below a folder: state, step, reward, size, command")
+    ls.add_argument(
+        "folder", nargs="?", default="outputs", metavar="DIR", help="folder to search for runs [outputs]"
+    )
+    ls.add_argument("--json", action="store_true", help="print a JSON array, an object for each run")
     ls.set_defaults(command=_ls)
-    compare = commands.add_parser("compare", help="what two runs differ in: keys, versions, metrics")
+    compare = commands.add_parser("compare", help="show how two runs differ: keys, versions, metrics")
     compare.add_argument("runs", nargs=2, metavar="RUN", help="trainer.output_dir of a run")
     compare.add_argument(
-        "--all", action="store_true", help="all metrics, not only those of the console's table"
+        "--all", action="store_true", help="compare all metrics, not only those of the console's table"
     )
-    compare.add_argument("--json", action="store_true", help="one object with all metrics, for programs")
+    compare.add_argument("--json", action="store_true", help="print one JSON object with all metrics")
     compare.set_defaults(command=_compare)
-    watch = commands.add_parser("watch", help="the state of a run as text, refreshed until it is over")
+    watch = commands.add_parser("watch", help="show the state of a run as text, refreshed until it ends")
     watch.add_argument("run", metavar="RUN", help="trainer.output_dir of a run, which may have ended")
-    watch.add_argument("--once", action="store_true", help="print it once and end")
-    watch.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between two looks [2]")
+    watch.add_argument("--once", action="store_true", help="print the state once and exit")
+    watch.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between refreshes [2]")
     watch.set_defaults(command=_watch)
     audit = commands.add_parser(
-        "audit", help="what the ledger of a run proves of its rows, or what disproves it"
+        "audit", help="check a run's ledger: what it proves of each row, and what contradicts it"
     )
     audit.add_argument("run", metavar="RUN", help="trainer.output_dir of a run with trainer.ledger=rows")
-    audit.add_argument("--row", type=int, metavar="N", help="all that is known of one row, by its number")
+    audit.add_argument("--row", type=int, metavar="N", help="show all that is known of row number N")
     audit.set_defaults(command=_audit)
-    doctor = commands.add_parser("doctor", help="look at this machine: what a run would miss, and what to do")
-    doctor.add_argument("folder", nargs="?", default="outputs", metavar="DIR", help="of outputs [outputs]")
+    doctor = commands.add_parser("doctor", help="check this machine: what a run would lack, and the fix")
+    doctor.add_argument(
+        "folder",
+        nargs="?",
+        default="outputs",
+        metavar="DIR",
+        help="folder that runs would write to [outputs]",
+    )
     doctor.set_defaults(command=_doctor)
 
 

@@ -10,17 +10,21 @@ from siirl.command_line import add_config_arguments, print_text
 
 def add_command(commands: Any) -> None:
     """Add it to the subparsers of `siirl`."""
-    told = "run the job on CPUs for a few steps, with tiny models and few rows, and check what it learns from"
-    parser = commands.add_parser("test", help=told, description=told)
+    told = "test a workflow: run it for a few steps on CPUs with tiny models, and check the rows it trains on"
+    parser = commands.add_parser("test", help=told)
     add_config_arguments(parser)
-    parser.add_argument("--answers", metavar="FILE", help="what agents say: a file, or the folder of a run")
+    parser.add_argument(
+        "--answers", metavar="FILE", help="scripted responses of the agents: a file, or the folder of a run"
+    )
     parser.add_argument(
         "--tiny",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="make a tiny model of the family of each model [yes]; --no-tiny: the models as they are",
+        help="replace each model by a tiny one of its family [default]; --no-tiny: use the models themselves",
     )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the files of the test's runs there")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="folder to keep the test's files in [they are removed]"
+    )
     parser.set_defaults(command=_test)
 
 

@@ -18,10 +18,12 @@ DEMO = "demo.tar.gz"
 
 def add_command(commands: Any) -> None:
     """Add the command to the console script's (what argparse's add_subparsers returned)."""
-    text = "show runs as a page: what each does, its curves, conversations, timeline and errors"
-    view = commands.add_parser("view", help=text, description=text)
-    view.add_argument("runs", nargs="*", metavar="RUN", help="trainer.output_dir of a run, going on or ended")
-    view.add_argument("--demo", action="store_true", help="a run of two agents that comes with siirl")
+    text = "open the dashboard of runs: curves, conversations, timeline, errors"
+    view = commands.add_parser("view", help=text)
+    view.add_argument("runs", nargs="*", metavar="RUN", help="trainer.output_dir of a run, running or ended")
+    view.add_argument(
+        "--demo", action="store_true", help="show a recorded run of two agents that comes with siirl"
+    )
     how = view.add_mutually_exclusive_group()
     how.add_argument("--export", metavar="FILE.html", help="write the page as one file, and serve nothing")
     how.add_argument("--port", type=int, default=0, help="serve on this port of 127.0.0.1 [a free one]")

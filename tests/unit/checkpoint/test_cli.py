@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 
 import pytest
 
+from siirl import cli
 from siirl.checkpoint.files import POINTER
 from siirl.cli import main
 from siirl.compiler.plan import Plan
@@ -235,6 +237,16 @@ def test_help_loads_no_graph_library_and_no_torch():
     modules = set(run.stdout.split())
     assert "siirl.cli" in modules, run.stderr
     assert modules.isdisjoint({"networkx", "torch", "transformers"})
+
+
+@pytest.mark.parametrize("name", cli._commands(cli._parser()))
+def test_the_help_of_a_command_says_its_name_and_what_it_does(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    usage, _, told = capsys.readouterr().out.partition("\n\n")
+    assert ended.value.code == 0 and usage.startswith(f"usage: siirl {name} ")
+    assert re.match(r"[A-Za-z].{20}", told), "a sentence, before the list of arguments"
+    assert not told.startswith(("positional", "options"))
 
 
 def test_config_path_and_config_name_are_hydras(tmp_path, capsys):
