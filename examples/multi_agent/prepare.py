@@ -86,7 +86,8 @@ def shuffled(make: Callable[[random.Random], list[dict]]) -> Callable:
 
 def doors(rng: random.Random) -> list[dict]:
     """Two rooms of four doors each."""
-    return [row("reasoner_actor", "play", f"{a} {b}") for a in range(4) for b in range(4)]
+    pairs = [(a, b) for a in range(4) for b in range(4)]
+    return [row("reasoner_actor", "play", f"{a} {b}", first=str(a), second=str(b)) for a, b in pairs]
 
 
 def shop(rng: random.Random) -> list[dict]:

@@ -35,6 +35,7 @@ def rewards_are_numbers_that_differ(trial: Trial) -> Verdict:
     told = []
     for name in dict.fromkeys(node.name for node in nodes_of(trial, scores)):
         varied = groups = 0
+        zeros = True
         for record in calls(trial, lambda one, name=name: one.name == name):
             score_B = _score(record)
             if not bool(torch.isfinite(score_B).all()):
@@ -49,8 +50,11 @@ def rewards_are_numbers_that_differ(trial: Trial) -> Verdict:
                     "Let the reward depend on response and row alone: no random numbers, no counters.",
                 )
             changed, found = _varied(score_B, record.column("sample_index"))
-            varied, groups = varied + changed, groups + found
+            varied, groups, zeros = varied + changed, groups + found, zeros and not score_B.any()
         if not groups:
+            continue
+        if zeros and _others_give(trial, name):
+            told.append(f"{name}: 0 throughout, beside what others give")
             continue
         if not varied:
             return failing(
@@ -63,6 +67,15 @@ def rewards_are_numbers_that_differ(trial: Trial) -> Verdict:
     if found := _earnings(trial, told):
         return found
     return passed("; ".join(told)) if told else not_here("nothing gives rewards")
+
+
+def _others_give(trial: Trial, name: str) -> bool:
+    """Whether the agent of a node that scores earns rewards that differ, as from an environment."""
+    agents = {node.agent for node in nodes_of(trial, scores) if node.name == name}
+    for record in calls(trial, lambda one: credits(one) and one.agent in agents):
+        if record.expected is not None and len(record.expected.unique()) > 1:
+            return True
+    return False
 
 
 def _earnings(trial: Trial, told: list[str]) -> Verdict | None:
