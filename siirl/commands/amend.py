@@ -75,7 +75,7 @@ def running_job(folder: Path) -> Job:
     by_hand = f"siirl resume {folder} key=value trainer.resume_changed=true"
     if not is_held(folder):
         raise ConfigError(
-            f"no run goes on in {folder} on this machine: there is nothing to amend. Go on with it by other "
+            f"no run goes on in {folder} on this machine: there is nothing to amend. Continue it with other "
             f"settings: {by_hand}."
         )
     trainer = from_dict(job.config).trainer

@@ -369,8 +369,8 @@ class RolloutConfig:
     )
     keep_kv: bool = key(
         False,
-        "responses go on with the keys and values that older weights computed, which stay in the engine's "
-        "memory; False: what there is of them is read again under the new weights",
+        "unfinished responses continue with the keys and values that older weights computed, which stay in "
+        "the engine's memory; False: what there is of them is read again under the new weights",
         when="max_lag",
     )
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own", low=0)

@@ -129,7 +129,7 @@ REFUSED = {
     "responses that go on while the policy is warmed up": (
         lambda: warm_up(rollout={"actor_rollout_ref.rollout.max_lag": 1}),
         (),
-        "rollout.max_lag, whose responses go on",
+        "rollout.max_lag: its rollouts are asynchronous",
     ),
     "a reference of before the warm-up": (
         lambda: dag_spec(

@@ -60,8 +60,8 @@ def _check_share(rollout: ResolvedNode, owner: int, kept: Workflow) -> Iterator[
         return
     if target.cfg.actor_rollout_ref.rollout.max_lag:
         yield NotSupportedError(
-            f"not supported yet: {key}: {target} has rollout.max_lag, whose responses go on while these are "
-            "trained. Set rollout.max_lag=0."
+            f"not supported yet: {key}: {target} has rollout.max_lag: its rollouts are asynchronous, "
+            "and would continue while these are trained. Set rollout.max_lag=0."
         )
     if any(
         x.op.role is not None and x.op.role.is_reference and x.agent == owner for x in kept.nodes.values()
