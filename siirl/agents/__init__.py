@@ -9,7 +9,7 @@ is its first rollout.
   after, give them out in the same ranks and shards. So loops and routes are no instructions, and the plan
   stays a list.
 - **Turns at once.** What an episode does is a list of nodes that are left: one by one, those that no edge
-  orders together (`siirl/agents/at_once.py`). Loops and routes replace it.
+  orders together (`siirl/agents/turns_at_once.py`). Loops and routes replace it.
 - **Weights** of all policies of the interaction are synced before that Run.
 - **A context only grows** (`siirl/agents/contexts.py`): what the model produced is never tokenised again.
   Where the context cannot grow, because it was rewritten or is full, a new row begins; what comes back to

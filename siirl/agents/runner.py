@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from siirl.agents.at_once import speak_at_once
 from siirl.agents.contexts import AsMessage, Context, ContextFull, Limits, TurnPrompt, as_said
 from siirl.agents.environments import HostedEnvironment, StepResult, Texts, reset_env, step_env
 from siirl.agents.episode import Episode, Message
@@ -22,6 +21,7 @@ from siirl.agents.policy import Policy
 from siirl.agents.renderer import Chat, ChatRenderer, TokenizedText
 from siirl.agents.shown import PLACE, Shown, content_of
 from siirl.agents.tool_files import ToolUse
+from siirl.agents.turns_at_once import speak_at_once
 from siirl.agents.user_thread import where_raised
 from siirl.compiler.interactions.at_once import descendants
 from siirl.compiler.plan import AgentStage, EnvStage, InteractionPlan, Stage, StagePlan

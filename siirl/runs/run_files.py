@@ -13,6 +13,7 @@ from typing import Any, get_args
 import msgspec
 
 from siirl.compiler.plan import Plan
+from siirl.config.tree import from_dict, to_dict
 from siirl.launch.attempts import ATTEMPTS_FILE, Attempt
 from siirl.launch.failure import Failure, failure_in
 from siirl.launch.run_record import CONFIG_FILE, RUN_FILE
@@ -369,6 +370,9 @@ def read_config(folder: Path, unreadable: Skipped) -> dict[str, Any]:
     if not isinstance(config, dict):
         text = content(folder / CONFIG_FILE, unreadable).decode(errors="replace")
         config = _yaml(text) if text else {}
+        if isinstance(config, dict):  # in the file, keys that follow others are null
+            as_written = config
+            config = attempt(lambda: to_dict(from_dict(as_written)), as_written, CONFIG_FILE, Skipped())
     if not isinstance(config, dict):
         unreadable.add(folder / CONFIG_FILE, "it holds no settings")
         return {}

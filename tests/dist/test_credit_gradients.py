@@ -38,6 +38,7 @@ def gradients(rank: int, world: int, path: str) -> dict[str, dict[str, Tensor]]:
             trained=None,
             taken=None,
             cfg=cfg,
+            options={},
             step=1,
             group=dist.group.WORLD,
             metrics=Metrics(),

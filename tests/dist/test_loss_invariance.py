@@ -368,7 +368,9 @@ def updates(
             )
             cfg = with_overrides(base_config(), keys)
             mine = take_rows(of_teachers(rows, cfg), (owner == engine.dp_rank).nonzero().squeeze(1))
-            ctx = SimpleNamespace(cfg=cfg, node_id="train", step=STEP, group=dist.group.WORLD, trained=None)
+            ctx = SimpleNamespace(
+                cfg=cfg, node_id="train", step=STEP, group=dist.group.WORLD, trained=None, options={}
+            )
             ctx.taken = None
             ctx.metrics, ctx.is_shard_leader = Metrics(), is_shard_leader
             actor_train(ctx, mine, engine)
