@@ -24,11 +24,14 @@ from test_loss_invariance import (
 )
 from train_engine_cases import NUM_ROWS
 
+from siirl.algorithms.kl import LEAST_SLOPED
 from siirl.config.actor import KL_TYPES
 
 WHOLE = {f"{ACTOR}.ppo_mini_batch_size": NUM_ROWS // SAMPLES, "data.train_batch_size": NUM_ROWS}
 """All rows are the first of two mini-batches, so that losses read old log-probs."""
 SHARE = f"{ACTOR}.top_entropy_quantile"
+NATS = 1e-6
+"""By which log-probs of float32 may differ between micro-batches; the kernels of a processor decide."""
 
 
 def with_kl(name: str, weighted: bool = False) -> tuple[str, dict]:
@@ -82,7 +85,8 @@ def check(cases: dict[str, dict], *scenarios: list) -> None:
             float(torch.stack([(grad - other[at]).norm() for at, grad in first.items()]).norm()) / norm
             for other in others
         )
-        wrong |= {name: apart} if apart > 5e-5 else {}
+        bar = NATS / LEAST_SLOPED if " abs KL" in name else 5e-5  # a log ratio of NATS has this slope
+        wrong |= {name: apart} if apart > bar else {}
     assert not wrong
 
 
