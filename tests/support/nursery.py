@@ -21,7 +21,6 @@ sys.path[:0] = [path for path in (os.path.dirname(__file__),) if path not in sys
 
 import forked_starts  # noqa: E402 - beside this file, which may be run by its path
 import forked_workers  # noqa: E402
-import warm_up  # noqa: E402
 
 PRELOAD = (
     "torch.distributed.fsdp",
@@ -94,26 +93,16 @@ def _import(names: Collection[str]) -> None:
             with contextlib.suppress(ImportError):  # of what is not installed
                 importlib.import_module(name)
     gc.enable()
-    _set_aside()
-
-
-def _set_aside() -> None:
-    """No process looks for garbage in what all share."""
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # no process looks for garbage in what all share
 
 
 def main() -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other way to ask for CUDA spoils it for forks
     import torch
 
+    _import(PRELOAD if torch.cuda.is_available() else (*PRELOAD, *PRELOAD_ON_CPU))
     torch.set_num_threads(1)
-    if torch.cuda.is_available():
-        _import(PRELOAD)
-    else:
-        _import((*PRELOAD, *PRELOAD_ON_CPU))
-        warm_up.use_everything_once()  # backward passes start threads for each GPU
-        _set_aside()
     forked_starts.be_a_nursery()
     with contextlib.suppress(KeyboardInterrupt):
         serve_orders(socket.socket(fileno=int(sys.argv[1])))
