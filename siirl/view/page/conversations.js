@@ -4,7 +4,7 @@ const MOST_SHOWN = 100, MOST_OPEN = 8, MOST_BESIDE = 40, TYPING_MS = 250;
 const ROUNDING = 1e-6;  // numbers below it are what float32 leaves of a difference of equal ones
 
 function rewardChip(source, number) {
-  const value = Math.abs(number) < ROUNDING ? 0 : number;
+  const value = number && Math.abs(number) < ROUNDING ? 0 : number;
   const sign = value > 0 ? " up" : value < 0 ? " down" : "";
   return make("span", { class: "reward" + sign }, (source ? source + " " : "") + (value > 0 ? "+" : "") + short(value));
 }
