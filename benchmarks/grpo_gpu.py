@@ -203,6 +203,17 @@ def summary(rows: Rows) -> dict:
     return {name: {"median": statistics.median(values), "all": values} for name, values in series.items()}
 
 
+def environment() -> dict[str, str]:
+    """Of a job that runs this checkout."""
+    return os.environ | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def keep_logs(out: Path, folder: Path) -> None:
+    """Copy the logs of the run in `out`, if it has any."""
+    if (out / "logs").is_dir():
+        shutil.copytree(out / "logs", folder, dirs_exist_ok=True)
+
+
 def run_counted(report: Report, name: str, keys: list[str], folder: Path) -> int:
     """Run the main job into folder/out, and put the metrics of its counted steps into the report.
 
@@ -214,17 +225,16 @@ def run_counted(report: Report, name: str, keys: list[str], folder: Path) -> int
         if len(rows) > WARM_UP_STEPS:
             report.count(name, len(rows) - WARM_UP_STEPS)
 
-    env = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
     words = [sys.executable, "-m", "siirl.main_dag", *keys]
     seen, status = following(folder / "out" / "metrics.jsonl", counted), None
     try:
-        status = run_job(words, seen, cwd=REPOSITORY, env=env)
+        status = run_job(words, seen, cwd=REPOSITORY, env=environment())
     finally:
         report.path.parent.mkdir(parents=True, exist_ok=True)
         for trace in folder.glob("out/trace.json*"):
             shutil.copy(trace, report.path.with_name(f"{report.path.stem}_{trace.name}"))
-        if status != 0 and (folder / "out" / "logs").is_dir():
-            shutil.copytree(folder / "out" / "logs", report.path.parent / "logs", dirs_exist_ok=True)
+        if status != 0:
+            keep_logs(folder / "out", report.path.parent / "logs")
     if status == 0:
         report.finish()
         for metric, value in report["metrics"].items():
