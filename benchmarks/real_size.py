@@ -4,7 +4,8 @@
     python benchmarks/real_size.py --show [--out DIR]
 
 experts_fsdp, experts_megatron: GRPO with a reference on Qwen3-30B-A3B's shape, experts sharded over all
-ranks, engines of several GPUs. experts_replay: the first one, with the experts that the rollout chose.
+ranks, engines of several GPUs. experts_replay: the first one, with the experts that the rollout
+chose, and engines of one GPU.
 killed: the first one again, with checkpoints in memory, of which a worker is killed twice.
 dense_8B, dense_32B: README's keys, none of speed or memory. one_agent, four_agents: 8B, of which four debate:
 two of weights of their own, two adapters on one base.
@@ -130,7 +131,7 @@ PARTS = {
     "experts_fsdp": Part(EXPERTS, DEALT, reference=True, small=SMALL_EXPERTS),
     "experts_megatron": Part(EXPERTS, (*MEGATRON, DEALT[-1]), reference=True, small=SMALL_EXPERTS),
     "experts_replay": Part(
-        EXPERTS, (*DEALT, f"{ACTOR}.router_replay.mode=R3"), reference=True, small=SMALL_EXPERTS
+        EXPERTS, (*DEALT[:2], f"{ACTOR}.router_replay.mode=R3"), reference=True, small=SMALL_EXPERTS
     ),
     "killed": Part(
         EXPERTS,
