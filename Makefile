@@ -36,7 +36,13 @@ help:  ## this list
 	for of in 'verifiers 0.3.1' 'verifiers-0.4 0.4.0'; do set -- $$of; $(UV) venv --quiet --allow-existing --python $(PY) .venv/$$1 && \
 	  $(UV) pip install --quiet --python .venv/$$1/bin/python "verifiers==$$2" || exit; done && touch $@
 
-setup: .venv/.verifiers  ## the environment in .venv, with everything for development
+# Clients of `siirl serve`: their package and its recipes, without what they need for models of its maker only.
+.venv/.tinker: .venv/.dev
+	$(UV) venv --quiet --allow-existing --python $(PY) .venv/tinker && $(UV) pip install --quiet --python .venv/tinker/bin/python \
+	  --overrides <(echo "tml-renderers; sys_platform == 'never'") \
+	  tinker==0.38.0 'tinker-cookbook[math-rl,multiplayer-rl]==0.6.1' 'torch<=2.13.0' && touch $@
+
+setup: .venv/.verifiers .venv/.tinker  ## the environment in .venv, with everything for development
 
 # ALGORITHM is one that examples/quickstart/algorithm.sh knows; ROLLOUT=vllm samples with vLLM, STRATEGY=megatron trains on
 # Megatron-Core, tensor parallel over the two processes.
@@ -60,7 +66,7 @@ test-fast: .venv/.dev  ## what needs no processes, for the inner loop (under 90 
 	$(PYTEST) -n 2 -m 'not slow and not gpu and not heavy' tests/unit tests/plan
 
 # Its commands import for themselves, as a user's do; those of `make test` are forks (tests/support/forked_starts.py).
-test-all: .venv/.verifiers  ## the slower tests too
+test-all: .venv/.verifiers .venv/.tinker  ## the slower tests too
 	SIIRL_TEST_STARTS=real $(PYTEST) -n 2 --timeout 900
 
 check: .venv/.dev  ## lint, format, types, layers, import circles

@@ -28,12 +28,16 @@ from siirl.service.commands import (
     Refused,
     Release,
     Sample,
+    SaveExternal,
     SaveSampler,
     SaveState,
+    tokens_of,
 )
 from siirl.service.desk import Desk, Ticket
+from siirl.service.saved_weights import OPERATOR
 from siirl.service.service_endpoint import Served, ServiceEndpoint
 from siirl.service.snapshot_sampling import Sampler
+from siirl.service.tenant_keys import KEY, tenant_keys
 from siirl.service.tenants import Tenants
 
 log = logging.getLogger(__name__)
@@ -41,8 +45,6 @@ LOOK_S = 1.0
 """How often a worker without work says that it waits."""
 WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])")
 """Where a word begins in the name of a command."""
-KEY = "tml-"
-"""What the client's keys begin with; it takes no other."""
 
 
 class Service:
@@ -59,7 +61,7 @@ class Service:
         cfg = node.cfg
         base.onload(params=True, grads=False, optimizer=False)  # for good: each adapter computes on it
         self.folder = Path(cfg.trainer.output_dir).expanduser() / "service"
-        self.desk = Desk()
+        self.desk = Desk(cfg.service.max_tokens_per_s)
         self.tenants = Tenants(cfg, self.folder / "models", make)
         self.sampler = Sampler(cfg, sampler, base, self.tenants, node.tokenizer, make)
         self._cfg, self._stops = cfg, tuple(node.dialect.stop_ids)
@@ -80,8 +82,9 @@ class Service:
             )
         model = self._cfg.actor_rollout_ref.model
         longest = data.max_prompt_length + data.max_response_length
-        served = Served(model.path, longest, self._stops)
-        endpoint = ServiceEndpoint(self.desk, served, self.folder / "models", token, keys.idle_s)
+        served = Served(model.path, longest, self._stops, keys.idle_s, keys.max_models_per_tenant)
+        tokens = {OPERATOR: token} | tenant_keys(keys.tenants_file)
+        endpoint = ServiceEndpoint(self.desk, served, self.folder / "models", tokens)
         host, _, port = keys.address.rpartition(":")
         endpoint.start(host.strip("[]"), int(port))
         write_own(file, {"base_url": endpoint.url, "token": token})
@@ -133,7 +136,8 @@ def _carry_out(ctx: OpContext, service: Service, tickets: list[Ticket]) -> bool:
         if isinstance(command, Sample):
             samples = service.sampler.sample([one.command for one in tickets])
             for one, found in zip(tickets, samples, strict=True):
-                service.desk.done(one, found if isinstance(found, Refused) else wire.sampled_bytes(found))
+                told = found if isinstance(found, Refused) else wire.sampled_bytes(found)
+                service.desk.done(one, told, tokens_of(one.command, found))
             return False
         service.desk.done(tickets[0], _answer(ctx, service, command))
         return isinstance(command, OptimStep)
@@ -171,6 +175,9 @@ def _answer(ctx: OpContext, service: Service, command: Command) -> Any:
             tenants.save_sampler(command)
             told = {"path": path} if session is None else {"sampling_session_id": session}
             return {**told, "type": "save_weights_for_sampler"}
+        case SaveExternal(path=path):
+            tenants.save_external(command)
+            return {"path": path, "type": "save_weights_external"}
         case LoadState(path=path, model=model):
             tenants.load(command)
             return {"path": path, "model_id": model, "type": "load_weights"}

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +62,8 @@ class SaveState:
     model: str
     path: str
     overwrite: bool
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    """What its owner says of it: user_metadata, expires_s (a time)."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,16 @@ class SaveSampler:
     path: str | None
     session: str | None
     overwrite: bool = False
+    labels: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SaveExternal:
+    """The adapter alone, to files that other programs read: those of peft."""
+
+    model: str
+    path: str
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,11 +116,22 @@ class Release:
     session: str
 
 
-PATH = re.compile(r"tinker://([\w:-]+)/(weights|sampler_weights)/(\w[\w.-]{0,127})")
+PATH = re.compile(r"tinker://([\w:-]+)/(weights|sampler_weights|external_weights)/(\w[\w.-]{0,127})")
 """What names saved weights: the model, the kind, the name."""
 BASE = ""
 """The source of a sample that the model without adapters gives."""
-Command = CreateModel | ForwardBackward | OptimStep | SaveState | SaveSampler | LoadState | Sample | Release
+Saving = SaveState | SaveSampler | SaveExternal
+Command = CreateModel | ForwardBackward | OptimStep | Saving | LoadState | Sample | Release
+
+
+def num_tokens(command: Command) -> int:
+    """What a command takes at most: tokens that are trained on, read and sampled."""
+    match command:
+        case ForwardBackward(data=data):
+            return sum(len(one.tokens) for one in data)
+        case Sample(prompt=prompt, params=params, num_samples=count):
+            return len(prompt) + count * params.max_tokens
+    return 0
 
 
 @dataclass(frozen=True)
@@ -128,3 +152,10 @@ class Sampled:
     """Tokens, log-probs, whether it stopped by itself."""
     prompt_log_probs: list[float] = field(default_factory=list)
     """Of each token of the prompt, NaN for the first; empty if not asked for."""
+
+
+def tokens_of(command: Any, found: Any) -> int | None:
+    """What a command took; None: what it asked for."""
+    if not (isinstance(command, Sample) and isinstance(found, Sampled)):
+        return None
+    return len(command.prompt) + sum(len(tokens) for tokens, *_ in found.sequences)

@@ -4,27 +4,44 @@ consumes: commands of the server's thread. produces: their answers. waits for: n
 side; `take` on the worker's for the next command. unblocked by: `submit`, a time, `close`.
 
 Commands of one lane, a training client, run in the order of their numbers from 1 on, whenever they come: a
-large request comes in parts, the first of them last. Lanes take turns. Samples have a lane for each sampling
-session, in the order in which they come. A number that comes again is the same request: it gets the same
-answer, and nothing runs twice.
+large request comes in parts, the first of them last. Samples have a lane for each sampling session, in the
+order in which they come. A number that comes again is the same request: it gets the same answer, and nothing
+runs twice.
+
+Lanes belong to tenants. The next command is one of the tenant that has had the fewest tokens, counted from
+when it began to ask: a flood of one costs another one command (start-time fair queueing: Goyal, Vin and
+Cheng, 1996). Lanes of one tenant take turns. A tenant has bounds of its own on what waits, what is kept, and
+tokens a second; beyond them it is told to come back.
 """
 
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from siirl.service.commands import Command, Refused
+from siirl.service.commands import Command, Refused, num_tokens
 
 MOST_KEPT_BYTES = 1 << 30
-"""When all answers are larger than this, the oldest are forgotten."""
+"""When all answers are larger than this, the oldest of the tenant with most are forgotten."""
+MOST_TOGETHER = 64
+"""Commands that are carried out together at most, where nothing else says how many."""
 MOST_WAITING = 4096
-"""Commands of a lane that wait: one who floods has to come back."""
+"""Commands of a tenant that wait: one who floods has to come back."""
+MOST_WAITING_BYTES = 256 << 20
+"""Of the requests of a tenant that wait."""
+BURST_S = 10.0
+"""A tenant that was silent may ask for the tokens of so many seconds at once."""
+LATER_S = 1.0
 
 
-class LaneFull(Exception):
-    """Too many commands of one client wait."""
+class ComeBack(Exception):
+    """A tenant asks for more than it may have now."""
+
+    def __init__(self, text: str, wait_s: float = LATER_S) -> None:
+        super().__init__(text)
+        self.wait_s = wait_s
 
 
 @dataclass
@@ -35,63 +52,110 @@ class Ticket:
     command: Command | Refused | None
     """Refused: a request that has its number, and cannot be run. None when it is done: its data are large."""
     lane: str
+    tenant: str = ""
     answer: Any = None
     """What the server sends: bytes or a JSON object; a Refused; or another Exception, which is ours."""
     is_done: bool = False
     num_bytes: int = 0
+    """Of the request while it waits, of the answer then."""
+    charged: int = 0
+    """Tokens that its tenant was charged for."""
     told: list[Callable[[], None]] = field(default_factory=list)
     """Called when it is done, on the worker's thread."""
 
 
 @dataclass
+class Tenant:
+    """What one who shares the service has had, and has waiting."""
+
+    tokens: int = 0
+    """Trained, read and sampled."""
+    num_waiting: int = 0
+    waiting_bytes: int = 0
+    kept_bytes: int = 0
+    served: float = 0.0
+    """Tokens, counted from where the others were when it began to ask."""
+    credit: float = 0.0
+    """Tokens that it may ask for; below 0 it has had them already."""
+    credited_s: float = 0.0
+    lanes: deque[str] = field(default_factory=deque)
+
+
+@dataclass
 class _Lane:
+    tenant: str
     number: int | None
     """Of the next command; None: any order will do."""
     waiting: dict[Hashable, Ticket] = field(default_factory=dict)
 
-    def pop(self) -> Ticket | None:
+    def first(self) -> Ticket | None:
         """The next command, if it has come."""
-        if self.number is None:
-            return self.waiting.pop(next(iter(self.waiting))) if self.waiting else None
-        ticket = self.waiting.pop(self.number, None)
-        self.number += ticket is not None
+        return self.waiting.get(next(iter(self.waiting), None) if self.number is None else self.number)
+
+    def pop(self) -> Ticket | None:
+        """The next command, if it has come, which is then gone from here."""
+        if (ticket := self.first()) is not None:
+            del self.waiting[next(iter(self.waiting)) if self.number is None else self.number]
+            self.number = None if self.number is None else self.number + 1
         return ticket
 
 
 class Desk:
     """For two threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens_per_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        """max_tokens_per_s: of each tenant; 0: any number."""
         self.is_closed = False
+        self._rate, self._clock = max_tokens_per_s, clock
         self._lock = threading.Condition()
+        self._own: deque[Ticket] = deque()
         self._lanes: dict[str, _Lane] = {}
-        self._turns: deque[str] = deque()
+        self._tenants: dict[str, Tenant] = {}
         self._tickets: OrderedDict[str, Ticket] = OrderedDict()
-        self._kept_bytes = 0
+        self._now = 0.0
+        """What the tenant that was served last had been served."""
 
-    def open_lane(self, lane: str, number: int | None) -> None:
-        """A lane, whose first command has this number. Idempotent."""
+    def open_lane(self, lane: str, number: int | None, tenant: str = "") -> None:
+        """A lane of a tenant, whose first command has this number. Idempotent."""
         with self._lock:
             if lane not in self._lanes:
-                self._lanes[lane] = _Lane(number)
-                self._turns.append(lane)
+                self._lanes[lane] = _Lane(tenant, number)
+                full = self._rate * BURST_S
+                who = self._tenants.setdefault(tenant, Tenant(credit=full, credited_s=self._clock()))
+                who.lanes.append(lane)
 
     def close_lanes(self, prefix: str) -> None:
         """Forget the lanes of a session that is over; what waits in them is refused."""
         with self._lock:
-            gone = [lane for lane in self._lanes if lane.startswith(prefix)]
-            tickets = [one for lane in gone for one in self._lanes.pop(lane).waiting.values()]
-            self._turns = deque(lane for lane in self._turns if lane in self._lanes)
-        for ticket in tickets:
-            self.done(ticket, Refused("the session is over"))
+            waiting: list[Ticket] = []
+            for lane in [lane for lane in self._lanes if lane.startswith(prefix)]:
+                here = self._lanes.pop(lane)
+                self._tenants[here.tenant].lanes.remove(lane)
+                waiting += here.waiting.values()
+            for ticket in waiting:
+                self._left(ticket)
+                self._finish(ticket, Refused("the session is over"))
+            for id in [id for id in self._tickets if id.startswith(prefix)]:
+                self._forget(id)
+
+    def forget(self, tenant: str) -> None:
+        """One that has no lanes any more, and does not come again."""
+        with self._lock:
+            self._tenants.pop(tenant, None)
 
     def has_lane(self, lane: str) -> bool:
         return lane in self._lanes
 
-    def submit(self, lane: str, number: int, make: Callable[[], Command]) -> Ticket:
-        """The ticket of a command with this number, new or old. LaneFull; KeyError without such a lane.
+    def tenants(self) -> dict[str, Tenant]:
+        """By name."""
+        with self._lock:
+            return dict(self._tenants)
+
+    def submit(self, lane: str, number: int, make: Callable[[], Command], num_bytes: int = 0) -> Ticket:
+        """The ticket of a command with this number, new or old. ComeBack; KeyError without such a lane.
 
         make: gives the command, for a number that is new; Refused is an answer, as the number counts.
+        num_bytes: of the request.
         """
         id = f"{lane}:{number}"
         with self._lock:
@@ -100,23 +164,44 @@ class Desk:
             here = self._lanes[lane]
             if here.number is not None and number < here.number:
                 raise KeyError(id)
-            if len(here.waiting) >= MOST_WAITING:
-                raise LaneFull(f"{MOST_WAITING} requests of this client wait")
+            tenant = self._tenants[here.tenant]
+            self._admit(tenant, num_bytes)
             try:
-                ticket = Ticket(id, make(), lane)
+                ticket = Ticket(id, make(), lane, here.tenant, num_bytes=num_bytes)
             except Refused as error:
-                ticket = Ticket(id, error, lane)
+                ticket = Ticket(id, error, lane, here.tenant, num_bytes=num_bytes)
+            else:
+                ticket.charged = num_tokens(ticket.command)  # type: ignore[arg-type]
+            if not tenant.num_waiting:
+                tenant.served = max(tenant.served, self._now)
             self._tickets[id] = here.waiting[number] = ticket
+            tenant.credit -= ticket.charged
+            tenant.num_waiting += 1
+            tenant.waiting_bytes += num_bytes
             self._lock.notify()
             return ticket
+
+    def _admit(self, tenant: Tenant, num_bytes: int) -> None:
+        if tenant.num_waiting >= MOST_WAITING:
+            raise ComeBack(f"{MOST_WAITING} requests of this tenant wait")
+        if tenant.num_waiting and tenant.waiting_bytes + num_bytes > MOST_WAITING_BYTES:
+            raise ComeBack(f"{MOST_WAITING_BYTES >> 20} MiB of requests of this tenant wait")
+        if self._rate:
+            now_s = self._clock()
+            earned = self._rate * (now_s - tenant.credited_s)
+            tenant.credit, tenant.credited_s = min(tenant.credit + earned, self._rate * BURST_S), now_s
+            if tenant.credit <= 0:
+                wait_s = 1 - tenant.credit / self._rate
+                raise ComeBack(
+                    f"this tenant has had its {self._rate:g} tokens a second (service.max_tokens_per_s): "
+                    f"come back in {wait_s:.0f} s",
+                    wait_s,
+                )
 
     def submit_own(self, command: Command) -> None:
         """A command of the server itself, before all others."""
         with self._lock:
-            lane = self._lanes.setdefault("", _Lane(None))
-            lane.waiting[len(self._tickets), id(command)] = Ticket("", command, "")
-            if "" not in self._turns:
-                self._turns.appendleft("")
+            self._own.append(Ticket("", command, ""))
             self._lock.notify()
 
     def ticket(self, id: str) -> Ticket | None:
@@ -125,7 +210,7 @@ class Desk:
             return self._tickets.get(id)
 
     def take(self, timeout_s: float) -> Ticket | None:
-        """The next command, of the lane whose turn it is; None if none comes in time, or when closed."""
+        """The next command, of the tenant whose turn it is; None if none comes in time, or when closed."""
         with self._lock:
             found = self._next()
             if found is None and not self.is_closed:
@@ -134,46 +219,91 @@ class Desk:
             return found
 
     def take_like(
-        self, ticket: Ticket, like: Callable[[Command | Refused | None], bool], most: int
+        self, ticket: Ticket, like: Callable[[Command | Refused | None], bool], most: int = MOST_TOGETHER
     ) -> list[Ticket]:
-        """Commands that are next in their lanes, and go with this one."""
-        found = [ticket]
+        """This and others that go with it, of each tenant in turn: of each training client the next one, of
+        samplers all that are."""
+        found, taken = [ticket], {ticket.lane}
         with self._lock:
-            for lane in self._lanes.values():
-                while len(found) < most and lane.number is None and lane.waiting:
-                    if not like(lane.waiting[next(iter(lane.waiting))].command):
-                        break
-                    found.append(lane.pop())
+            while len(found) < most:
+                before = len(found)
+                for tenant in sorted(self._tenants.values(), key=lambda one: one.served):
+                    if len(found) < most and (other := self._pop_like(tenant, like, taken)) is not None:
+                        found.append(other)
+                        taken.add(other.lane)
+                if len(found) == before:
+                    break
         return found
 
-    def _next(self) -> Ticket | None:
-        for _ in range(len(self._turns)):
-            self._turns.rotate(-1)
-            ticket = self._lanes[self._turns[-1]].pop()
-            while ticket is not None and isinstance(ticket.command, Refused):
-                self._finish(ticket, ticket.command)
-                ticket = self._lanes[self._turns[-1]].pop()
-            if ticket is not None:
-                return ticket
+    def _pop_like(
+        self, tenant: Tenant, like: Callable[[Command | Refused | None], bool], taken: set[str]
+    ) -> Ticket | None:
+        for _ in range(len(tenant.lanes)):
+            tenant.lanes.rotate(-1)
+            lane = self._lanes[name := tenant.lanes[-1]]
+            first = lane.first()
+            if first is not None and like(first.command) and not (lane.number is not None and name in taken):
+                return self._pop(tenant, lane)
         return None
 
-    def done(self, ticket: Ticket, answer: Any) -> None:
-        """Answer a command."""
+    def _next(self) -> Ticket | None:
+        if self._own:
+            return self._own.popleft()
+        for tenant in sorted(self._tenants.values(), key=lambda one: one.served):
+            for _ in range(len(tenant.lanes) if tenant.num_waiting else 0):
+                tenant.lanes.rotate(-1)
+                lane = self._lanes[tenant.lanes[-1]]
+                ticket = self._pop(tenant, lane)
+                while ticket is not None and isinstance(ticket.command, Refused):
+                    self._finish(ticket, ticket.command)
+                    ticket = self._pop(tenant, lane)
+                if ticket is not None:
+                    return ticket
+        return None
+
+    def _pop(self, tenant: Tenant, lane: _Lane) -> Ticket | None:
+        ticket = lane.pop()
+        if ticket is not None:
+            self._left(ticket)
+            self._now = max(self._now, tenant.served)
+            tenant.served += ticket.charged + 1
+            tenant.tokens += ticket.charged
+        return ticket
+
+    def _left(self, ticket: Ticket) -> None:
+        """A ticket waits no more."""
+        who = self._tenants[ticket.tenant]
+        who.num_waiting -= 1
+        who.waiting_bytes -= ticket.num_bytes
+
+    def done(self, ticket: Ticket, answer: Any, tokens: int | None = None) -> None:
+        """Answer a command. tokens: those that it took, if they are not the ones that it asked for."""
         with self._lock:
+            tenant = self._tenants.get(ticket.tenant)
+            if tokens is not None and tenant is not None:
+                less = ticket.charged - tokens
+                tenant.served -= less
+                tenant.tokens -= less
+                tenant.credit += less
             self._finish(ticket, answer)
 
     def _finish(self, ticket: Ticket, answer: Any) -> None:
         ticket.answer, ticket.is_done, ticket.command = answer, True, None
         ticket.num_bytes = len(answer) if isinstance(answer, bytes) else 1024
-        self._kept_bytes += ticket.num_bytes
-        while self._kept_bytes > MOST_KEPT_BYTES:
-            oldest = next((id for id, one in self._tickets.items() if one.is_done), None)
-            if oldest is None:
-                break
-            self._kept_bytes -= self._tickets.pop(oldest).num_bytes
+        if (tenant := self._tenants.get(ticket.tenant)) is not None and ticket.id in self._tickets:
+            tenant.kept_bytes += ticket.num_bytes
+        while sum(one.kept_bytes for one in self._tenants.values()) > MOST_KEPT_BYTES:
+            most = max(self._tenants, key=lambda name: self._tenants[name].kept_bytes)
+            done = (id for id, one in self._tickets.items() if one.is_done and one.tenant == most)
+            self._forget(next(done))
         told, ticket.told = ticket.told, []
         for tell in told:
             tell()
+
+    def _forget(self, id: str) -> None:
+        ticket = self._tickets.pop(id)
+        if ticket.is_done and (tenant := self._tenants.get(ticket.tenant)) is not None:
+            tenant.kept_bytes -= ticket.num_bytes
 
     def when_done(self, ticket: Ticket, tell: Callable[[], None]) -> None:
         """Have this called when there is an answer, or at once if there is one."""

@@ -6,6 +6,7 @@ On the worker's thread. One process for now: the worker's ranks do not follow (s
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ from siirl.config import Config, with_overrides
 from siirl.data.rows import make_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs, TrainEngine
 from siirl.model_files.hf_config import load_hf_config
+from siirl.model_files.weight_slices import write_adapter
 from siirl.models.adapter_targets import ADAPTED
 from siirl.service.commands import (
     PATH,
@@ -35,10 +37,13 @@ from siirl.service.commands import (
     LoadState,
     OptimStep,
     Refused,
+    SaveExternal,
     SaveSampler,
     SaveState,
+    Saving,
     Trained,
 )
+from siirl.service.saved_weights import check_room
 
 Weights = dict[str, Tensor]
 """An adapter on the host, under the names of RolloutEngine.weight_specs."""
@@ -149,7 +154,7 @@ class Tenants:
             for part in ("model", "optimizer")
             for name, tensor in state[part].items()
         }
-        self._write(command.path, tensors, tenant, command.overwrite)
+        self._write(command, tensors, tenant, command.overwrite)
 
     def save_sampler(self, command: SaveSampler) -> None:
         """The adapter, to a file, or for a sampling session."""
@@ -158,7 +163,14 @@ class Tenants:
         if command.session is not None:
             self._snapshots[command.session] = Snapshot(weights, tenant.spec.rank)
         if command.path is not None:
-            self._write(command.path, weights, tenant, command.overwrite)
+            self._write(command, weights, tenant, command.overwrite)
+
+    def save_external(self, command: SaveExternal) -> None:
+        """The adapter in the files of peft."""
+        tenant = self._of(command.model)
+        self._write(
+            command, {name: one.detach().cpu() for name, one in tenant.engine.export_adapter()}, tenant
+        )
 
     def load(self, command: LoadState) -> None:
         """What `save` wrote, into a model of its shape. A gradient so far is dropped."""
@@ -211,7 +223,7 @@ class Tenants:
         match = PATH.fullmatch(path)
         if match is None:
             raise Refused(f"{path!r} is no path: tinker://MODEL/weights/NAME, or .../sampler_weights/NAME")
-        return self._folder.joinpath(*match.groups()).with_suffix(".safetensors")
+        return self._folder.joinpath(*match.groups()[:2], f"{match[3]}.safetensors")
 
     def read(self, path: str) -> tuple[dict[str, Any], Weights]:
         """What was written, and what it is. Refused if it is not there."""
@@ -221,26 +233,36 @@ class Tenants:
         except FileNotFoundError:
             raise Refused(f"{path}: nothing was saved there") from None
 
-    def _write(self, path: str, tensors: Weights, tenant: Tenant, overwrite: bool) -> None:
+    def _write(self, command: Saving, tensors: Weights, tenant: Tenant, overwrite: bool = False) -> None:
         """Whole or not at all: what the second file does not name is not there."""
+        path, model = str(command.path), self._cfg.actor_rollout_ref.model
         file = self.file(path)
         told = file.with_suffix(".json")
         if told.exists() and not overwrite:
             raise Refused(f"{path} is there already: save under another name, or with overwrite")
+        size = sum(one.nbytes for one in tensors.values())
+        check_room(self._folder, command.model, size, self._cfg.service.max_disk_gb)
         file.parent.mkdir(parents=True, exist_ok=True)
         told.unlink(missing_ok=True)
-        save_file(
-            {name: one.contiguous() for name, one in tensors.items()}, aside := file.with_suffix(".new")
-        )
-        os.replace(aside, file)
+        if isinstance(command, SaveExternal):
+            file = file.with_suffix("")
+            shutil.rmtree(file, ignore_errors=True)
+            file.mkdir()
+            write_adapter(file, tensors, tenant.spec.rank, model.lora_alpha, model.path)
+        else:
+            save_file(
+                {name: one.contiguous() for name, one in tensors.items()}, aside := file.with_suffix(".new")
+            )
+            os.replace(aside, file)
         about = {
+            **command.labels,
             "spec": asdict(tenant.spec),
             "version": tenant.engine.version,
-            "base_model": self._cfg.actor_rollout_ref.model.path,
+            "base_model": model.path,
             "time": time.time(),
-            "size_bytes": file.stat().st_size,
+            "size_bytes": size,
         }
-        aside.write_text(json.dumps(about))
+        (aside := told.with_suffix(".told")).write_text(json.dumps(about))
         os.replace(aside, told)
 
     def _of(self, model: str) -> Tenant:

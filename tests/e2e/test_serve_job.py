@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fixtures_tiny import make_tiny_model_dir
 
 from siirl.service.wire import PROTOBUF, messages
 
+CLIENT = Path(sys.prefix) / "tinker" / "bin" / "python"
 TOKENS = [5, 6, 7, 8, 9]
 ADAM = {"learning_rate": 1e-2, "grad_clip_norm": 1.0}
 
@@ -185,33 +187,13 @@ def test_a_session_over_http_trains_samples_saves_and_outlives_what_is_sent(tmp_
 
 
 @pytest.mark.slow
-def test_the_unmodified_client_goes_through_a_session(tmp_path, monkeypatch):
-    tinker = pytest.importorskip("tinker")
-    types = tinker.types
-    with serving(tmp_path, steps=100) as server:
-        monkeypatch.setenv("TINKER_BASE_URL", server.url)
-        monkeypatch.setenv("TINKER_API_KEY", server.token)
-        service = tinker.ServiceClient()
-        model = service.create_lora_training_client(base_model=str(server.model), rank=8, seed=1).result()
-        inputs = {"target_tokens": TOKENS[1:], "weights": [0.0, 1.0, 1.0, 0.5]}
-        datum = types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)
-        losses = []
-        for _ in range(3):
-            trained = model.forward_backward([datum, datum], "cross_entropy")
-            model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-            losses.append(trained.result().metrics["loss:sum"])
-        assert losses == sorted(losses, reverse=True)
-        with pytest.raises(tinker.RequestFailedError, match="no public definition"):
-            model.forward_backward([datum], "stable_reinforce").result()
-        many = model.forward_backward([datum] * 1500, "cross_entropy").result()
-        assert len(many.loss_fn_outputs) == 1500, "which come in parts, the first one last"
-        sampler = model.save_weights_and_get_sampling_client()
-        prompt = types.ModelInput.from_ints(TOKENS[:3])
-        params = types.SamplingParams(max_tokens=6, seed=3, stop=["zz"])
-        assert len(sampler.sample(prompt, 2, params).result().sequences) == 2
-        assert len(sampler.compute_logprobs(prompt).result()) == 3
-        state = model.save_state("one").result().path
-        again = service.create_training_client_from_state_with_optimizer(state).result()
-        losses = [x.forward([datum], "cross_entropy").result().metrics for x in (model, again)]
-        assert losses[0] == losses[1]
-        service.close(status="success").result()
+@pytest.mark.skipif(not CLIENT.exists(), reason="the package tinker is not there: make .venv/.tinker")
+def test_each_method_of_the_unmodified_client_is_served_or_refused_with_the_reason(tmp_path):
+    with serving(tmp_path, steps=1000) as server:
+        variables = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.token}
+        words = [CLIENT, Path(__file__).parents[1] / "support" / "tinker_api.py", server.model]
+        done = subprocess.run(words, env=os.environ | variables, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}\n{server.log.read_text()[-3000:]}"
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    for line in done.stdout.split():
+        assert f"`{line.partition('.')[2]}`" in page, f"{line} is not on the page"

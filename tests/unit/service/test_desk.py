@@ -1,19 +1,25 @@
-"""Commands run in the order of their numbers, once each, and lanes take turns."""
+"""Commands run in the order of their numbers, once each, and tenants get equal shares."""
 
 import itertools
 import threading
 
 import pytest
 
-from siirl.service.commands import Refused, Release
-from siirl.service.desk import MOST_WAITING, Desk, LaneFull
+from siirl.service import desk as desk_module
+from siirl.service.commands import Datum, ForwardBackward, Refused, Release
+from siirl.service.desk import BURST_S, MOST_WAITING, ComeBack, Desk
 
 
 def desk_of(**lanes) -> Desk:
+    """Each lane is a tenant's."""
     desk = Desk()
     for lane, number in lanes.items():
-        desk.open_lane(lane, number)
+        desk.open_lane(lane, number, lane)
     return desk
+
+
+def tokens(count: int):
+    return lambda: ForwardBackward("m", "cross_entropy", {}, [Datum([1] * count, {})], False)
 
 
 def taken(desk: Desk) -> list[str]:
@@ -24,7 +30,7 @@ def put(desk: Desk, lane: str, *numbers: int):
     return [desk.submit(lane, number, lambda: Release("x")) for number in numbers]
 
 
-@pytest.mark.parametrize("order", itertools.permutations((1, 2, 3)))
+@pytest.mark.parametrize("order", [*itertools.permutations((1, 2, 3))])
 def test_commands_of_a_lane_run_in_the_order_of_their_numbers_however_they_come(order):
     desk = desk_of(a=1)
     put(desk, "a", *order)
@@ -60,7 +66,7 @@ def test_lanes_take_turns_and_a_flood_of_one_costs_another_one_turn():
     put(desk, "b", 1, 2)
     assert taken(desk)[:4] in (["a:1", "b:1", "a:2", "b:2"], ["b:1", "a:1", "b:2", "a:2"])
     put(desk, "a", *range(6, 6 + MOST_WAITING))
-    with pytest.raises(LaneFull):
+    with pytest.raises(ComeBack):
         put(desk, "a", 6 + MOST_WAITING)
     put(desk, "b", 3)
     assert "b:3" in [desk.take(0.0).id, desk.take(0.0).id]
@@ -101,3 +107,79 @@ def test_who_waits_is_woken_by_a_command_and_by_the_end():
     assert desk.take(10.0).id == "a:1"
     threading.Timer(0.05, desk.close).start()
     assert desk.take(10.0) is None
+
+
+def test_tenants_who_always_ask_get_equal_tokens_whatever_their_commands_and_lanes():
+    desk, sizes = Desk(), {"flood": 400, "large": 3000, "small": 25}
+    for tenant, lanes in (("flood", 50), ("large", 1), ("small", 1)):
+        for lane in range(lanes):
+            desk.open_lane(f"{tenant}:{lane}", 1, tenant)
+            for number in range(1, 4000 // lanes):
+                desk.submit(f"{tenant}:{lane}", number, tokens(sizes[tenant]))
+    while desk.tenants()["small"].tokens < 90_000:
+        assert desk.take(0.0) is not None
+    had = {name: tenant.tokens for name, tenant in desk.tenants().items()}
+    assert max(had.values()) < 1.2 * min(had.values()), had
+
+
+def test_who_was_silent_has_saved_up_no_turns():
+    desk = desk_of(a=1, b=1)
+    for number in range(1, 101):
+        desk.submit("a", number, tokens(100))
+    for _ in range(50):
+        desk.take(0.0)
+    for number in range(1, 101):
+        desk.submit("b", number, tokens(100))
+    lanes = [desk.take(0.0).lane for _ in range(20)]
+    assert lanes.count("a") >= 9
+
+
+def test_samples_that_end_early_cost_what_they_took():
+    desk = desk_of(a=1, b=1)
+    for lane in ("a", "b"):
+        for number in range(1, 11):
+            desk.submit(lane, number, tokens(1000 if lane == "a" else 100))
+    for _ in range(20):
+        ticket = desk.take(0.0)
+        desk.done(ticket, b"", tokens=100)
+    assert [one.tokens for one in desk.tenants().values()] == [1000, 1000]
+
+
+def test_a_tenant_beyond_its_tokens_a_second_is_told_when_to_come_back_and_others_are_not():
+    now = [0.0]
+    desk = Desk(10.0, lambda: now[0])
+    for lane in ("a", "b"):
+        desk.open_lane(lane, 1, lane)
+    desk.submit("a", 1, tokens(int(15 * BURST_S)))
+    with pytest.raises(ComeBack, match="max_tokens_per_s") as told:
+        desk.submit("a", 2, tokens(1))
+    desk.submit("b", 1, tokens(1))
+    now[0] = told.value.wait_s
+    assert desk.submit("a", 2, tokens(1)).id == "a:2"
+    assert desk.submit("a", 1, tokens(1)).id == "a:1", "a request that is there already is no new one"
+
+
+def test_a_tenant_has_bounds_on_what_waits_and_what_is_kept_that_cost_others_nothing(monkeypatch):
+    monkeypatch.setattr(desk_module, "MOST_WAITING_BYTES", 1000)
+    monkeypatch.setattr(desk_module, "MOST_KEPT_BYTES", 1000)
+    desk = desk_of(a=1, b=1)
+    desk.submit("a", 1, tokens(1), 900)
+    with pytest.raises(ComeBack, match="requests of this tenant wait"):
+        desk.submit("a", 2, tokens(1), 900)
+    desk.submit("b", 1, tokens(1), 900)
+    for _ in range(2):
+        desk.done(desk.take(0.0), b"x" * 300)
+    desk.submit("a", 2, tokens(1), 900)
+    desk.done(desk.take(0.0), b"x" * 600)
+    assert desk.ticket("b:1").answer == b"x" * 300, "what b has not read is no price for what a asks"
+    assert desk.ticket("a:1") is None and desk.ticket("a:2") is not None
+
+
+def test_a_session_that_is_over_leaves_nothing_behind():
+    desk = desk_of(**{"x:train:0": 1})
+    put(desk, "x:train:0", 1, 2)
+    running = desk.take(0.0)
+    desk.close_lanes("x:")
+    desk.done(running, b"late")
+    desk.forget("x:train:0")
+    assert not desk._tickets and not desk._lanes and not desk._tenants
