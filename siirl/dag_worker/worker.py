@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -436,15 +436,10 @@ class DAGWorker:
         talks = [talk for talk in self.plan.interactions.values() if plan.agent in talk.homes]
         node = LocalNode(plan, cfg, self._tokenizer(cfg), env_rewards=any(x.gives_rewards for x in talks))
         engines = {**self.train_engines, **self.rollout_engines}
-        shared = OnRank(engines, self.interactions, self._make_adapter)
+        shared = OnRank(engines, self.interactions)
         node.services = {name: SERVICES[name](node, shared) for name in plan.needs}
         self.ops[plan.name] = find_op(plan)
         return node
-
-    def _make_adapter(self, base: str, name: str, cfg: Config) -> TrainEngine:
-        """An engine in training on the weights of another, which are frozen. Collective over its ranks."""
-        model = replace(self.plan.models[base], name=name, trains=True, base=base)
-        return make_train_engine(model, cfg, self.groups, self.device, self.train_engines[base])
 
     def _build_loader(self, node: str, layout_id: str) -> LocalLoader:
         cfg, layout = self.node_cfg(node), self.plan.layouts[layout_id]

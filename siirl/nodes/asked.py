@@ -4,16 +4,19 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 
 from siirl.agents.outside.session_queue import kept_token, token_of
-from siirl.config import Config
 from siirl.engines.rollout.base import RolloutEngine
-from siirl.engines.train.base import TrainEngine
+from siirl.engines.train.adapters.adapter_engine import AdapterEngine
+from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
+from siirl.engines.train.packed.micro_batches import MicroBatchLimit
 from siirl.errors import ConfigError, UserError
 from siirl.guarded_files import write_own
 from siirl.nodes.context import LocalNode, OpContext
@@ -28,9 +31,11 @@ from siirl.service.commands import (
     Refused,
     Release,
     Sample,
+    Sampled,
     SaveExternal,
     SaveSampler,
     SaveState,
+    Trained,
     tokens_of,
 )
 from siirl.service.desk import Desk, Ticket
@@ -48,29 +53,66 @@ WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 class Service:
-    """The server of a node, and what its commands are carried out on."""
+    """The server of a node, on its first rank, and what its commands are carried out on, on all."""
 
     def __init__(
-        self,
-        node: LocalNode,
-        sampler: RolloutEngine,
-        base: TrainEngine,
-        make: Callable[[str, Config], TrainEngine],
+        self, node: LocalNode, sampler: RolloutEngine, base: FSDPEngine, limit: MicroBatchLimit
     ) -> None:
-        """base: with the frozen weights. make: an engine for an adapter on them."""
-        cfg = node.cfg
+        """base: with the frozen weights. limit: of the rows that a rank computes at once."""
+        cfg, model = node.cfg, node.cfg.actor_rollout_ref.model
         base.onload(params=True, grads=False, optimizer=False)  # for good: each adapter computes on it
         self.folder = Path(cfg.trainer.output_dir).expanduser() / "service"
         self.desk = Desk(cfg.service.max_tokens_per_s)
-        self.tenants = Tenants(cfg, self.folder / "models", make)
-        self.sampler = Sampler(cfg, sampler, base, self.tenants, node.tokenizer, make)
+        engine = AdapterEngine(base, model.target_modules, model.lora_alpha, limit)
+        self.tenants = Tenants(cfg, self.folder / "models", engine)
+        self.sampler = Sampler(cfg, sampler, base, self.tenants, node.tokenizer)
         self._cfg, self._stops = cfg, tuple(node.dialect.stop_ids)
         self._endpoint: ServiceEndpoint | None = None
 
-    def start(self) -> ServiceEndpoint:
+    @property
+    def num_sessions(self) -> int:
+        return 0 if self._endpoint is None else self._endpoint.num_sessions
+
+    @property
+    def is_first(self) -> bool:
+        """Whether clients are answered by this rank."""
+        return self.tenants.engine.group.rank() == 0
+
+    def next(self) -> tuple[list[Ticket], list[Command]]:
+        """What is carried out next, on all ranks, and on the first whom to answer; nothing after LOOK_S
+        without a request."""
+        tickets: list[Ticket] = []
+        box: list[list[Command]] = [[]]
+        if self.is_first:
+            ticket = self.desk.take(LOOK_S)
+            tickets = [] if ticket is None else self._alike(ticket)
+            box = [[one.command for one in tickets]]  # type: ignore[misc]
+        group = self.tenants.engine.group
+        if group.size() > 1:
+            dist.broadcast_object_list(box, group=group, group_src=0, device=torch.device("cpu"))
+        return tickets, box[0]
+
+    def _alike(self, ticket: Ticket) -> list[Ticket]:
+        """The ticket, and others that are carried out with it: one of a client, or samples of one source."""
+        first = ticket.command
+        if isinstance(first, Sample):
+            source, most = first.source, self.sampler.most_requests
+            return self.desk.take_like(
+                ticket, lambda other: isinstance(other, Sample) and other.source == source, most
+            )
+        if isinstance(first, ForwardBackward):
+            only = first.forward_only
+            return self.desk.take_like(
+                ticket, lambda other: isinstance(other, ForwardBackward) and other.forward_only == only
+            )
+        if isinstance(first, OptimStep):
+            return self.desk.take_like(ticket, lambda other: isinstance(other, OptimStep))
+        return [ticket]
+
+    def start(self) -> None:
         """Listen, and say where. Idempotent. ConfigError for a key or an address that cannot be."""
-        if self._endpoint is not None:
-            return self._endpoint
+        if self._endpoint is not None or not self.is_first:
+            return
         keys, data = self._cfg.service, self._cfg.data
         file = self.folder / "client.json"
         token = token_of(keys.token_env, "service.token_env") or kept_token(file)
@@ -91,7 +133,6 @@ class Service:
         log.info("clients find us at TINKER_BASE_URL=%s; their TINKER_API_KEY is in %s", endpoint.url, file)
         print(f"serving {model.path} at {endpoint.url}; the key is in {file}", flush=True)
         self._endpoint = endpoint
-        return endpoint
 
     def close(self) -> None:
         """Answer nobody any more. Idempotent."""
@@ -102,68 +143,86 @@ class Service:
 
 
 def asked(ctx: OpContext, rows: TensorDict, service: Service) -> TensorDict:
-    """Carry out what clients ask for until one of them has taken an optimizer step; reads and writes nothing.
+    """Carry out what clients ask for until some of them have taken an optimizer step; reads and writes
+    nothing.
 
     Waiting for clients is no stall. What a request is refused for, or fails of, is its own answer.
     """
-    endpoint, desk = service.start(), service.desk
+    service.start()
     stepped = False
     while not stepped:
-        ticket = desk.take(LOOK_S)
-        if ticket is None:
-            waits_outside(f"waits for clients: {endpoint.num_sessions} sessions")
+        tickets, commands = service.next()
+        if not commands:
+            waits_outside(f"waits for clients: {service.num_sessions} sessions")
             continue
-        tickets, started = [ticket], time.perf_counter()
-        command = ticket.command
-        if isinstance(command, Sample):
-            source, most = command.source, service.sampler.most_requests
-            alike = lambda other: isinstance(other, Sample) and other.source == source  # noqa: B023, E731
-            tickets = desk.take_like(ticket, alike, most)
-        name = WORDS.sub("_", type(command).__name__).lower()
+        started, name = time.perf_counter(), WORDS.sub("_", type(commands[0]).__name__).lower()
         with phase(name):
-            stepped = _carry_out(ctx, service, tickets)
-        ctx.metrics.sum(f"service/{name}_s", time.perf_counter() - started)
-        ctx.metrics.sum(f"service/{name}_requests", len(tickets))
+            answers = _answers(ctx, service, commands)
+        for ticket, answer in zip(tickets, answers, strict=False):
+            service.desk.done(ticket, _told(answer), tokens_of(ticket.command, answer))
+        taken = zip(commands, answers, strict=True)
+        stepped = any(isinstance(one, OptimStep) and isinstance(told, dict) for one, told in taken)
+        if service.is_first:
+            ctx.metrics.sum(f"service/{name}_s", time.perf_counter() - started)
+            ctx.metrics.sum(f"service/{name}_requests", len(commands))
     ctx.metrics.max("service/models", service.tenants.num_tenants)
-    ctx.metrics.max("service/sessions", endpoint.num_sessions)
+    ctx.metrics.max("service/sessions", service.num_sessions)
     return TensorDict({}, batch_size=rows.batch_size)
 
 
-def _carry_out(ctx: OpContext, service: Service, tickets: list[Ticket]) -> bool:
-    """Answer commands; whether an optimizer step was taken."""
-    command = tickets[0].command
+def _answers(ctx: OpContext, service: Service, commands: Sequence[Command]) -> list[Any]:
+    """What comes of commands that are carried out together: what a client reads, or an error."""
+    alone = service.tenants.engine.group.size() == 1
     try:
-        if isinstance(command, Sample):
-            samples = service.sampler.sample([one.command for one in tickets])
-            for one, found in zip(tickets, samples, strict=True):
-                told = found if isinstance(found, Refused) else wire.sampled_bytes(found)
-                service.desk.done(one, told, tokens_of(one.command, found))
-            return False
-        service.desk.done(tickets[0], _answer(ctx, service, command))
-        return isinstance(command, OptimStep)
-    except Refused as error:
-        problem: Exception = error
+        if isinstance(commands[0], Sample):
+            return service.sampler.sample(commands, ctx.is_shard_leader)  # type: ignore[arg-type]
+        if isinstance(commands[0], ForwardBackward):
+            found = service.tenants.train(commands)  # type: ignore[arg-type]
+            if service.is_first:
+                tokens = sum(len(one.tokens) for command in commands for one in command.data)  # type: ignore[union-attr]
+                ctx.metrics.sum("service/trained_tokens", tokens)
+            return found
     except UserError as error:
-        problem = Refused(str(error))
+        return [Refused(str(error))] * len(commands)
+    except Refused as error:
+        return [error] * len(commands)
     except Exception as error:  # the edge to a client: one's request costs the others nothing
+        if not alone:  # the ranks are no longer at one
+            raise
         log.exception("a request of a client failed")
-        problem = RuntimeError(f"{type(error).__name__}: {error}")
-    for one in tickets:
-        service.desk.done(one, problem)
-    return False
+        if len(commands) > 1:
+            return [_answers(ctx, service, [one])[0] for one in commands]
+        return [RuntimeError(f"{type(error).__name__}: {error}")]
+    return [_answered(ctx, service, one) for one in commands]
+
+
+def _answered(ctx: OpContext, service: Service, command: Command) -> Any:
+    """What comes of a command that is carried out by itself."""
+    try:
+        return _answer(ctx, service, command)
+    except Refused as error:
+        return error
+    except UserError as error:
+        return Refused(str(error))
+    except Exception as error:  # the edge to a client
+        log.exception("a request of a client failed")
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _told(answer: Any) -> Any:
+    """An answer as the desk keeps it."""
+    if isinstance(answer, Trained):
+        return wire.trained_bytes(answer)
+    return wire.sampled_bytes(answer) if isinstance(answer, Sampled) else answer
 
 
 def _answer(ctx: OpContext, service: Service, command: Command) -> Any:
-    """What a client reads of a command that is carried out."""
+    """What a client reads of a command that is carried out by itself."""
     tenants = service.tenants
     match command:
         case CreateModel(model=model):
             tenants.create(command)
             return {"model_id": model, "type": "create_model"}
-        case ForwardBackward(data=data):
-            found = tenants.train(command)
-            ctx.metrics.sum("service/trained_tokens", sum(len(one.tokens) for one in data))
-            return wire.trained_bytes(found)
         case OptimStep():
             norm = tenants.step(command)
             ctx.metrics.mean("actor/grad_norm", norm)

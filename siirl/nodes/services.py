@@ -1,6 +1,5 @@
 """What ops need besides their rows, built once for each node: a table by the names in the op table."""
 
-import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from siirl.compiler.plan import NodePlan
-from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
+from siirl.engines.train.settings import trained_limit
 from siirl.nodes.context import LocalNode, Op
 from siirl.nodes.episodes_in_flight import EpisodesInFlight
 from siirl.nodes.in_flight import InFlight
@@ -34,9 +33,6 @@ class OnRank:
 
     interactions: Mapping[str, Interaction]
     """By entry node."""
-
-    make_adapter: Callable[[str, str, Config], TrainEngine]
-    """(model, name, configuration): an engine in training for an adapter on the weights of a model."""
 
     def interaction_of(self, node: str) -> Interaction:
         """The interaction that a node is a stage of."""
@@ -81,10 +77,12 @@ def _in_flight(node: LocalNode, rank: OnRank) -> InFlight | None:
 
 
 def _service(node: LocalNode, rank: OnRank) -> Any:
+    from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
     from siirl.nodes.asked import Service  # a server, which no other run needs
 
-    base, sampler = f"agent_{node.plan.agent}.actor", rank.engines[str(node.plan.model)]
-    return Service(node, sampler, rank.engines[base], functools.partial(rank.make_adapter, base))
+    base, sampler = rank.engines[f"agent_{node.plan.agent}.actor"], rank.engines[str(node.plan.model)]
+    assert isinstance(base, FSDPEngine) and isinstance(sampler, RolloutEngine)
+    return Service(node, sampler, base, trained_limit(node.cfg))
 
 
 def find_op(node: NodePlan) -> Op:

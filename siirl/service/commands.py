@@ -107,6 +107,10 @@ class Sample:
     stops: tuple[str, ...] = ()
     """Texts that end a response."""
     prompt_log_probs: bool = False
+    top_prompt: int = 0
+    """So many of the likeliest words, at each token of the prompt but the first."""
+    top_samples: int = 0
+    """Likewise at each token of a response."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,16 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class Top:
+    """The likeliest words at each of some tokens, at temperature 1."""
+
+    words: np.ndarray
+    """int32 [N, K], the likeliest first."""
+    log_probs: np.ndarray
+    """float32 [N, K]."""
+
+
+@dataclass(frozen=True)
 class Sampled:
     """What comes of a Sample."""
 
@@ -152,6 +166,10 @@ class Sampled:
     """Tokens, log-probs, whether it stopped by itself."""
     prompt_log_probs: list[float] = field(default_factory=list)
     """Of each token of the prompt, NaN for the first; empty if not asked for."""
+    top_prompt: list[Top] = field(default_factory=list)
+    """Of the prompt from its second token on, if asked for and it has one."""
+    top_samples: list[Top] = field(default_factory=list)
+    """Of each sequence, if asked for."""
 
 
 def tokens_of(command: Any, found: Any) -> int | None:

@@ -1,24 +1,28 @@
-"""Samples of a snapshot, or of the base: the rollout engine takes the adapter that is asked for, and samples.
+"""Samples of a snapshot, or of the base: the rollout engines take the adapter that is asked for, and sample.
 
-On the worker's thread.
+On the worker's thread. Collective over the service's ranks: each engine decodes its share of the samples.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
 from siirl.data.completions import Request
-from siirl.data.rows import make_rows
 from siirl.engines.rollout.base import DRAIN_S, RolloutEngine
+from siirl.engines.train.adapters.adapted_layers import Adapter
+from siirl.engines.train.adapters.adapter_engine import Computed, Work
 from siirl.engines.train.adapters.lora import adapter_name
 from siirl.engines.train.base import TrainEngine
-from siirl.errors import EpisodeFailed
-from siirl.service.commands import BASE, Refused, Sample, Sampled
-from siirl.service.tenants import Snapshot, Tenants, local_part
+from siirl.errors import EpisodeFailed, UserError
+from siirl.service.commands import BASE, Refused, Sample, Sampled, Top
+from siirl.service.tenants import Snapshot, Tenants
 
 
 class Sampler:
@@ -31,24 +35,22 @@ class Sampler:
         base: TrainEngine,
         tenants: Tenants,
         tokenizer: PreTrainedTokenizerBase,
-        make: Callable[[str, Config], TrainEngine],
     ) -> None:
-        """base: has the frozen weights. make: as of Tenants."""
+        """base: has the frozen weights."""
         self._cfg, self._engine, self._base = cfg, engine, base
-        self._tenants, self._tokenizer, self._make = tenants, tokenizer, make
+        self._tenants, self._tokenizer = tenants, tokenizer
         self._loaded: str | None = None
         self._num_loads = 0
-        self._reader: TrainEngine | None = None
-        self._read: str | None = None
+        self._read: tuple[str, Adapter | None] | None = None
 
     @property
     def most_requests(self) -> int:
         """So many commands are decoded together at most."""
         return self._cfg.actor_rollout_ref.rollout.max_num_seqs
 
-    def sample(self, commands: Sequence[Sample]) -> list[Sampled | Refused]:
+    def sample(self, commands: Sequence[Sample], speaks: bool) -> list[Sampled | Refused]:
         """Answers to commands of one source, decoded together. Refused, for all, if there is no such
-        source."""
+        source. speaks: this rank asks its engine; of the ranks that share one, one does."""
         source = commands[0].source
         assert all(one.source == source for one in commands), "of one source"
         snapshot = None if source == BASE else self._tenants.snapshot(source)
@@ -61,18 +63,40 @@ class Sampler:
             for number, one in enumerate(commands)
             for sample in range(one.num_samples)
         }
+        found = self._decoded(requests, speaks)
+        answers = [self._answer(one, number, found) for number, one in enumerate(commands)]
+        self._tell_log_probs(commands, answers, snapshot)
+        return answers
+
+    def _decoded(self, requests: dict[str, Request], speaks: bool) -> dict[str, Any]:
+        """What each becomes, of all ranks; an error of one is raised on all."""
+        group = self._tenants.engine.group
+        told: list[Any] = [None] * group.size()
+        dist.all_gather_object(told, speaks, group=group)
+        place, speakers = sum(told[: group.rank()]), sum(told)
+        try:
+            mine: Any = self._own(list(requests.values())[place::speakers] if speaks else [])
+        except (UserError, RuntimeError, OSError) as error:  # raised below, on all ranks
+            mine = error
+        dist.all_gather_object(told, mine, group=group)
+        for one in told:
+            if isinstance(one, Exception):
+                raise one
+        return {key: one for of_rank in told for key, one in of_rank.items()}
+
+    def _own(self, requests: Sequence[Request]) -> dict[Any, Any]:
+        if not requests:
+            return {}
         stream, found = self._engine.stream(), {}
         try:
-            stream.submit(list(requests.values()))
+            stream.submit(requests)
             while stream.num_pending:
                 found.update(stream.collect(DRAIN_S))
         finally:
             stream.close()
-        return [self._answer(one, number, found, snapshot) for number, one in enumerate(commands)]
+        return found
 
-    def _answer(
-        self, command: Sample, number: int, found: dict, snapshot: Snapshot | None
-    ) -> Sampled | Refused:
+    def _answer(self, command: Sample, number: int, found: dict) -> Sampled | Refused:
         sequences: list[tuple[list[int], list[float], bool]] = []
         for sample in range(command.num_samples):
             one = found[f"{number}:{sample}"]
@@ -81,8 +105,7 @@ class Sampler:
             end = self._end(one.token_ids, command.stops)
             stopped = end is not None or one.finish_reason == "stop"
             sequences.append((one.token_ids[:end], one.log_probs[:end], stopped))
-        log_probs = self._prompt_log_probs(command, snapshot) if command.prompt_log_probs else []
-        return Sampled(sequences, log_probs)
+        return Sampled(sequences)
 
     def _end(self, tokens: list[int], stops: Sequence[str]) -> int | None:
         """How many of the tokens there are up to the first whose text has one of these in it."""
@@ -104,31 +127,58 @@ class Sampler:
             if adapter_name(name) is not None:
                 yield name, _widened(name, snapshot, shape, rank).to(dtype)
 
-    def _prompt_log_probs(self, command: Sample, snapshot: Snapshot | None) -> list[float]:
-        """By a training engine, as a trainer computes them: no rollout engine is asked."""
-        if len(command.prompt) < 2:
-            return [math.nan] * len(command.prompt)
-        if self._reader is None:
-            self._reader = self._make("prompts", self._cfg)
-        if self._read != command.source:
-            self._read = None
-            rank = self._cfg.actor_rollout_ref.model.lora_rank
-            for name, own in self._reader.state_dict()["model"].items():
-                shape = tuple(own.shape)
-                local_part(own).copy_(_widened(adapter_name(name) or name, snapshot, shape, rank))
-            self._read = command.source
-        tokens = torch.tensor([command.prompt])
-        length = torch.tensor([len(command.prompt) - 1])
-        row = {
-            "row_id": torch.arange(1),
-            "prompt_ids": tokens[:, :1],
-            "prompt_length": torch.ones(1, dtype=torch.long),
-            "response_ids": tokens[:, 1:],
-            "response_length": length,
-            "response_mask": torch.ones_like(tokens[:, 1:], dtype=torch.bool),
-        }
-        columns = self._reader.compute(make_rows(row), ("log_prob",), 1.0)
-        return [math.nan, *columns["log_prob"][0].tolist()]
+    def _tell_log_probs(
+        self, commands: Sequence[Sample], answers: Sequence[Sampled | Refused], snapshot: Snapshot | None
+    ) -> None:
+        """Log-probs of prompts, and of likely words, by the base that trains: no rollout engine is asked.
+
+        They are at temperature 1.
+        """
+        works: list[Work] = []
+
+        def ask(tokens: Sequence[int], top_k: int) -> None:
+            adapter, targets = self._adapter(commands[0].source, snapshot), np.asarray(tokens[1:], np.int64)
+            works.append(Work(adapter, [tokens[:-1]], [targets], top_k=top_k, turn=len(works)))
+
+        places: list[tuple[Sampled, Sample, int]] = []
+        for command, answer in zip(commands, answers, strict=True):
+            if isinstance(answer, Refused):
+                continue
+            if (command.prompt_log_probs or command.top_prompt) and len(command.prompt) > 1:
+                ask(command.prompt, command.top_prompt)
+                places.append((answer, command, -1))
+            elif command.prompt_log_probs:
+                answer.prompt_log_probs.append(math.nan)
+            if command.top_samples:
+                for number, (tokens, _, _) in enumerate(answer.sequences):
+                    ask([*command.prompt, *tokens], command.top_samples)
+                    places.append((answer, command, number))
+        if not works:
+            return
+        for (answer, command, number), (found, _) in zip(
+            places, self._tenants.engine.run(works, gradients=False), strict=True
+        ):
+            if number >= 0:
+                answer.top_samples.append(_likeliest(found, len(command.prompt) - 1))
+                continue
+            if command.prompt_log_probs:
+                answer.prompt_log_probs.extend([math.nan, *found.log_probs[0].tolist()])
+            if command.top_prompt:
+                answer.top_prompt.append(_likeliest(found, 0))
+
+    def _adapter(self, source: str, snapshot: Snapshot | None) -> Adapter | None:
+        """The snapshot on the device, kept until another is asked for."""
+        if self._read is None or self._read[0] != source:
+            adapter = None if snapshot is None else self._tenants.engine.new_adapter(snapshot.rank)
+            if adapter is not None:
+                adapter.take(snapshot.weights)  # type: ignore[union-attr]
+            self._read = (source, adapter)
+        return self._read[1]
+
+
+def _likeliest(found: Computed, start: int) -> Top:
+    log_probs, words = found.top[0]
+    return Top(words[start:].astype(np.int32), log_probs[start:].astype(np.float32))
 
 
 def _widened(name: str, snapshot: Snapshot | None, shape: tuple[int, ...], rank: int) -> Tensor:

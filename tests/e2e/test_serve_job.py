@@ -26,12 +26,15 @@ ADAM = {"learning_rate": 1e-2, "grad_clip_norm": 1.0}
 class Server:
     """A server that runs, and requests to it."""
 
-    def __init__(self, folder, steps: int) -> None:
+    def __init__(self, folder, steps: int, **more) -> None:
+        folder.mkdir(exist_ok=True)
         self.model = make_tiny_model_dir(folder / "model", init_std=0.1)
         self.output, self.log = folder / "run", folder / "log"
         keys = {
             "actor_rollout_ref.model.path": self.model,
             "actor_rollout_ref.model.lora_rank": 8,
+            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "float32",
+            "actor_rollout_ref.rollout.dtype": "float32",
             "data.max_prompt_length": 32,
             "data.max_response_length": 32,
             "service.address": "127.0.0.1:0",
@@ -39,7 +42,7 @@ class Server:
             "trainer.total_training_steps": steps,
             "trainer.output_dir": self.output,
             "trainer.logger": "[]",
-        }
+        } | {name.replace("__", "."): value for name, value in more.items()}
         words = [sys.executable, "-m", "siirl.cli", "serve", *(f"{k}={v}" for k, v in keys.items())]
         with self.log.open("wb") as log:
             self.job = subprocess.Popen(words, env=os.environ, stdout=log, stderr=log)
@@ -82,9 +85,9 @@ class Server:
         asked = {"session_id": session, "model_seq_id": 0, "base_model": str(self.model)}
         return self.of("create_model", asked | {"lora_config": {"rank": rank, "seed": 1}})["model_id"]
 
-    def train(self, model: str, number: int, loss: str = "cross_entropy"):
+    def train(self, model: str, number: int, loss: str = "cross_entropy", rows=(TOKENS,)):
         """The loss and the log-probs; or what is wrong."""
-        found = self.of("forward_backward", training(model, number, loss), PROTOBUF)
+        found = self.of("forward_backward", training(model, number, loss, rows), PROTOBUF)
         if isinstance(found, dict):
             return found
         out = messages()["ForwardBackwardOutput"].FromString(found)
@@ -92,23 +95,24 @@ class Server:
         return out.metrics[0].value, np.frombuffer(field.value.data, np.float32)
 
 
-def training(model: str, number: int, loss: str) -> bytes:
+def training(model: str, number: int, loss: str, rows=(TOKENS,)) -> bytes:
     request = messages()["ForwardBackwardRequest"](model_id=model, seq_id=number, loss_fn=loss)
-    datum = request.data.add()
-    datum.model_input.add().encoded_text.tokens = np.array(TOKENS[:-1], np.int32).tobytes()
-    for name, values, dtype in (
-        ("target_tokens", np.array(TOKENS[1:], np.int64), 2),
-        ("weights", np.ones(4, np.float32), 1),
-    ):
-        entry = datum.loss_fn_inputs.add(key=name)
-        entry.value.dense, entry.value.dtype = values.tobytes(), dtype
-        entry.value.shape.append(4)
+    for tokens in rows:
+        datum, count = request.data.add(), len(tokens) - 1
+        datum.model_input.add().encoded_text.tokens = np.array(tokens[:-1], np.int32).tobytes()
+        for name, values, dtype in (
+            ("target_tokens", np.array(tokens[1:], np.int64), 2),
+            ("weights", np.ones(count, np.float32), 1),
+        ):
+            entry = datum.loss_fn_inputs.add(key=name)
+            entry.value.dense, entry.value.dtype = values.tobytes(), dtype
+            entry.value.shape.append(count)
     return request.SerializeToString()
 
 
 @contextmanager
-def serving(folder, steps: int):
-    server = Server(folder, steps)
+def serving(folder, steps: int, **more):
+    server = Server(folder, steps, **more)
     try:
         yield server
     finally:
@@ -184,6 +188,69 @@ def test_a_session_over_http_trains_samples_saves_and_outlives_what_is_sent(tmp_
     lines = [json.loads(line) for line in (server.output / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["actor/grad_norm"] == pytest.approx(norm)
+
+
+def a_session(server: Server) -> list:
+    """What a client gets of two steps and samples; the same for the same weights."""
+    rows = [[5 + (7 * row + place) % 50 for place in range(3 + row)] for row in range(6)]
+    model, found = server.new_model(server.session()), []
+    for step in (0, 3):
+        found += [*server.train(model, step + 1, rows=rows), *server.train(model, step + 2, rows=rows[:1])]
+        smooth = ADAM | {"eps": 1e-2}  # else the sign of what is nearly 0 counts
+        asked = {"model_id": model, "adam_params": smooth, "seq_id": step + 3}
+        found.append(server.of("optim_step", asked)["metrics"]["grad_norm:mean"])
+    asked = {"model_id": model, "seq_id": 7, "sampling_session_seq_id": 0}
+    sampler = server.of("save_weights_for_sampler", asked)["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": TOKENS[:3]}]}
+    sample = {"sampling_session_id": sampler, "num_samples": 3, "prompt": prompt, "seq_id": 1}
+    sample |= {"sampling_params": {"max_tokens": 5, "seed": 1}, "prompt_logprobs": True}
+    out = messages()["SampleResponse"].FromString(server.of("asample", sample))
+    for one in out.sequences:
+        found += [np.frombuffer(one.tokens, np.int32), np.frombuffer(one.logprobs, np.float32)]
+    return [*found, np.frombuffer(out.prompt_logprobs, np.float32)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_two_ranks_answer_as_one_does_and_alike_each_time(tmp_path, launcher):
+    with serving(tmp_path / "one", 100) as server:
+        alone = a_session(server)
+    with serving(tmp_path / "two", 100, trainer__n_gpus_per_node=2, trainer__launcher=launcher) as server:
+        found, again = a_session(server), a_session(server)
+    for one, two, repeated in zip(alone, found, again, strict=True):
+        np.testing.assert_array_equal(two, repeated)
+        np.testing.assert_allclose(two, one, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_vllm_samples_from_the_adapter_that_was_asked_for(tmp_path):
+    pytest.importorskip("vllm")
+    with serving(tmp_path, 100, actor_rollout_ref__rollout__name="vllm") as server:
+        session, drawn = server.session(), []
+        model = server.new_model(session)
+        prompt = [5, 6, 7]
+        for number in range(2):
+            server.train(model, 3 * number + 1)
+            server.of("optim_step", {"model_id": model, "adam_params": ADAM, "seq_id": 3 * number + 2})
+            asked = {"model_id": model, "seq_id": 3 * number + 3, "sampling_session_seq_id": number}
+            server.of("save_weights_for_sampler", asked)
+        asked = {"session_id": session, "sampling_session_seq_id": 2, "base_model": str(server.model)}
+        server.ask("create_sampling_session", asked)
+        for number in (0, 1, 2, 0):
+            sample = {"sampling_session_id": f"{session}:sample:{number}", "num_samples": 1}
+            sample |= {"prompt": {"chunks": [{"tokens": prompt}]}, "seq_id": len(drawn) + 1}
+            out = server.of("asample", sample | {"sampling_params": {"max_tokens": 8, "seed": 2}})
+            (one,) = messages()["SampleResponse"].FromString(out).sequences
+            drawn.append(
+                found := (np.frombuffer(one.tokens, np.int32), np.frombuffer(one.logprobs, np.float32))
+            )
+            whole = [*prompt, *found[0].tolist()]
+            sample |= {"prompt": {"chunks": [{"tokens": whole}]}, "seq_id": 10 + len(drawn)}
+            sample |= {"sampling_params": {"max_tokens": 1}, "prompt_logprobs": True}
+            out = messages()["SampleResponse"].FromString(server.of("asample", sample))
+            trainer = np.frombuffer(out.prompt_logprobs, np.float32)[len(prompt) :]
+            np.testing.assert_allclose(found[1], trainer, atol=1e-4)
+    assert len({one[1].tobytes() for one in drawn}) == 3 and drawn[0][1].tobytes() == drawn[3][1].tobytes()
 
 
 @pytest.mark.slow

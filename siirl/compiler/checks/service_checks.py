@@ -3,7 +3,11 @@
 from collections.abc import Iterator
 
 from siirl.compiler.workflow import Workflow
+from siirl.config import Config
 from siirl.errors import ConfigError, DagError, NotSupportedError, UserError
+from siirl.models.adapter_targets import ADAPTED
+from siirl.models.config_json import config_json
+from siirl.models.sizes import num_experts
 
 
 def check_asked(kept: Workflow, world: int) -> Iterator[UserError]:
@@ -27,19 +31,35 @@ def check_asked(kept: Workflow, world: int) -> Iterator[UserError]:
             f"{asked}: actor_rollout_ref.model.lora_rank={model.lora_rank}: clients train adapters, and this "
             "is the largest rank that they may ask for. Set it to 1 or more."
         )
-    if world > 1:
-        yield NotSupportedError(
-            f"not supported yet: {asked} on {world} ranks: a service is one process on one device. Set "
-            "trainer.n_gpus_per_node=1 and trainer.nnodes=1."
-        )
-    if rollout.name != "hf":
+    if rollout.name not in ("hf", "vllm"):
         yield NotSupportedError(
             f"not supported yet: {asked} with rollout.name={rollout.name}: samples of clients' adapters come "
-            "from hf. Set rollout.name=hf."
+            "from vllm and hf. Set one of them."
         )
+    for value, key, why in _passes(asked.cfg):
+        yield NotSupportedError(f"not supported yet: {asked} with {key}={value}: {why}")
     strategy = asked.cfg.actor_rollout_ref.actor.strategy
     if strategy != "fsdp":
         yield NotSupportedError(
             f"not supported yet: {asked} with actor.strategy={strategy}: gradients are added up by request "
             "under fsdp. Set actor_rollout_ref.actor.strategy=fsdp."
         )
+
+
+def _passes(cfg: Config) -> Iterator[tuple[object, str, str]]:
+    """What the passes that clients share do not go with: the value, its key, and why."""
+    actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
+    keys = "actor_rollout_ref"
+    if model.compile_layers:
+        yield True, f"{keys}.model.compile_layers", "a pass has other adapters each time. Set it to false."
+    if actor.fsdp_config.float8:
+        yield True, f"{keys}.actor.fsdp_config.float8", "adapters multiply in the type of weights. Unset it."
+    if actor.ulysses_sequence_parallel_size > 1:
+        size = actor.ulysses_sequence_parallel_size
+        why = "ranks have sequences of their own. Set it to 1."
+        yield size, f"{keys}.actor.ulysses_sequence_parallel_size", why
+    if num_experts(config_json(model)) and not set(model.target_modules) <= set(ADAPTED):
+        fix = (
+            f"clients' adapters are on linear layers, which experts are not. Set it to [{','.join(ADAPTED)}]."
+        )
+        yield model.target_modules, f"{keys}.model.target_modules", fix

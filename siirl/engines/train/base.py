@@ -27,7 +27,6 @@ from torch import Tensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.engines.weights.bucket import LiveWeights
-from siirl.errors import NotSupportedError
 from siirl.observe.metrics import Metrics
 
 EXPERTS = "experts"
@@ -118,27 +117,6 @@ class TrainEngine(ABC):
         Returns the metrics of loss_fn plus grad_norm and lr, of this data-parallel shard (reduce later): all
         ranks of a shard return the same.
         """
-
-    def add_gradients(
-        self, rows: TensorDict, loss_fn: LossFn, outputs: tuple[str, ...], temperature: float
-    ) -> Metrics:
-        """Add the gradient of a sum of losses over this rank's rows to what is there since the last step.
-
-        The metrics of loss_fn, whose counts are zeros: losses are sums. `train_mini_batch` must not come
-        between this and `step`. NotSupportedError under a strategy that cannot.
-        """
-        raise NotSupportedError(f"not supported yet: {self.name}: gradients that are added up by request")
-
-    def step(self, adam: AdamStep) -> float:
-        """Step by the gradient that was added up, and forget it; its norm before it was clipped.
-
-        Advances `version`. A gradient that is not finite changes nothing: the norm says so.
-        """
-        raise NotSupportedError(f"not supported yet: {self.name}: steps by request")
-
-    def drop_gradients(self) -> None:
-        """Forget what was added up."""
-        raise NotSupportedError(f"not supported yet: {self.name}: gradients that are added up by request")
 
     @abstractmethod
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -78,6 +78,13 @@ def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
     )
 
 
+def trained_limit(cfg: Config) -> MicroBatchLimit:
+    """Of a policy in training."""
+    keys = ROLES["actor"].train
+    assert keys is not None
+    return _limit(cfg, "actor", keys)
+
+
 def _limit(cfg: Config, role: str, keys: BatchKeys) -> MicroBatchLimit:
     if get(cfg, keys.dynamic):
         return MicroBatchLimit(max_tokens=token_budget(cfg, role, keys))

@@ -11,15 +11,17 @@ SERVE = Path(__file__).parents[3] / "dag_templates" / "serve.yaml"
 ONE = ("data.max_prompt_length=32", "data.max_response_length=32", "trainer.n_gpus_per_node=1")
 REFUSED = [
     ("check", (), None),
-    ("check", ("trainer.n_gpus_per_node=2",), "on 2 ranks: a service is one process on one device"),
+    ("check", ("trainer.n_gpus_per_node=2",), None),
     ("check", ("actor_rollout_ref.model.lora_rank=0",), "lora_rank=0: clients train adapters"),
     (
         "check",
         ("--elsewhere", "service.enable=false", f"dag.workflow_path={SERVE}"),
         "service.enable=false: its keys would do nothing",
     ),
+    ("check", ("actor_rollout_ref.model.compile_layers=true",), "compile_layers=True: a pass has other"),
     ("check", ("actor_rollout_ref.actor.strategy=megatron",), "megatron"),
-    ("check", ("actor_rollout_ref.rollout.name=vllm",), "vllm"),
+    ("check", ("actor_rollout_ref.rollout.name=vllm",), None),
+    ("check", ("actor_rollout_ref.rollout.name=sglang",), "from vllm and hf"),
     ("test", (), "siirl test of a job with service.enable=true"),
 ]
 

@@ -14,7 +14,9 @@ from siirl.compiler.compile import compile_plan, load_dag
 from siirl.config.load import load_config
 from siirl.dag_worker.worker import DAGWorker
 from siirl.data.completions import SamplingParams
+from siirl.engines.train.adapters import adapted_layers
 from siirl.engines.train.base import AdamStep
+from siirl.engines.train.packed.micro_batches import MicroBatchLimit
 from siirl.observe.spans import Observer
 from siirl.service.commands import (
     BASE,
@@ -80,9 +82,18 @@ def created(tenants, model: str, rank: int = 4, seed: int = 3) -> None:
     """A model whose adapter is no longer zero."""
     tenants.create(CreateModel(model, AdapterSpec(rank, seed)))
     draw = torch.Generator().manual_seed(seed)
-    for tensor in tenants._tenants[model].engine.state_dict()["model"].values():
-        local = tensor.to_local()
-        local.add_(0.05 * torch.randn(local.shape, generator=draw))
+    adapter = tenants._tenants[model].trained.adapter
+    adapter.vector.add_(0.05 * torch.randn(adapter.vector.shape, generator=draw))
+    adapter.changed()
+
+
+def train(tenants, *commands: ForwardBackward):
+    """What comes of them; raises what one is refused for."""
+    found = tenants.train(commands)
+    for one in found:
+        if isinstance(one, Refused):
+            raise one
+    return found[0] if len(found) == 1 else found
 
 
 def data_of(seed: int, follows: bool = True, num_targets: int = 0) -> list[Datum]:
@@ -104,18 +115,18 @@ def data_of(seed: int, follows: bool = True, num_targets: int = 0) -> list[Datum
     return data
 
 
-def summed(name: str, lp, q, w, adv) -> torch.Tensor:
-    """The loss by the protocol's own words."""
+def terms_of(name: str, lp, q, w, adv) -> torch.Tensor:
+    """What the loss sums up, by the protocol's own words."""
     ratio = torch.exp(lp - q)
     if name == "cross_entropy":
-        return -(w * lp).sum()
+        return -w * lp
     if name == "importance_sampling":
-        return -(ratio * adv).sum()
+        return -ratio * adv
     if name == "ppo":
-        return -torch.min(ratio * adv, torch.clip(ratio, 0.9, 1.1) * adv).sum()
+        return -torch.min(ratio * adv, torch.clip(ratio, 0.9, 1.1) * adv)
     if name == "cispo":
-        return -(torch.clip(ratio, 0.0, 4.0).detach() * lp * adv).sum()
-    return -(lp * adv - 0.3 / 2 * (lp - q) ** 2).sum()
+        return -torch.clip(ratio, 0.0, 4.0).detach() * lp * adv
+    return -(lp * adv - 0.3 / 2 * (lp - q) ** 2)
 
 
 class ByHand:
@@ -139,16 +150,20 @@ class ByHand:
         whole = torch.log_softmax(out.logits[0], -1)
         return whole.gather(-1, target.reshape(len(target), -1)).reshape(target.shape)
 
-    def loss(self, name: str, data: list[Datum]) -> torch.Tensor:
+    def terms(self, name: str, data: list[Datum]) -> torch.Tensor:
         columns = ("logprobs", "weights", "advantages")
-        return sum(
-            summed(
+        found = [
+            terms_of(
                 name,
                 self.log_probs(one),
                 *(torch.from_numpy(one.inputs[column]).double() for column in columns),
             )
             for one in data
-        )
+        ]
+        return torch.cat([one.flatten() for one in found])
+
+    def loss(self, name: str, data: list[Datum]) -> torch.Tensor:
+        return self.terms(name, data).sum()
 
 
 def gradient_of(tenants, model: str) -> dict[str, torch.Tensor]:
@@ -157,11 +172,7 @@ def gradient_of(tenants, model: str) -> dict[str, torch.Tensor]:
     tenants.save(SaveState(model, f"tinker://{model}/weights/still", True))
     _, stored = tenants.read(f"tinker://{model}/weights/still")
     prefix = "optimizer/exp_avg."
-    return {
-        name.removeprefix(prefix).replace(".default", ""): one
-        for name, one in stored.items()
-        if name.startswith(prefix)
-    }
+    return {name.removeprefix(prefix): one for name, one in stored.items() if name.startswith(prefix)}
 
 
 def adapter_of(tenants, model: str) -> dict[str, torch.Tensor]:
@@ -184,13 +195,13 @@ def test_losses_and_gradients_are_those_of_the_protocol_in_float64(
     created(tenants, "a:train:0")
     data = data_of(1, follows, num_targets)
     by_hand = ByHand(service, adapter_of(tenants, "a:train:0"), 4)
-    wanted = by_hand.loss(name, data)
-    wanted.backward()
+    terms = by_hand.terms(name, data)
+    (wanted := terms.sum()).backward()
     command = ForwardBackward("a:train:0", name, OPTIONS.get(name, {}), data, False)
-    looked = tenants.train(ForwardBackward("a:train:0", name, OPTIONS.get(name, {}), data, True))
-    trained = tenants.train(command)
+    looked = train(tenants, ForwardBackward("a:train:0", name, OPTIONS.get(name, {}), data, True))
+    trained = train(tenants, command)
     for found in (looked, trained):
-        assert found.loss == pytest.approx(wanted.item(), rel=1e-6)
+        assert found.loss == pytest.approx(wanted.item(), abs=1e-6 * terms.abs().sum().item())
         for one, datum in zip(found.log_probs, data, strict=True):
             np.testing.assert_allclose(one, by_hand.log_probs(datum).detach().numpy(), atol=2e-6)
     grads = {name: one.grad for name, one in by_hand.parts.items()}
@@ -204,8 +215,8 @@ def test_gradients_of_several_requests_and_losses_add_up_until_the_step(service,
     parts = [("cross_entropy", data_of(1)), ("ppo", data_of(2)), ("cross_entropy", data_of(3, False, 2))]
     for name, data in parts:
         by_hand.loss(name, data).backward()
-        tenants.train(ForwardBackward("a:train:0", name, OPTIONS.get(name, {}), data, False))
-        tenants.train(ForwardBackward("a:train:0", name, OPTIONS.get(name, {}), data, True))
+        train(tenants, ForwardBackward("a:train:0", name, OPTIONS.get(name, {}), data, False))
+        train(tenants, ForwardBackward("a:train:0", name, OPTIONS.get(name, {}), data, True))
     assert off(gradient_of(tenants, "a:train:0"), {n: p.grad for n, p in by_hand.parts.items()}) < ROUNDING
     assert tenants.step(OptimStep("a:train:0", STILL)) == 0, "the step before has cleared it"
 
@@ -229,34 +240,54 @@ def test_a_step_is_adamw_by_the_parameters_of_its_request(service, tenants):
             weight_decay=step.weight_decay,
         )
         adam.step()
-        tenants.train(ForwardBackward("a:train:0", "cross_entropy", {}, data_of(number), False))
+        train(tenants, ForwardBackward("a:train:0", "cross_entropy", {}, data_of(number), False))
         assert tenants.step(OptimStep("a:train:0", step)) == pytest.approx(norm.item(), rel=1e-5)
         found = adapter_of(tenants, "a:train:0")
         far = max((found[n] - p.detach()).abs().max().item() for n, p in zip(names, mine, strict=True))
         assert far < 1e-4, "of a first step a sign is all that counts, also of a number that is nearly 0"
 
 
+SPECS = {"a:train:0": (4, 3), "b:train:0": (8, 5), "c:train:0": (2, 3)}
+ASKED = {
+    "a:train:0": ("ppo", True, 0),
+    "b:train:0": ("cross_entropy", False, 3),
+    "c:train:0": ("dro", False, 0),
+}
+
+
+def asked_of(model: str, step: int) -> ForwardBackward:
+    """Of another loss for each model, and more data for some."""
+    name, follows, num_targets = ASKED[model]
+    rank, seed = SPECS[model]
+    data = [one for number in range(rank) for one in data_of(step + seed + number, follows, num_targets)]
+    return ForwardBackward(model, name, {}, data, False)
+
+
 def trained(tenants, models: list[str]) -> dict[str, dict[str, torch.Tensor]]:
-    """Steps of models, whose requests take turns; the whole state of each."""
-    specs = {"a:train:0": (4, 3), "b:train:0": (8, 5), "c:train:0": (2, 3)}
+    """Steps of models, whose requests go through the base together; the whole state of each, and all that
+    they are told."""
     for model in models:
-        tenants.create(CreateModel(model, AdapterSpec(*specs[model])))
+        tenants.create(CreateModel(model, AdapterSpec(*SPECS[model])))
+    told: dict[str, dict[str, torch.Tensor]] = {model: {} for model in models}
     for step in range(2):
-        for _ in range(2):
-            for model in models:
-                data = data_of(step + specs[model][1])
-                tenants.train(ForwardBackward(model, "ppo", {}, data, False))
+        for time in range(2):
+            for model, one in zip(models, tenants.train([asked_of(x, step) for x in models]), strict=True):
+                told[model] |= {
+                    f"{step} {time} {row}": torch.tensor(x) for row, x in enumerate(one.log_probs)
+                }
+                told[model][f"{step} {time} loss"] = torch.tensor(one.loss, dtype=torch.float64)
         for model in models:
             tenants.step(OptimStep(model, AdamStep(1e-2, 0.9, 0.95, 1e-12, 0.1, 1.0)))
-    found = {}
     for model in models:
         tenants.save(SaveState(model, f"tinker://{model}/weights/end", True))
-        found[model] = tenants.read(f"tinker://{model}/weights/end")[1]
-    return found
+        told[model] |= tenants.read(f"tinker://{model}/weights/end")[1]
+    return told
 
 
-def test_clients_at_once_are_bit_for_bit_what_each_is_alone(tenants):
-    models = ["a:train:0", "b:train:0", "c:train:0"]
+@pytest.mark.parametrize("most_tokens", [1 << 14, 40], ids=["in one pass", "in several"])
+def test_clients_in_one_pass_are_bit_for_bit_what_each_is_alone(tenants, monkeypatch, most_tokens):
+    monkeypatch.setattr(tenants.engine, "_limit", MicroBatchLimit(max_tokens=most_tokens))
+    models = list(SPECS)
     together = trained(tenants, models)
     for model in models:
         tenants.release(model.partition(":")[0])
@@ -266,11 +297,26 @@ def test_clients_at_once_are_bit_for_bit_what_each_is_alone(tenants):
         assert all(torch.equal(alone[name], one) for name, one in together[model].items())
 
 
+def test_adapters_side_by_side_in_one_product_as_on_a_gpu_are_the_same_but_for_rounding(tenants, monkeypatch):
+    apart = trained(tenants, list(SPECS))
+    for model in SPECS:
+        tenants.release(model.partition(":")[0])
+    monkeypatch.setattr(adapted_layers, "_forward_apart", adapted_layers._forward_packed)
+    monkeypatch.setattr(adapted_layers, "_backward_apart", adapted_layers._backward_packed)
+    for model, found in trained(tenants, list(SPECS)).items():
+        for name, one in found.items():
+            if name.startswith("0 "):
+                torch.testing.assert_close(one, apart[model][name], rtol=1e-5, atol=1e-5)
+            elif "exp_avg." in name:
+                torch.testing.assert_close(one, apart[model][name], rtol=1e-2, atol=1e-4)
+
+
 def test_a_saved_state_goes_on_bit_for_bit_in_a_new_model(tenants):
     (before,) = trained(tenants, ["a:train:0"]).values()
+    before = {name: one for name, one in before.items() if "/" in name}
     tenants.load(LoadState("b:train:1", "tinker://a:train:0/weights/end", True, True))
     for model in ("a:train:0", "b:train:1"):
-        tenants.train(ForwardBackward(model, "cross_entropy", {}, data_of(9), False))
+        train(tenants, ForwardBackward(model, "cross_entropy", {}, data_of(9), False))
         tenants.step(OptimStep(model, AdamStep(1e-2, 0.9, 0.95, 1e-12, 0.1, 1.0)))
         tenants.save(SaveState(model, f"tinker://{model}/weights/on", True))
     one, other = (tenants.read(f"tinker://{m}/weights/on")[1] for m in ("a:train:0", "b:train:1"))
@@ -281,7 +327,7 @@ def test_a_saved_state_goes_on_bit_for_bit_in_a_new_model(tenants):
 def sampled(service, source: str, **more):
     params = SamplingParams(max_tokens=6, temperature=more.pop("temperature", 1.0), stop_token_ids=(1,))
     command = Sample(source, [5, 9, 11], params, more.pop("num_samples", 2), 7, **more)
-    (found,) = service.sampler.sample([command])
+    (found,) = service.sampler.sample([command], speaks=True)
     return found
 
 
@@ -290,7 +336,7 @@ def test_samples_are_of_the_snapshot_that_is_asked_for_and_so_are_their_log_prob
     tenants.save_sampler(SaveSampler("a:train:0", None, "a:sample:0"))
     first = sampled(service, "a:sample:0", prompt_log_probs=True)
     base = sampled(service, BASE)
-    tenants.train(ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), False))
+    train(tenants, ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), False))
     tenants.step(OptimStep("a:train:0", AdamStep(0.1, 0.9, 0.95, 1e-12, 0.0, 0.0)))
     tenants.save_sampler(SaveSampler("a:train:0", "tinker://a:train:0/sampler_weights/on", None))
     later = sampled(service, "tinker://a:train:0/sampler_weights/on")
@@ -317,9 +363,11 @@ def test_a_text_that_stops_ends_a_response_where_it_is_complete(service):
 
 
 def refusal(tenants, command) -> str:
-    kinds = {ForwardBackward: "train", CreateModel: "create", OptimStep: "step", SaveState: "save"}
+    kinds = {CreateModel: "create", OptimStep: "step", SaveState: "save"}
     kinds |= {LoadState: "load"}
     with pytest.raises(Refused) as refused:
+        if isinstance(command, ForwardBackward):
+            train(tenants, command)
         getattr(tenants, kinds[type(command)])(command)
     return str(refused.value)
 
@@ -347,10 +395,10 @@ WRONG = [
 @pytest.mark.parametrize(("loss", "options", "data", "said"), WRONG, ids=[row[3] for row in WRONG])
 def test_what_cannot_be_trained_on_is_refused_and_changes_nothing(tenants, loss, options, data, said):
     created(tenants, "a:train:0")
-    tenants.train(ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), False))
+    train(tenants, ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), False))
     assert said in refusal(tenants, ForwardBackward("a:train:0", loss, options, data, False))
     with_refusal = gradient_of(tenants, "a:train:0")
-    tenants.train(ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), False))
+    train(tenants, ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), False))
     assert all(torch.equal(with_refusal[n], one) for n, one in gradient_of(tenants, "a:train:0").items())
 
 
@@ -380,7 +428,7 @@ def test_a_gradient_that_is_not_finite_takes_no_step(tenants):
     created(tenants, "a:train:0")
     before = adapter_of(tenants, "a:train:0")
     huge = changed(logprobs=np.full(7, -1e4, np.float32))
-    tenants.train(ForwardBackward("a:train:0", "importance_sampling", {}, huge, False))
+    train(tenants, ForwardBackward("a:train:0", "importance_sampling", {}, huge, False))
     said = refusal(tenants, OptimStep("a:train:0", AdamStep(1.0, 0.9, 0.9, 1e-8, 0.0, 0.0)))
     assert "no step was taken" in said
     after = adapter_of(tenants, "a:train:0")

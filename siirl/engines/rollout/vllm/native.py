@@ -33,7 +33,7 @@ from siirl.engines.rollout.vllm.native_draws import draw_by_seeds
 from siirl.engines.rollout.vllm.native_places import ParameterMap, read_parameter
 from siirl.engines.rollout.vllm.native_steps import KeptTokens, ask_for_slots_once_a_block, own_name
 from siirl.engines.rollout.vllm.native_transfer import TRANSFER_BACKEND
-from siirl.errors import ConfigError, NotSupportedError
+from siirl.errors import ConfigError, NotSupportedError, RolloutError
 from siirl.models.families import family_of
 from siirl.spelling import suggest
 
@@ -104,7 +104,10 @@ class NativeEngine:
             prompt = self._images.prompt(request.prompt, request.seen)
         if request.kv_version is not None:
             prompt["cache_salt"] = str(request.kv_version)
-        self._engine.add_request(str(request.key), prompt, sampling, lora_request=self._adapters.get(adapter))
+        if adapter is not None and adapter not in self._adapters:
+            raise RolloutError(f"vLLM has no adapter {adapter!r}: it would sample from the base alone.")
+        lora = None if adapter is None else self._adapters[adapter]
+        self._engine.add_request(str(request.key), prompt, sampling, lora_request=lora)
 
     def add_scored(self, number: int, tokens: list[int], top_k: int) -> None:
         """Queue a row whose tokens are there, see RolloutEngine.score; nobody reads the one that follows."""

@@ -1,5 +1,7 @@
 """LoRA adapters through peft: which weights train, and how they merge into the model's own."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -46,7 +48,7 @@ def _add_to_linear_layers(
     targets = cfg.target_modules if isinstance(cfg.target_modules, str) else list(cfg.target_modules)
     inside: nn.Module = model
     if besides_experts:
-        targets = [f"model.{name}" for name in _linear_layers(model, targets)]
+        targets = [f"model.{name}" for name in linear_layers(model, targets)]
         inside = nn.Module()  # of a transformers model, peft would take names of experts' matrices for itself
         inside.model = model
         if not targets:
@@ -75,7 +77,7 @@ def _add_to_linear_layers(
             )
 
 
-def _linear_layers(model: PreTrainedModel, targets: str | list[str]) -> list[str]:
+def linear_layers(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
     """The linear layers of these names, or all, but the head."""
     heads = (model.get_output_embeddings(), getattr(model, "score", None))
     return [

@@ -62,6 +62,9 @@ def packed_attention(
     applied. Communicates only where ranks share the sequences (sequence_bounds.shard): what comes in and goes
     out is then of this rank's tokens.
     """
+    if sequence_bounds.alike:
+        more = {"scaling": scaling, "sliding_window": sliding_window, "s_aux": s_aux, "softcap": softcap}
+        return _by_width(module, query, key, value, sequence_bounds, **more, flash=flash), None
     if (s_aux is not None or softcap is not None) and flash is not None:
         raise NotSupportedError(
             f"not supported yet: {type(module).__name__}, which has attention sinks or caps, by "
@@ -109,6 +112,18 @@ def packed_attention(
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def _by_width(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, **more: Any
+) -> Tensor:
+    """One call for the rows of each width."""
+    found = []
+    for index, own in bounds.alike:
+        qkv = (x.index_select(2, index) for x in (query, key, value))
+        found.append(packed_attention(module, *qkv, None, sequence_bounds=own, **more)[0])
+    back = torch.cat([index for index, _ in bounds.alike]).argsort()
+    return torch.cat(found, 1).index_select(1, back)
 
 
 def _padded(

@@ -1,7 +1,6 @@
 """The FSDP2 strategy: weights, gradients and optimizer state of one model, sharded over its ranks."""
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from siirl.data.completions import no_experts
 from siirl.data.rows import take_rows
 from siirl.engines.train.adapters.frozen_base import FrozenBase
 from siirl.engines.train.attention.ulysses import of_all_tokens, own_tokens
-from siirl.engines.train.base import EXPERTS, AdamStep, BatchCounts, LossFn
+from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
 from siirl.engines.train.experts.expert_parallel import add_up_copies
 from siirl.engines.train.experts.router_loss import RouterLoss
 from siirl.engines.train.experts.router_replay import RouterReplay, put_experts
@@ -44,7 +43,7 @@ from siirl.engines.train.fsdp.fsdp_state import (
     training_state,
 )
 from siirl.engines.train.hf_model import config_changes, torch_dtype
-from siirl.engines.train.language_model import model_flops, run_packed, seen_back
+from siirl.engines.train.language_model import PackedModel, model_flops, run_packed, seen_back
 from siirl.engines.train.muon import make_optimizer
 from siirl.engines.train.optimizer import STEP, scaled_to_norm
 from siirl.engines.train.packed.micro_batches import images_seen, repeated_prompt_tokens, row_lengths
@@ -52,7 +51,7 @@ from siirl.engines.train.packed.packing import PackedBatch, new_columns, vector_
 from siirl.engines.train.packed.shared_rows import SumOverRanks
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.settings import engine_settings
-from siirl.engines.train.stepping import PARTS, SteppingEngine
+from siirl.engines.train.stepping import SteppingEngine
 from siirl.engines.train.transfers import Arrivals
 from siirl.engines.weights.bucket import LiveWeights
 from siirl.model_files.hf_config import written_changes
@@ -208,6 +207,17 @@ class FSDPEngine(SteppingEngine):
             return found
         return {name: SumOverRanks.apply(value_BT, group) for name, value_BT in found.items()}
 
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that have rows of their own."""
+        return self._data_group
+
+    @property
+    def frozen_model(self) -> PackedModel:
+        """The sharded model, of which nothing is trained, for passes that are not over rows."""
+        assert self._optimizer is None, f"{self.name} is trained"
+        return self._model
+
     def _train(
         self,
         rows: TensorDict,
@@ -216,45 +226,6 @@ class FSDPEngine(SteppingEngine):
         outputs: tuple[str, ...],
         temperature: float,
     ) -> Metrics:
-        return self._step(self._backward(rows, loss_fn, counts, outputs, temperature).read)
-
-    def add_gradients(
-        self, rows: TensorDict, loss_fn: LossFn, outputs: tuple[str, ...], temperature: float
-    ) -> Metrics:
-        self._require_on_device(*PARTS)
-        self._check_outputs(outputs)
-        return self._backward(rows, loss_fn, BatchCounts(0.0, 0.0, 0), outputs, temperature).read()
-
-    def step(self, adam: AdamStep) -> float:
-        self._require_on_device(*PARTS)
-        norm = self._clip(adam.max_norm)
-        if math.isfinite(norm):
-            for group in self._optimizer.param_groups:
-                group |= {
-                    "lr": adam.learning_rate,
-                    "betas": (adam.beta1, adam.beta2),
-                    "eps": adam.eps,
-                    "weight_decay": adam.weight_decay,
-                }
-            self._update()
-            self.version += 1
-        self._optimizer.zero_grad()
-        return norm
-
-    def drop_gradients(self) -> None:
-        if self._lone:
-            self._lone.hand_over()
-        self._optimizer.zero_grad()
-
-    def _backward(
-        self,
-        rows: TensorDict,
-        loss_fn: LossFn,
-        counts: BatchCounts,
-        outputs: tuple[str, ...],
-        temperature: float,
-    ) -> TensorMetrics:
-        """Add the gradients of the rows to those that are there; the metrics of loss_fn."""
         found, shares = TensorMetrics(), self._shares_prompts(rows)
         micro_batches = self._split(rows, self._settings.train_limit)
         if self._router_loss:
@@ -273,7 +244,7 @@ class FSDPEngine(SteppingEngine):
                 columns, router_loss = self._run(batch, temperature, outputs)
                 loss = self._share(columns, batch, mine, loss_fn, counts, found)
                 (loss + router_loss).backward()
-        return found
+        return self._step(found.read)
 
     def _run(
         self, batch: PackedBatch, temperature: float, outputs: tuple[str, ...]

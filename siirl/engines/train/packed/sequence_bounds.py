@@ -4,6 +4,7 @@ Legend: N packed tokens, P those of shared prompts, R those of their responses, 
 M keys that all segments read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -23,6 +24,10 @@ their gradients take less than the values that an MLP of the layer has, which ar
 pass, and are gone in a backward pass: the peak that the memory estimate counts stays the peak. Beyond, they
 also take longer than a second call of attention does.
 """
+
+
+LEAST_WIDTH = 16
+"""Tokens to which the shortest rows are padded, where rows are padded to powers of two."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,9 @@ class SequenceBounds:
     """Of rows that share prompts."""
     shard: SequenceShard | None = None
     """Where several ranks share the N tokens."""
+    alike: tuple[tuple[Tensor, "SequenceBounds"], ...] = ()
+    """The tokens and bounds of rows that are padded together, if what is computed of a row shall not depend
+    on how long the others are."""
 
     @property
     def num_sequences(self) -> int:
@@ -204,10 +212,25 @@ def with_segment(bounds: SequenceBounds, length: int) -> SequenceBounds:
     )
 
 
-def bounds_of(length_S: Tensor) -> SequenceBounds:
-    """Bounds of segments of given lengths that share nothing."""
+def bounds_of(length_S: Tensor, width: int | None = None) -> SequenceBounds:
+    """Bounds of segments of given lengths that share nothing. width: to which they are padded, if at all."""
     ends = torch.nn.functional.pad(length_S.cumsum(0), (1, 0)).to(torch.int32)
-    longest = int(length_S.max())
+    longest = width or int(length_S.max())
     segment_N = torch.repeat_interleave(length_S)
     inside_N = torch.arange(len(segment_N), device=length_S.device) - ends[segment_N]
     return SequenceBounds(ends, segment_N * longest + inside_N, longest)
+
+
+def bounds_of_alike(lengths: Sequence[int], device: torch.device) -> SequenceBounds:
+    """Bounds, on the device, of rows that share nothing, each padded to the next power of two, from
+    LEAST_WIDTH on, together with those of that width."""
+    starts, groups = list(accumulate(lengths, initial=0)), dict[int, list[int]]()
+    for row, length in enumerate(lengths):
+        groups.setdefault(max(LEAST_WIDTH, 1 << (length - 1).bit_length()), []).append(row)
+    alike = []
+    for width, rows in sorted(groups.items()):
+        tokens = torch.cat([torch.arange(starts[row], starts[row] + lengths[row]) for row in rows])
+        own = bounds_of(sent(torch.tensor([lengths[row] for row in rows]), device), width)
+        alike.append((sent(tokens, device), own))
+    whole = alike[0][1] if len(alike) == 1 else bounds_of(sent(torch.tensor(lengths), device))
+    return replace(whole, alike=tuple(alike) if len(alike) > 1 else ())

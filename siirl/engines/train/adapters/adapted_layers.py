@@ -1,0 +1,256 @@
+"""Linear layers of a frozen model that many adapters use in one pass, each on tokens of its own.
+
+A pass has the tokens of several segments, one behind the other; a segment has an adapter, or none. On a CPU
+each segment is multiplied by itself, so that what comes of it, to the last bit, is what comes of it alone:
+how a product rounds depends on its number of rows. Elsewhere the base multiplies all tokens at once, and so
+do the adapters, side by side in one matrix of their ranks together, of which a token keeps the columns of its
+own (Chen et al., "Punica" (2023), has kernels for the same sum).
+
+Legend: N tokens of a pass, r rank of an adapter, R ranks of all adapters of a pass.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from siirl.engines.train.adapters.lora import linear_layers
+
+Shapes = dict[str, tuple[int, int]]
+"""Layer -> (out, in) of its weight."""
+Pairs = dict[str, tuple[Tensor, Tensor]]
+"""Layer -> A and B, or their gradients."""
+
+
+class Adapter:
+    """A [r, in] and B [out, r] for each of some layers, as parts of one vector: y = W x + scale * B A x."""
+
+    def __init__(self, shapes: Shapes, rank: int, alpha: float, device: torch.device) -> None:
+        """Of zeros."""
+        self.rank, self.scale = rank, alpha / rank
+        self._shapes = {
+            f"{layer}.lora_{part}.weight": shape
+            for layer, (wide, deep) in shapes.items()
+            for part, shape in (("A", (rank, deep)), ("B", (wide, rank)))
+        }
+        self.vector = torch.zeros(sum(map(math.prod, self._shapes.values())), device=device)
+        self._cast: dict[torch.dtype, Pairs] = {}
+        self._scratch: tuple[Tensor, Pairs] | None = None
+
+    def parts(self, vector: Tensor) -> dict[str, Tensor]:
+        """Name -> its matrix in a vector like that of the weights, in the same memory."""
+        pieces = vector.split([math.prod(shape) for shape in self._shapes.values()])
+        return {n: one.view(s) for (n, s), one in zip(self._shapes.items(), pieces, strict=True)}
+
+    def _pairs(self, vector: Tensor) -> Pairs:
+        matrices = iter(self.parts(vector).items())
+        return {
+            name.removesuffix(".lora_A.weight"): (a, b)
+            for (name, a), (_, b) in zip(matrices, matrices, strict=False)
+        }
+
+    def weights(self, dtype: torch.dtype) -> Pairs:
+        """In the type that a pass computes in."""
+        if dtype not in self._cast:
+            self._cast[dtype] = self._pairs(self.vector.to(dtype))
+        return self._cast[dtype]
+
+    def gradient(self) -> tuple[Tensor, Pairs]:
+        """Zeros for the gradient of a request, and its matrices; until the next one."""
+        if self._scratch is None:
+            vector = torch.zeros_like(self.vector)
+            self._scratch = vector, self._pairs(vector)
+        self._scratch[0].zero_()
+        return self._scratch
+
+    def changed(self) -> None:
+        """The vector has other numbers."""
+        self._cast.clear()
+
+    def draw(self, seed: int) -> None:
+        """A uniform in +-1/sqrt(in), as peft draws it, B zeros."""
+        drawn = torch.Generator().manual_seed(seed)
+        for name, matrix in self.parts(self.vector).items():
+            bound = matrix.shape[1] ** -0.5 if ".lora_A" in name else 0.0
+            matrix.copy_((2 * torch.rand(matrix.shape, generator=drawn) - 1) * bound)
+        self.changed()
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Matrices by name; zeros for a layer that they lack."""
+        self.vector.zero_()
+        for name, matrix in self.parts(self.vector).items():
+            if name in weights:
+                matrix.copy_(weights[name])
+        self.changed()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens of a pass, and the adapter that they are computed with."""
+
+    tokens: slice
+    adapter: Adapter | None
+    gradient: Pairs | None
+    """Where gradients are added to, in fp32. None in a pass without gradient."""
+
+    def pair(self, layer: str, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """(A, B), if the layer is adapted."""
+        return None if self.adapter is None else self.adapter.weights(dtype).get(layer)
+
+
+def _add(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """total += scale * left @ right."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, alpha=scale)
+    else:
+        total.add_(left @ right, alpha=scale)
+
+
+class AdaptedLayers:
+    """The linear layers of a model, but its head, with whatever adapters a pass has."""
+
+    def __init__(self, hf: PreTrainedModel, targets: str | Sequence[str]) -> None:
+        """Take the place of what the layers do. targets: as model.target_modules."""
+        self.shapes: Shapes = {}
+        self.segments: Sequence[Segment] = ()
+        """Of the pass that runs, until its backward pass is over."""
+        self._anchor = torch.zeros(1, requires_grad=True)
+        for name in linear_layers(hf, targets):
+            layer = hf.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            self.shapes[name] = (layer.out_features, layer.in_features)
+            layer.forward = partial(self._forward, name, layer)
+
+    def _forward(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+        return _Adapted.apply(x, self._anchor, layer.weight, layer.bias, name, self.segments)
+
+
+class _Adapted(torch.autograd.Function):
+    """(x [..., N, in], a tensor with gradient, W, bias, layer, segments) -> [..., N, out]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: str,
+        segments: Sequence[Segment],
+    ) -> Tensor:
+        x_NI, apart = x.reshape(-1, x.shape[-1]), not x.is_cuda
+        found = _forward_apart if apart else _forward_packed
+        out_NO, low = found(x_NI, weight, bias, layer, segments)
+        ctx.save_for_backward(x_NI, weight, *low)
+        ctx.layer, ctx.segments, ctx.shape, ctx.apart = layer, segments, x.shape, apart
+        return out_NO.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, weight, *low = ctx.saved_tensors
+        grad_NO = grads[0].reshape(-1, len(weight))
+        back = _backward_apart if ctx.apart else _backward_packed
+        wanted = ctx.needs_input_grad[0]
+        grad_NI = back(grad_NO, x_NI, weight, low, ctx.layer, ctx.segments, wanted)
+        return None if grad_NI is None else grad_NI.view(ctx.shape), *(None for _ in range(5))
+
+
+def _forward_apart(
+    x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: str, segments: Sequence[Segment]
+) -> tuple[Tensor, list[Tensor]]:
+    out_NO, low, turned = x_NI.new_empty(len(x_NI), len(weight)), [], weight.t()
+    for segment in segments:
+        own, into = x_NI[segment.tokens], out_NO[segment.tokens]
+        if bias is None:
+            torch.mm(own, turned, out=into)
+        else:
+            torch.addmm(bias, own, turned, out=into)
+        if pair := segment.pair(layer, x_NI.dtype):
+            low.append(own @ pair[0].t())
+            into.addmm_(low[-1], pair[1].t(), alpha=segment.adapter.scale)  # type: ignore[union-attr]
+    return out_NO, low
+
+
+def _backward_apart(
+    grad_NO: Tensor,
+    x_NI: Tensor,
+    weight: Tensor,
+    low: Sequence[Tensor],
+    layer: str,
+    segments: Sequence[Segment],
+    wanted: bool,
+) -> Tensor | None:
+    grad_NI, lows = torch.empty_like(x_NI) if wanted else None, iter(low)
+    for segment in segments:
+        grad, own = grad_NO[segment.tokens], x_NI[segment.tokens]
+        into = None if grad_NI is None else torch.mm(grad, weight, out=grad_NI[segment.tokens])
+        if pair := segment.pair(layer, x_NI.dtype):
+            assert segment.adapter is not None and segment.gradient is not None
+            (a, b), (of_a, of_b), scale = pair, segment.gradient[layer], segment.adapter.scale
+            back = grad @ b
+            if into is not None:
+                into.addmm_(back, a, alpha=scale)
+            _add(of_a, back.t(), own, scale)
+            _add(of_b, grad.t(), next(lows), scale)
+    return grad_NI
+
+
+def _beside(
+    layer: str, segments: Sequence[Segment], num_tokens: int, like: Tensor
+) -> tuple[list[Segment], Tensor, Tensor, Tensor] | None:
+    """The adapted segments, all A [R, in], all B [out, R], and the scale of each token's own columns, zeros
+    at those of others, [N, R]. None without any."""
+    pairs = [(one, pair) for one in segments if (pair := one.pair(layer, like.dtype)) is not None]
+    if not pairs:
+        return None
+    own, at = like.new_zeros(num_tokens, sum(len(a) for _, (a, _) in pairs)), 0
+    for segment, (a, _) in pairs:
+        own[segment.tokens, at : at + len(a)] = segment.adapter.scale  # type: ignore[union-attr]
+        at += len(a)
+    a_RI, b_OR = torch.cat([a for _, (a, _) in pairs]), torch.cat([b for _, (_, b) in pairs], 1)
+    return [one for one, _ in pairs], a_RI, b_OR, own
+
+
+def _forward_packed(
+    x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: str, segments: Sequence[Segment]
+) -> tuple[Tensor, list[Tensor]]:
+    out_NO = linear(x_NI, weight, bias)
+    beside = _beside(layer, segments, len(x_NI), x_NI)
+    if beside is None:
+        return out_NO, []
+    _, a_RI, b_OR, own_NR = beside
+    low_NR = (x_NI @ a_RI.t()).mul_(own_NR)
+    return out_NO.addmm_(low_NR, b_OR.t()), [low_NR, a_RI, b_OR, own_NR]
+
+
+def _backward_packed(
+    grad_NO: Tensor,
+    x_NI: Tensor,
+    weight: Tensor,
+    low: Sequence[Tensor],
+    layer: str,
+    segments: Sequence[Segment],
+    wanted: bool,
+) -> Tensor | None:
+    grad_NI = grad_NO @ weight if wanted else None
+    if not low:
+        return grad_NI
+    low_NR, a_RI, b_OR, own_NR = low
+    back_NR = (grad_NO @ b_OR).mul_(own_NR)
+    if grad_NI is not None:
+        grad_NI.addmm_(back_NR, a_RI)
+    of_a, of_b, at = back_NR.t() @ x_NI, grad_NO.t() @ low_NR, 0
+    for segment in segments:
+        if (pair := segment.pair(layer, x_NI.dtype)) is not None:
+            assert segment.gradient is not None
+            columns = slice(at, at := at + len(pair[0]))
+            own_a, own_b = segment.gradient[layer]
+            own_a.add_(of_a[columns])
+            own_b.add_(of_b[:, columns])
+    return grad_NI

@@ -1,0 +1,321 @@
+"""Passes of a frozen base, sharded by FSDP2, in which each request has tokens of its own and an adapter.
+
+Requests of several clients go through one pass. What comes of a request follows from it alone: how its rows
+are dealt over the ranks, cut into pieces that a pass has room for, and padded; how many others share the pass
+changes no bit on a CPU (adapted_layers.py).
+
+Legend: N tokens of a request or a piece, K targets of a token, P numbers of an adapter.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from siirl.algorithms.log_probs import linear_log_prob_entropy
+from siirl.algorithms.top_log_probs import linear_log_probs_of, linear_top_log_probs
+from siirl.compiler.memory.estimate import LOGITS_CHUNK
+from siirl.engines.train.adapters.adapted_layers import AdaptedLayers, Adapter, Pairs, Segment
+from siirl.engines.train.base import AdamStep
+from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
+from siirl.engines.train.kept_logits import kept_logits_bytes
+from siirl.engines.train.language_model import seen_back
+from siirl.engines.train.packed.micro_batches import MicroBatchLimit
+from siirl.engines.train.packed.sequence_bounds import bounds_of, bounds_of_alike
+from siirl.engines.train.transfers import sent
+from siirl.models.families import family_of
+
+Loss = Callable[[Tensor, Sequence[int]], Tensor]
+"""(log-probs of the targets of some rows, one behind the other, [N] or [N, K]; which rows) -> their sum."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is computed for one request."""
+
+    adapter: Adapter | None
+    """None: the base alone."""
+    rows: Sequence[Sequence[int]]
+    """Tokens of each sequence, one at least."""
+    targets: Sequence[np.ndarray]
+    """What each token predicts, int64 [N], or of all rows [N, K]."""
+    loss: Loss | None = None
+    top_k: int = 0
+    """The likeliest words that each token predicts are told, so many."""
+    turn: int = 0
+    """Which rank is dealt the first rows; always the same for an adapter in training, whose sums of gradients
+    are then of the same rows on each rank."""
+
+
+@dataclass
+class Computed:
+    """What comes of a Work on this rank; of all ranks together in `AdapterEngine.run`'s answer."""
+
+    log_probs: dict[int, np.ndarray] = field(default_factory=dict)
+    """Row -> of its targets, float32."""
+    top: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    """Row -> log-probs and words, [N, top_k]."""
+    losses: list[float] = field(default_factory=list)
+    """Of each piece."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of one request in one pass."""
+
+    number: int
+    """Which request."""
+    rows: list[int]
+
+
+class TrainedAdapter:
+    """An adapter, the sum of gradients since the last step, and AdamW."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.version = 0
+        """Steps taken."""
+        self.sums: Tensor | None = None
+        """This rank's share of the gradient, [P]; None: nothing was added."""
+        self._param = torch.nn.Parameter(adapter.vector, requires_grad=False)
+        self._optimizer = torch.optim.AdamW([self._param])
+
+    def add(self, gradient: Tensor) -> None:
+        """Add the gradient of a request."""
+        self.sums = gradient.clone() if self.sums is None else self.sums.add_(gradient)
+
+    def step(self, adam: AdamStep, group: dist.ProcessGroup) -> float:
+        """Step by what was added, on all ranks of the group, and forget it; its norm before it was clipped.
+
+        A gradient that is not finite changes nothing: the norm says so. Nor does one that is not there.
+        """
+        gradient, self.sums = self.sums, None
+        if gradient is None:
+            return 0.0
+        if group.size() > 1:
+            dist.all_reduce(gradient, group=group)
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        if not np.isfinite(norm):
+            return norm
+        if 0 < adam.max_norm < norm:
+            gradient.mul_(adam.max_norm / norm)
+        self._optimizer.param_groups[0].update(
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+        )
+        self._param.grad = gradient
+        self._optimizer.step()
+        self._param.grad = None
+        self.adapter.changed()
+        self.version += 1
+        return norm
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of each matrix on the host."""
+        parts = self.adapter.parts(self.adapter.vector)
+        return {name: one.cpu().clone() for name, one in parts.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and moments, each matrix by its name, on the host: what `load` takes."""
+        found = {f"model/{name}": one for name, one in self.adapter.parts(self.adapter.vector).items()}
+        for kind, value in self._optimizer.state.get(self._param, {}).items():
+            parts = {"": value} if value.ndim == 0 else self.adapter.parts(value)
+            found |= {f"optimizer/{kind}.{name}".rstrip("."): one for name, one in parts.items()}
+        return {name: one.detach().cpu().clone() for name, one in found.items()}
+
+    def load(self, state: Mapping[str, Tensor], with_optimizer: bool, version: int) -> None:
+        """Take what `state` gave; the gradient so far is dropped."""
+        self.adapter.take({n.removeprefix("model/"): one for n, one in state.items() if n[:6] == "model/"})
+        self.sums, self.version = None, version if with_optimizer else 0
+        self._optimizer.state.clear()
+        if not (with_optimizer and version):
+            return
+        moments = self._optimizer.state[self._param]
+        moments["step"] = state["optimizer/step"].clone()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            moments[kind] = torch.zeros_like(self.adapter.vector)
+            for name, matrix in self.adapter.parts(moments[kind]).items():
+                matrix.copy_(state[f"optimizer/{kind}.{name}"])
+
+
+class AdapterEngine:
+    """All methods are collective over the ranks of the base; all give the same works."""
+
+    def __init__(
+        self, base: FSDPEngine, targets: str | Sequence[str], alpha: float, limit: MicroBatchLimit
+    ) -> None:
+        """base: with the frozen weights, on the device for good. limit: of a rank's rows in a pass."""
+        self.group, self.device = base.data_group, base.device
+        self._base, self._limit, self._alpha = base, limit, alpha
+        self._model: Any = base.frozen_model
+        self.layers = AdaptedLayers(self._model.hf, targets)
+        kind = family_of(self._model.hf.config.model_type)
+        self._in_turn = not seen_back(self._model.hf) or kind.has_states
+        self._apart = self.device.type == "cpu"
+        self._pieces: list[tuple[Work, _Piece]] = []
+        self._model.eval()
+        self._model.head = self._head
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of a pass, on a rank; None where it is so many rows."""
+        return self._limit.max_tokens
+
+    def new_adapter(self, rank: int, ends: Sequence[str] | None = None) -> Adapter:
+        """Of zeros. ends: names of the layers that it has, the last part of each; None: all."""
+        shapes = self.layers.shapes
+        if ends is not None:
+            shapes = {name: one for name, one in shapes.items() if name.rpartition(".")[2] in ends}
+        return Adapter(shapes, rank, self._alpha, self.device)
+
+    def run(self, works: Sequence[Work], gradients: bool) -> list[tuple[Computed, Tensor | None]]:
+        """What comes of each, whole on every rank; and this rank's share of its gradient, until the next one.
+
+        With gradients, of each adapter once.
+        """
+        computed = [Computed() for _ in works]
+        sums = [one.adapter.gradient() if gradients and one.adapter else None for one in works]
+        passes = [self._passes(works, rank) for rank in range(self.group.size())]
+        mine = passes[self.group.rank()]
+        mine += [[] for _ in range(max(map(len, passes)) - len(mine))]
+        with torch.set_grad_enabled(gradients):
+            for pieces in mine:
+                self._pass(works, pieces, computed, sums)
+        return list(zip(self._together(computed), [one and one[0] for one in sums], strict=True))
+
+    def _together(self, computed: list[Computed]) -> list[Computed]:
+        """Of all ranks, in their order."""
+        if self.group.size() == 1:
+            return computed
+        told: list[list[Computed]] = [[] for _ in range(self.group.size())]
+        dist.all_gather_object(told, computed, group=self.group)
+        for number, whole in enumerate(computed):
+            of_ranks = [one[number] for one in told]
+            whole.losses = list(chain.from_iterable(one.losses for one in of_ranks))
+            for one in of_ranks:
+                whole.log_probs |= one.log_probs
+                whole.top |= one.top
+        return computed
+
+    def _passes(self, works: Sequence[Work], rank: int) -> list[list[_Piece]]:
+        """The pieces of each pass of a rank: those of a request in their order."""
+        found: list[list[_Piece]] = []
+        room = 0
+        for number, work in enumerate(works):
+            for rows, size in self._cut(work, rank):
+                if size > room or self._in_turn:
+                    found.append([])
+                    room = self._limit.most
+                found[-1].append(_Piece(number, rows))
+                room -= size
+        return found
+
+    def _cut(self, work: Work, rank: int) -> list[tuple[list[int], int]]:
+        """The rank's rows of a request, in pieces within the limit, and the size of each."""
+        pieces: list[tuple[list[int], int]] = []
+        for row in self._dealt(work)[rank]:
+            size = len(work.rows[row]) if self._limit.max_rows is None else 1
+            if not pieces or pieces[-1][1] + size > self._limit.most:
+                pieces.append(([], 0))
+            rows, so_far = pieces[-1]
+            pieces[-1] = ([*rows, row], so_far + size)
+        return pieces
+
+    def _dealt(self, work: Work) -> list[list[int]]:
+        """The rows of each rank: the longest first, to whom has the fewest tokens."""
+        ranks = self.group.size()
+        load, dealt = [0] * ranks, [list[int]() for _ in range(ranks)]
+        for row in sorted(range(len(work.rows)), key=lambda row: -len(work.rows[row])):
+            place = load.index(min(load))
+            load[place] += len(work.rows[row])
+            dealt[place].append(row)
+        return [sorted(dealt[(rank - work.turn) % ranks]) for rank in range(ranks)]
+
+    def _pass(
+        self,
+        works: Sequence[Work],
+        pieces: Sequence[_Piece],
+        computed: Sequence[Computed],
+        sums: Sequence[tuple[Tensor, Pairs] | None],
+    ) -> None:
+        """Run the base on some pieces; none: on a token that keeps this rank in step with the others."""
+        rows = [work.rows[row] for work, own in _of(works, pieces) for row in own] or [[0]]
+        lengths = [len(row) for row in rows]
+        ids_N = sent(
+            torch.from_numpy(np.concatenate([np.asarray(row, np.int64) for row in rows])), self.device
+        )
+        place_N = sent(torch.cat([torch.arange(length) for length in lengths]), self.device)
+        bounds = (
+            bounds_of_alike(lengths, self.device)
+            if self._apart
+            else bounds_of(sent(torch.tensor(lengths), self.device))
+        )
+        sizes = [sum(len(work.rows[row]) for row in own) for work, own in _of(works, pieces)] or [1]
+        segments = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+        adapters = [works[piece.number].adapter for piece in pieces] or [None]
+        gradients = [(one := sums[piece.number]) and one[1] for piece in pieces] or [None]
+        self.layers.segments = [Segment(*one) for one in zip(segments, adapters, gradients, strict=True)]
+        self._pieces = [(works[piece.number], piece) for piece in pieces]
+        index_N = torch.arange(len(ids_N), device=self.device)
+        found = self._model(
+            ids_N.unsqueeze(0), place_N.unsqueeze(0), bounds, index_N, ids_N, 1.0, ("log_prob",)
+        )
+        total = [value.sum() * 0.0 for value in found.values()] if not pieces else []
+        for number, (work, piece) in enumerate(self._pieces):
+            log_prob = found[f"{number}"]
+            whole = computed[piece.number]
+            if work.loss is not None:
+                total.append(work.loss(log_prob.double(), piece.rows))
+                whole.losses.append(float(total[-1].detach()))
+            sizes = [len(work.rows[row]) for row in piece.rows]
+            told = [one.numpy() for one in log_prob.detach().float().cpu().split(sizes)]
+            whole.log_probs |= zip(piece.rows, told, strict=True)
+            if work.top_k:
+                top = [found[f"{number}.{kind}"].cpu().split(sizes) for kind in ("top", "words")]
+                pairs = [(a.numpy(), b.numpy()) for a, b in zip(*top, strict=True)]
+                whole.top |= zip(piece.rows, pairs, strict=True)
+        if torch.is_grad_enabled():
+            torch.stack([one.double() for one in total]).sum().backward()
+        self.layers.segments, self._pieces = (), []
+
+    def _head(
+        self, hidden_ND: Tensor, target_N: Tensor, temperature: float, *more: object
+    ) -> dict[str, Tensor]:
+        """Of each piece, by its number: log-probs of the targets, and what is likeliest."""
+        weight_VD = self._model.hf.get_output_embeddings().weight
+        chunk = max(1, LOGITS_CHUNK // len(weight_VD))
+        cap = getattr(self._model.hf.config, "final_logit_softcapping", None)
+        if not self._pieces:
+            one, *_ = linear_log_prob_entropy(hidden_ND, weight_VD, target_N, temperature, with_entropy=False)
+            return {"": one}
+        sizes = [sum(len(work.rows[row]) for row in piece.rows) for work, piece in self._pieces]
+        found: dict[str, Tensor] = {}
+        for number, (own_ND, (work, piece)) in enumerate(
+            zip(hidden_ND.split(sizes), self._pieces, strict=True)
+        ):
+            whole = np.concatenate([work.targets[row] for row in piece.rows])
+            targets = sent(torch.from_numpy(np.ascontiguousarray(whole, np.int64)), self.device)
+            if targets.ndim == 1:
+                kept = kept_logits_bytes(len(targets), weight_VD, by_room=False)
+                how = {"with_entropy": False, "chunk": chunk, "kept_bytes": kept, "cap": cap}
+                one, *_ = linear_log_prob_entropy(own_ND, weight_VD, targets, temperature, **how)
+            else:
+                how = {"chunk": max(1, chunk // 4), "cap": cap}
+                one = linear_log_probs_of(own_ND, weight_VD, targets, temperature, **how)
+            found[f"{number}"] = one
+            if work.top_k:
+                how = {"chunk": max(1, chunk // 4), "cap": cap}
+                top, words = linear_top_log_probs(own_ND, weight_VD, work.top_k, temperature, **how)
+                found |= {f"{number}.top": top, f"{number}.words": words}
+        return found
+
+
+def _of(works: Sequence[Work], pieces: Sequence[_Piece]) -> list[tuple[Work, list[int]]]:
+    return [(works[piece.number], piece.rows) for piece in pieces]
