@@ -26,9 +26,9 @@ ADAM = {"learning_rate": 1e-2, "grad_clip_norm": 1.0}
 class Server:
     """A server that runs, and requests to it."""
 
-    def __init__(self, folder, steps: int, **more) -> None:
+    def __init__(self, folder, steps: int, head_dim: int | None = None, **more) -> None:
         folder.mkdir(exist_ok=True)
-        self.model = make_tiny_model_dir(folder / "model", init_std=0.1)
+        self.model = make_tiny_model_dir(folder / "model", init_std=0.1, head_dim=head_dim)
         self.output, self.log = folder / "run", folder / "log"
         keys = {
             "actor_rollout_ref.model.path": self.model,
@@ -111,8 +111,8 @@ def training(model: str, number: int, loss: str, rows=(TOKENS,)) -> bytes:
 
 
 @contextmanager
-def serving(folder, steps: int, **more):
-    server = Server(folder, steps, **more)
+def serving(folder, steps: int, head_dim: int | None = None, **more):
+    server = Server(folder, steps, head_dim, **more)
     try:
         yield server
     finally:
@@ -225,7 +225,7 @@ def test_two_ranks_answer_as_one_does_and_alike_each_time(tmp_path, launcher):
 @pytest.mark.slow
 def test_vllm_samples_from_the_adapter_that_was_asked_for(tmp_path):
     pytest.importorskip("vllm")
-    with serving(tmp_path, 100, actor_rollout_ref__rollout__name="vllm") as server:
+    with serving(tmp_path, 100, 32, actor_rollout_ref__rollout__name="vllm") as server:
         session, drawn = server.session(), []
         model = server.new_model(session)
         prompt = [5, 6, 7]
