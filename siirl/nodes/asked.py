@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from siirl.agents.outside.session_queue import kept_token, token_of
 from siirl.engines.rollout.base import RolloutEngine
-from siirl.engines.train.adapters.adapter_engine import AdapterEngine
+from siirl.engines.train.fsdp.adapter_engine import AdapterEngine
 from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
 from siirl.engines.train.packed.micro_batches import MicroBatchLimit
 from siirl.errors import ConfigError, UserError

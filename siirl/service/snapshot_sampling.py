@@ -17,9 +17,9 @@ from siirl.config import Config
 from siirl.data.completions import Request
 from siirl.engines.rollout.base import DRAIN_S, RolloutEngine
 from siirl.engines.train.adapters.adapted_layers import Adapter
-from siirl.engines.train.adapters.adapter_engine import Computed, Work
 from siirl.engines.train.adapters.lora import adapter_name
 from siirl.engines.train.base import TrainEngine
+from siirl.engines.train.fsdp.adapter_engine import Computed, Work
 from siirl.errors import EpisodeFailed, UserError
 from siirl.service.commands import BASE, Refused, Sample, Sampled, Top
 from siirl.service.tenants import Snapshot, Tenants

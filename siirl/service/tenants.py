@@ -24,7 +24,7 @@ from torch import Tensor
 
 from siirl.algorithms.client_losses import CLIENT_LOSSES, ClientLoss
 from siirl.config import Config
-from siirl.engines.train.adapters.adapter_engine import AdapterEngine, TrainedAdapter, Work
+from siirl.engines.train.fsdp.adapter_engine import AdapterEngine, TrainedAdapter, Work
 from siirl.model_files.hf_config import load_hf_config
 from siirl.model_files.weight_slices import write_adapter
 from siirl.models.adapter_targets import ADAPTED
