@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from siirl.data import verifiers_rows
 from siirl.data.reasoning_gym_rows import PREFIX, GeneratedRows
 from siirl.data.row_values import JSON_TYPE, as_json_cell
+from siirl.data.task_folders import TaskRows, tasks_in
 from siirl.data.verifiers_rows import VerifiersRows
 from siirl.errors import DataError, Place
 from siirl.findings import Findings
@@ -26,7 +27,7 @@ UNREADABLE = (pa.ArrowException, OSError, ValueError)
 
 MADE = {PREFIX: GeneratedRows, verifiers_rows.PREFIX: VerifiersRows}
 """What a name begins with -> the rows that it stands for."""
-DataFile = Path | GeneratedRows | VerifiersRows
+DataFile = Path | GeneratedRows | VerifiersRows | TaskRows
 """What an entry of data.train_files names: a file of a format of READERS, or rows that are made."""
 
 
@@ -67,7 +68,7 @@ def _named(name: str) -> list[DataFile]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        return list(_in_folder(path))
+        return [TaskRows(path)] if tasks_in(path) else list(_in_folder(path))
     if glob.has_magic(name):
         matched = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]
         if files := [file for file in matched if file.is_file()]:

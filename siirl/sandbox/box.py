@@ -115,11 +115,16 @@ class Box:
     CPU time, a run about 10 ms. mode: one of isolation.MODES; the strongest that works if None. isolation:
     what holds the programs, known after the first run. The kernel kills the box with all that is in it when
     the thread that started it ends.
+
+    kept: with folders at the top, such as /app, which lie below /tmp, what a program writes there or in /tmp
+    stays for the next one, and output above the limit is dropped. Not in mode "process".
     """
 
-    def __init__(self, mode: str | None = None):
+    def __init__(self, mode: str | None = None, kept: tuple[str, ...] = ()):
         self.isolation: Isolation | None = None
         self._mode = mode or strongest_isolation().mode
+        self._kept = kept
+        assert not kept or self._mode != "process"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Box":
@@ -199,6 +204,7 @@ class Box:
             "stage": self._stage,
             "parent": os.getpid(),
             "readable": readable_paths(),
+            "kept": self._kept,
             "readable_by_all": all(map(readable_by_all, [*site_packages(), os.path.dirname(os.__file__)])),
         }
         self._control.settimeout(STARTUP_S)
@@ -235,7 +241,7 @@ class Box:
                 for source in sources:
                     if source in written:
                         room -= _take(source, written[source], room)
-                if room < 0 and not stopped:
+                if room < 0 and not stopped and not self._kept:
                     frames.send(self._control, {"stop": "output"})
                     stopped = True
                 if self._control in sources:
@@ -244,10 +250,11 @@ class Box:
         for source, text in written.items():
             while (taken := _take(source, text, room)) > 0:
                 room -= taken
+        cut = room < 0
         out, err = (bytes(text).decode("utf-8", "replace") for text in written.values())
-        status = "output" if room < 0 else _status(outcome, limits)
+        status = "output" if cut and not self._kept else _status(outcome, limits)
         clocks = (outcome["time_s"], outcome["cpu_s"], outcome["own_s"])
-        return Result(status, out, err, outcome["exit"], *clocks)
+        return Result(status, out, err, outcome["exit"], *clocks, cut)
 
     def _last_words(self) -> str:
         assert self._process is not None and self._process.stderr is not None

@@ -42,6 +42,8 @@ class Confinement:
     """The paths that it may read."""
     user: int | None
     """The user id that it takes; None to stay."""
+    kept: bool = False
+    """The files of one program are there for the next."""
 
 
 def private_uid() -> int:
@@ -65,7 +67,7 @@ def run(confinement: Confinement, request: dict[str, Any], descriptor: int, extr
     os.dup2(descriptor, 0)
     os.closerange(3, 1024)
     os.setsid()
-    os.mkdir(confinement.folder)
+    os.makedirs(confinement.folder, exist_ok=confinement.kept)
     if confinement.user is not None:
         os.chown(confinement.folder, confinement.user, confinement.user)
         become(confinement.user)

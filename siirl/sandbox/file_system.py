@@ -24,12 +24,16 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache")
 KEPT_FLAGS = MS_NOSUID | MS_NODEV | MS_NOEXEC  # statvfs and mount use the same bits
 MAX_FILES = 4096
+FILE_BYTES = 8192  # of a large /tmp: it may hold a file for each so many
 BELOW_TMP = "/.below_tmp"
 """Where what is readable below /tmp (a Python installed there) is kept: each /tmp in memory lies over it."""
 
 
-def enter(stage: str, readable: list[str]) -> None:
-    """Make `stage`, an empty folder, the root; it has only `readable`, devices and an empty /tmp then."""
+def enter(stage: str, readable: list[str], kept: list[str]) -> None:
+    """Make `stage`, an empty folder, the root; it has only `readable`, devices and an empty /tmp then.
+
+    kept: folders at the top that are to be found below /tmp.
+    """
     mount("", "/", "", MS_REC | MS_PRIVATE)
     mount("", stage, "tmpfs", MS_NOSUID | MS_NODEV, f"size=1m,nr_inodes={MAX_FILES},mode=755")
     os.mkdir(stage + BELOW_TMP)
@@ -41,6 +45,9 @@ def enter(stage: str, readable: list[str]) -> None:
         mount(device, stage + device, "", MS_BIND)
     os.symlink("/tmp", f"{stage}/dev/shm")
     os.mkdir(f"{stage}/tmp")
+    for folder in kept:
+        if not os.path.lexists(stage + folder):
+            os.symlink("/tmp" + folder, stage + folder)
     mount("", stage, "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir(stage)
     call(pivot_root_number(), b".", b".")
@@ -59,7 +66,7 @@ def renew_tmp(file_bytes: int, readable: list[str]) -> None:
     """
     if os.path.ismount("/tmp"):
         unmount("/tmp")
-    options = f"size={file_bytes},nr_inodes={MAX_FILES},mode=1777"
+    options = f"size={file_bytes},nr_inodes={max(MAX_FILES, file_bytes // FILE_BYTES)},mode=1777"
     mount("", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
     for path in filter(is_below_tmp, readable):
         if os.path.lexists(BELOW_TMP + path):

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import traceback
+from dataclasses import replace
 from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -67,14 +68,15 @@ def _run(
         folder = os.path.join(confinement.folder, f"run_{number}")
     else:
         folder = confinement.folder
-        file_system.renew_tmp(request["limits"]["file_bytes"], confinement.readable)
+        if number == 0 or not confinement.kept:
+            file_system.renew_tmp(request["limits"]["file_bytes"], confinement.readable)
     standard_input = _memory_file(request["stdin"].encode("utf-8", "replace"))
     pid = os.fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _run_child(
-            child.Confinement(confinement.mode, folder, confinement.readable, confinement.user),
+            replace(confinement, folder=folder),
             request,
             standard_input,
             extra_processes,
@@ -113,8 +115,9 @@ def _shut_in(setup: dict[str, Any]) -> tuple[child.Confinement, int]:
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-    file_system.enter(stage, readable)
-    return child.Confinement(mode, "/tmp/box", readable, user), 0 if mode == "namespaces" else 2
+    file_system.enter(stage, readable, setup["kept"])
+    confinement = child.Confinement(mode, "/tmp/box", readable, user, bool(setup["kept"]))
+    return confinement, 0 if mode == "namespaces" else 2
 
 
 def _new_user_namespace() -> None:

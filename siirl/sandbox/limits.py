@@ -56,3 +56,5 @@ class Result:
     """Processor time of its processes."""
     own_s: float
     """Time in which it ran or slept, which is wall time on an idle machine."""
+    cut: bool = False
+    """It wrote more than is here."""

@@ -10,8 +10,8 @@ EXTRAS = {
     "langdetect": ("langdetect", "ifeval"),
 }
 """Module -> (its package, the extra of siirl that installs it)."""
-ENV_PACKAGES = ("gymnasium", "textarena", "openenv")
-"""Whose environments are named as PACKAGE:NAME. What is none of EXTRAS is spoken to without its package."""
+ENV_PACKAGES = ("gymnasium", "textarena", "openenv", "sandbox")
+"""Whose environments are named as PACKAGE:NAME. What is none of EXTRAS needs no package."""
 
 
 def env_package(reference: object) -> tuple[str, str] | None:

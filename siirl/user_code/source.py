@@ -270,6 +270,8 @@ def _check_packaged(
     for key, call in PACKAGE_FUNCTIONS.items():
         if kwargs.get(key) is not None:
             check_reference(kwargs[key], f"{who}: env_kwargs.{key}", call)
+    if module == "sandbox" and name != "tasks":
+        raise DagError(f"{who}: there is only sandbox:tasks. Write that.")
     if several and module != "textarena":
         raise DagError(
             f"{who} takes the action of one agent, but {' and '.join(map(repr, several))} both "
