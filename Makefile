@@ -42,7 +42,12 @@ help:  ## this list
 	  --overrides <(echo "tml-renderers; sys_platform == 'never'") \
 	  tinker==0.38.0 'tinker-cookbook[math-rl,multiplayer-rl]==0.6.1' 'torch<=2.13.0' && touch $@
 
-setup: .venv/.verifiers .venv/.tinker  ## the environment in .venv, with everything for development
+# The coding agent of examples/coding, in an environment of its own, too: it needs nothing of siirl.
+.venv/.mini-swe-agent: .venv/.dev
+	$(UV) venv --quiet --allow-existing --python $(PY) .venv/mini-swe-agent && \
+	  $(UV) pip install --quiet --python .venv/mini-swe-agent/bin/python 'mini-swe-agent==2.4.6' && touch $@
+
+setup: .venv/.verifiers .venv/.tinker .venv/.mini-swe-agent  ## the environment in .venv, with everything for development
 
 # ALGORITHM is one that examples/quickstart/algorithm.sh knows; ROLLOUT=vllm samples with vLLM, STRATEGY=megatron trains on
 # Megatron-Core, tensor parallel over the two processes.
@@ -66,7 +71,7 @@ test-fast: .venv/.dev  ## what needs no processes, for the inner loop (under 90 
 	$(PYTEST) -n 2 -m 'not slow and not gpu and not heavy' tests/unit tests/plan
 
 # Its commands import for themselves, as a user's do; those of `make test` are forks (tests/support/forked_starts.py).
-test-all: .venv/.verifiers .venv/.tinker  ## the slower tests too
+test-all: .venv/.verifiers .venv/.tinker .venv/.mini-swe-agent  ## the slower tests too
 	SIIRL_TEST_STARTS=real $(PYTEST) -n 2 --timeout 900
 
 check: .venv/.dev  ## lint, format, types, layers, import circles

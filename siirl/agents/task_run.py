@@ -15,8 +15,16 @@ from siirl.data.task_folders import (
     reward_in,
     reward_of_pytest,
 )
-from siirl.errors import EpisodeFailed, SandboxError
-from siirl.sandbox.sandboxes import MIB, Build, ExecResult, Sandbox, SandboxSettings, open_sandbox
+from siirl.errors import DagError, EpisodeFailed, SandboxError
+from siirl.sandbox.open_sandbox import open_sandbox
+from siirl.sandbox.sandboxes import (
+    MIB,
+    Build,
+    ExecResult,
+    Sandbox,
+    SandboxSettings,
+    missing_here,
+)
 
 DIED, UNREWARDED = "sandbox_died", "tests_unrewarded"
 """Kinds of EpisodeFailed: a sandbox that cannot be made or ended, and tests that said nothing."""
@@ -95,6 +103,28 @@ class TaskRun:
         self._sandbox.close()
 
 
+def check_sandbox(given: Mapping[str, Any], who: str) -> None:
+    """DagError for settings of a sandbox that say nothing, or of one that cannot be made here."""
+    try:
+        problem = problem_of(SandboxSettings.of(given, who))
+    except ValueError as error:
+        raise DagError(str(error)) from error
+    if problem:
+        raise DagError(f"{who}: {problem}")
+
+
+def problem_of(settings: SandboxSettings) -> str | None:
+    """Why a sandbox cannot be made here, and the fix; None if it can, or each task has its image."""
+    if settings.image is None and settings.kind != "local":
+        return missing_here(settings)
+    try:
+        with open_sandbox(settings) as box:
+            box.exec("true")
+    except SandboxError as error:
+        return str(error)
+    return None
+
+
 def settings_for(task: Task, sandbox: Mapping[str, Any] | None) -> SandboxSettings:
     """The settings, with what the task says where they say nothing."""
     settings = SandboxSettings.of(sandbox)
@@ -163,14 +193,7 @@ class TaskEnvironment:
 
     def problem(self) -> str | None:
         """Why the sandbox cannot be made here, and the fix; None if it can, or each task has its image."""
-        if self._settings.image is None and self._settings.kind != "local":
-            return None
-        try:
-            with open_sandbox(self._settings) as box:
-                box.exec("true")
-        except SandboxError as error:
-            return str(error)
-        return None
+        return problem_of(self._settings)
 
     def reset(self, task: dict[str, Any], seed: int) -> str:
         """Start the sandbox of the row's task."""
@@ -184,7 +207,7 @@ class TaskEnvironment:
         assert self._run is not None
         (said,) = actions.values()
         command = bash_of(said) if self._read is None else self._read(said, {})
-        told, info = "", {"command": command}
+        told, info = "", dict[str, Any](command=command)
         if command != self._submit:
             self._num_commands += 1
             result = self._run.exec(command)

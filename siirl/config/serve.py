@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from siirl.config.keys import key
 from siirl.config.rollout import TOOL_FORMATS
@@ -47,6 +48,14 @@ class ServeConfig:
         "seconds that a program may take in an episode besides the answers that it waits for",
         low=0,
         excluded=0,
+        when=PLAYED,
+    )
+    sandbox: dict[str, Any] | None = key(
+        None,
+        "sandbox of each episode, where data.train_files is a folder of tasks: POST /exec runs a command in "
+        "it, and the tests of the task reward an episode that ends without a reward; a mapping of kind, "
+        "image, time_s, memory_mb, disk_mb, output_bytes, processes, network, workdir, options "
+        "(docs/environment_packages.md)",
         when=PLAYED,
     )
     max_requests: int = key(64, "most requests of an episode", low=1, when=PLAYED)

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Collection, Mapping, Sequence
 
 from siirl.agents.environments import check_packaged
+from siirl.agents.task_run import check_sandbox
 from siirl.agents.tool_files import check_tools_here
 from siirl.compiler.backends import backend_of
 from siirl.compiler.checks.model_checks import check_trained_model
@@ -196,6 +197,9 @@ def check_kernels(cfg: Config, role: str) -> None:
 def check_packages(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
     """Environments of packages that are not installed, or that cannot be made; servers of tools likewise."""
     for interaction in plan.interactions.values():
+        with found.at(Place.MACHINE):
+            if interaction.program and interaction.program["sandbox"] is not None:
+                check_sandbox(interaction.program["sandbox"], f"node {interaction.entry!r}: serve.sandbox")
         for stage in interaction.speaking:
             multi_turn = node_cfgs[stage.node].actor_rollout_ref.rollout.multi_turn
             with found.at(Place.MACHINE):

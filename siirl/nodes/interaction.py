@@ -171,7 +171,7 @@ def _programs(plan: InteractionPlan, trainer: TrainerConfig, rank: int) -> "Prog
     parse = None if name == AUTO else tool_parser(name, "actor_rollout_ref.serve.tool_format")
     if program["listen"]:
         return Programs(
-            Endpoint(SessionQueue(_listen_address(plan, program, trainer, rank)), limits),
+            Endpoint(SessionQueue(_listen_address(plan, program, trainer, rank)), limits, program["sandbox"]),
             parse,
             program["needs_reward"],
         )
@@ -183,7 +183,8 @@ def _programs(plan: InteractionPlan, trainer: TrainerConfig, rank: int) -> "Prog
         command = function
     elif command == VERIFIERS:
         from siirl.agents.outside.verifiers_episodes import play as command
-    return Programs(Endpoint(starter(command), limits), parse, program["needs_reward"])
+    endpoint = Endpoint(starter(command), limits, program["sandbox"])
+    return Programs(endpoint, parse, program["needs_reward"])
 
 
 def _listen_address(

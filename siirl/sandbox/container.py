@@ -9,7 +9,6 @@ import io
 import os
 import posixpath
 import selectors
-import shutil
 import subprocess
 import tarfile
 import threading
@@ -49,11 +48,6 @@ class ContainerSandbox(Sandbox):
     """See Sandbox."""
 
     def __init__(self, settings: SandboxSettings, build: Build | None, program: str) -> None:
-        if shutil.which(program) is None:
-            raise SandboxError(
-                f"sandbox.kind={settings.kind}: there is no program {program} here. Install it, or set "
-                "sandbox.kind=local."
-            )
         self._program, self._settings = program, settings
         image = settings.image or (build and _image_of(program, build))
         if not image:

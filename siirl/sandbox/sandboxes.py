@@ -5,8 +5,8 @@ its limits, are the mapping `sandbox` of an environment; KINDS is the one table 
 only.
 """
 
-import importlib
 import importlib.util
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from siirl.errors import SandboxError
 from siirl.spelling import suggest
 
 MIB = 1 << 20
@@ -155,8 +154,6 @@ class Build:
 class Kind:
     """A row of KINDS."""
 
-    where: str
-    """module:Class, of (settings, build, program)."""
     program: str = ""
     """The command that is asked; empty for none."""
     module: str = ""
@@ -176,32 +173,28 @@ LACKS = {
 """Key -> what is wrong with it where a kind lacks it."""
 
 KINDS = {
-    "local": Kind("siirl.sandbox.local:LocalSandbox", lacks=("image", "network", "options")),
-    "docker": Kind("siirl.sandbox.container:ContainerSandbox", program="docker"),
-    "podman": Kind("siirl.sandbox.container:ContainerSandbox", program="podman"),
-    "daytona": Kind("siirl.sandbox.hosted:DaytonaSandbox", module="daytona", lacks=("options", "processes")),
-    "modal": Kind(
-        "siirl.sandbox.hosted:ModalSandbox", module="modal", lacks=("options", "processes", "disk_mb")
-    ),
+    "local": Kind(lacks=("image", "network", "options")),
+    "docker": Kind(program="docker"),
+    "podman": Kind(program="podman"),
+    "daytona": Kind(module="daytona", lacks=("options", "processes")),
+    "modal": Kind(module="modal", lacks=("options", "processes", "disk_mb")),
     "e2b": Kind(
-        "siirl.sandbox.hosted:E2BSandbox",
         module="e2b",
         lacks=("options", "processes", "disk_mb", "memory_mb"),
     ),
 }
-"""sandbox.kind -> where it is."""
+"""sandbox.kind -> what it needs and lacks. Where it is: siirl/sandbox/open_sandbox.py."""
 
 
-def open_sandbox(settings: SandboxSettings, build: Build | None = None) -> Sandbox:
-    """Start a sandbox. SandboxError if it cannot be made here."""
-    kind = KINDS[settings.kind]
+def missing_here(settings: SandboxSettings) -> str | None:
+    """What a kind needs and is not installed, and the fix."""
+    kind, what = KINDS[settings.kind], f"sandbox.kind={settings.kind}"
     if kind.module and importlib.util.find_spec(kind.module) is None:
-        raise SandboxError(
-            f"sandbox.kind={settings.kind}: the package {kind.module} is not installed. Install it: "
-            f"pip install 'siirl[{kind.module}]'."
-        )
-    module, _, name = kind.where.partition(":")
-    return getattr(importlib.import_module(module), name)(settings, build, kind.program)
+        fix = f"Install it: pip install 'siirl[{kind.module}]'."
+        return f"{what}: the package {kind.module} is not installed. {fix}"
+    if kind.program and shutil.which(kind.program) is None:
+        return f"{what}: there is no program {kind.program} here. Install it, or set sandbox.kind=local."
+    return None
 
 
 def shell_command(command: str) -> list[str]:

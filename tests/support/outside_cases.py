@@ -71,13 +71,14 @@ def play_outside(
     episodes: list[Episode] | None = None,
     needs_reward: bool = False,
     limits: ProgramLimits | None = None,
+    sandbox: dict[str, Any] | None = None,
 ) -> list[Played]:
     """Let a command, a function, or clients in a Lobby play episodes (one, unless they are given).
 
     policies: by model name.
     """
     start = command if isinstance(command, SessionQueue) else starter(command)
-    endpoint = Endpoint(start, limits or ProgramLimits(30.0, 64, 8))
+    endpoint = Endpoint(start, limits or ProgramLimits(30.0, 64, 8), sandbox)
     programs = Programs(endpoint, hermes, needs_reward)
     game = game_of({name: speaker(policy) for name, policy in policies.items()}, programs)
     made = episodes or [episode()]

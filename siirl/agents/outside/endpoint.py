@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from siirl.agents.outside.episode_session import FLOODED, HUNG, Session
 from siirl.agents.outside.exchange import AnswerStream, Asked, Said
 from siirl.agents.outside.program import HOST, Program, SessionInfo, Start
 from siirl.agents.outside.session_queue import SessionQueue
+from siirl.agents.outside.task_sandbox import TaskSandbox
 from siirl.errors import ConfigError, EpisodeFailed
 from siirl.observe.spans import waits_outside
 
@@ -90,8 +91,16 @@ class ProgramLimits:
 class Endpoint:
     """A thread with a server, which runs until `close`, or to the end of the process."""
 
-    def __init__(self, start: Start | SessionQueue, limits: ProgramLimits) -> None:
-        """start: begins what plays one episode; or where clients come for it."""
+    def __init__(
+        self,
+        start: Start | SessionQueue,
+        limits: ProgramLimits,
+        sandbox: Mapping[str, Any] | None = None,
+    ) -> None:
+        """start: begins what plays one episode; or where clients come for it. sandbox: settings of the one
+        that each episode has; None for none.
+        """
+        self._sandbox = sandbox
         self._queue = start if isinstance(start, SessionQueue) else None
         self._start: Start = start.start if isinstance(start, SessionQueue) else start
         self.limits = limits
@@ -135,6 +144,7 @@ class Endpoint:
             app.router.add_get(f"{prefix}/task", self._handler(self._task))
             app.router.add_post(f"{prefix}/reward", self._handler(self._reward))
             app.router.add_post(f"{prefix}/end", self._handler(self._close))
+            app.router.add_post(f"{prefix}/exec", self._handler(self._exec))
         app.router.add_get("/v1/models", self._handler(self._models))
         for path, wire in WIRES.items():
             app.router.add_post(path, self._handler(partial(self._turn, wire), wire))
@@ -201,7 +211,18 @@ class Endpoint:
                 del self._sessions[session.token]
 
     async def _play(self, session: Session) -> None:
-        """Run a program, and end it."""
+        """Run a program, and end it, in the sandbox of the episode if there is one."""
+        if self._sandbox is None:
+            return await self._play_in(session)
+        session.sandbox = await TaskSandbox.open(self._sandbox, session.task)
+        try:
+            await self._play_in(session)
+            if session.rewards is None:
+                session.reward(await session.sandbox.score())
+        finally:
+            await session.sandbox.close()
+
+    async def _play_in(self, session: Session) -> None:
         info = SessionInfo(self.url, f"{self.url}/v1", session.token, session.task)
         program = await self._start(info)
         session.begin()
@@ -321,6 +342,12 @@ class Endpoint:
     async def _close(self, session: Session, request: web.Request) -> web.Response:
         session.close()
         return web.json_response({"ended": True})
+
+    async def _exec(self, session: Session, request: web.Request) -> web.Response:
+        if (sandbox := session.sandbox) is None:
+            raise BadRequest("episodes of this run have no sandbox: set serve.sandbox", "not_found", 404)
+        asked = await _json(request)
+        return web.json_response(await session.while_open(sandbox.exec(asked)))
 
     async def _turn(self, wire: Wire, session: Session, request: web.Request) -> web.StreamResponse:
         asked = understood(NOT_UNDERSTOOD, wire.asked_of, await _json(request))

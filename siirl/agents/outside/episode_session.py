@@ -7,17 +7,20 @@ the program between its requests, up to a deadline. unblocked by: a reward, its 
 import asyncio
 import secrets
 import time
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from siirl.agents.outside.asked_turns import AskedTurns
 from siirl.agents.outside.chat_wire import UNREWARDED
 from siirl.agents.outside.content import BadRequest
 from siirl.agents.outside.exchange import Asked, Said, Tell
+from siirl.agents.outside.task_sandbox import TaskSandbox
 from siirl.agents.runner import Game, Played
 from siirl.compiler.plan import AgentStage
 from siirl.dialect.tool_formats import ToolParser
 from siirl.errors import EpisodeFailed
 
+Answer = TypeVar("Answer")
 HUNG, FLOODED, SILENT, LEFT = "program_hung", "program_flooded", "program_silent", "program_left"
 """Kinds of EpisodeFailed: under these names failed episodes are counted."""
 
@@ -33,6 +36,7 @@ class Session:
         self.changed = asyncio.Event()
         """Of the endpoint's loop: a request has come or gone, or it is over."""
         self.failure: BaseException | None = None
+        self.sandbox: TaskSandbox | None = None
         self.left = False
         """Its client has gone without a word."""
         self._played = played
@@ -114,13 +118,21 @@ class Session:
 
         BadRequest; errors of policies end the episode, and are a BadRequest here.
         """
+
+        async def turns() -> list[Said]:
+            future = asyncio.run_coroutine_threadsafe(self.turns(asked, tell), self.loop)
+            return await asyncio.wrap_future(future)
+
+        return await self.while_open(turns())
+
+    async def while_open(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
+        """An answer to the program, whose own time stands still from its beginning; errors: see answer."""
         if not self._num_open:
             self._own_s = self.own_s
         self._num_open += 1
         self.changed.set()
         try:
-            future = asyncio.run_coroutine_threadsafe(self.turns(asked, tell), self.loop)
-            return await asyncio.wrap_future(future)
+            return await answer
         except (BadRequest, asyncio.CancelledError):
             raise
         except Exception as error:  # raised again by whoever plays the episode

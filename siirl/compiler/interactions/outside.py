@@ -7,7 +7,7 @@ from typing import Any
 from siirl.compiler.interactions.stages import rollout_cfg
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes
-from siirl.config.serve import ServeConfig
+from siirl.config.serve import VERIFIERS, ServeConfig
 from siirl.errors import DagError, NotSupportedError
 from siirl.user_code.signatures import Call
 from siirl.user_code.source import check_reference
@@ -39,6 +39,11 @@ def program_of(members: list[ResolvedNode], nodes: Nodes) -> dict[str, Any] | No
     for node in nodes.values():
         if node.op.credits and node.agent in agents:
             _check_credit(node, scored, key)
+    if serve.sandbox is not None and serve.command == VERIFIERS:
+        raise DagError(
+            f"{entry}: actor_rollout_ref.serve.sandbox with serve.command=verifiers: such an environment "
+            "brings its own place for commands, and its rewards. Leave the sandbox out."
+        )
     if ":" in serve.tool_format:
         check_reference(serve.tool_format, f"{entry}: actor_rollout_ref.serve.tool_format", Call(("text",)))
     if serve.command and serve.is_function:
@@ -56,7 +61,8 @@ def program_of(members: list[ResolvedNode], nodes: Nodes) -> dict[str, Any] | No
         "max_requests": serve.max_requests,
         "max_concurrent": serve.max_concurrent,
         "tool_format": serve.tool_format,
-        "needs_reward": not scored,
+        "sandbox": serve.sandbox,
+        "needs_reward": not scored and serve.sandbox is None,
     }
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from siirl.errors import SandboxError
 from siirl.sandbox.box import strongest_isolation
-from siirl.sandbox.sandboxes import KINDS, Build, Sandbox, SandboxSettings, open_sandbox
+from siirl.sandbox.open_sandbox import open_sandbox
+from siirl.sandbox.sandboxes import KINDS, Build, Sandbox, SandboxSettings
 from tests.support import sandbox_services
 
 pytestmark = pytest.mark.heavy
@@ -212,7 +213,7 @@ def test_a_container_ends_with_the_process_that_made_it(podman, monkeypatch):
     settings = {"kind": "podman", **podman}
     del settings["path"]
     code = (
-        "import os; from siirl.sandbox.sandboxes import *; "
+        "import os; from siirl.sandbox.open_sandbox import *; "
         f"b = open_sandbox(SandboxSettings.of({settings!r})); print(b._name, flush=True); "
         "os.kill(os.getpid(), 9)"
     )
