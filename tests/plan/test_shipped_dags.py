@@ -52,6 +52,7 @@ ASKS_FOR = {
     "sft": (*GIVEN, "actor_rollout_ref.rollout.name=dataset", f"{LOSS}=sft"),
     "sft_grpo": GROUPS,
     "two_teachers": TEACHER,
+    "coder": GROUPS,
     "shop": GROUPS,
     "shopper": GROUPS,
     "solver_verifier": GROUPS,
