@@ -154,7 +154,7 @@ def _plan_from(args: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _migrate(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Prints the command; 1 if something of the script cannot be had, or the command is not accepted."""
+    """Prints the command; 1 if something of the script is not supported, or the command is not accepted."""
     variables = [item.partition("=") for item in overrides if VARIABLE.match(item)]
     settings = [item for item in overrides if not VARIABLE.match(item)]
     path = Path(args.file)

@@ -41,7 +41,7 @@ def _becomes(entry: Foreign) -> str:
     if entry.harmless:
         return f"skipped: {entry.why}"
     values = ", ".join(f"`{value}`" for value in entry.asks_nothing if value)
-    return f"cannot be had{f' (but {values})' if values else ''}: {entry.why}"
+    return f"not supported{f' (but {values})' if values else ''}: {entry.why}"
 
 
 def _defaults() -> Iterator[str]:

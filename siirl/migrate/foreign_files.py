@@ -172,10 +172,10 @@ KINDS: dict[Kind, str] = {
     "changed": "changed",
     "added": "added",
     "dropped": "skipped",
-    "impossible": "cannot be had",
+    "impossible": "not supported",
 }
 HEADINGS: dict[Kind, str] = {
-    "impossible": "cannot be had (the command below does without)",
+    "impossible": "not supported (the command below runs without)",
     "dropped": "skipped",
 }
 

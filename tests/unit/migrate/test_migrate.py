@@ -547,7 +547,7 @@ def test_the_page_of_a_script_says_what_was_done(tmp_path, capsys):
         assert text in page
     (tmp_path / "run.sh").write_text(SCRIPT.replace("=vllm", "=trtllm"))
     assert main(["migrate", str(tmp_path / "run.sh")]) == 1
-    assert "cannot be had" in capsys.readouterr().out
+    assert "not supported" in capsys.readouterr().out
 
 
 PRESET = """
@@ -631,7 +631,7 @@ def test_a_whole_tree_of_defaults_becomes_what_differs(tmp_path, capsys):
         assert text in settings, page
     for text in ("gamma", "weight_decay", "lora.", "alpha=32", "topk", "null"):
         assert text not in settings, page
-    assert "algorithm.gamma=1.0" in page and "siirl's default, too" in page and "0 cannot be had" in page
+    assert "algorithm.gamma=1.0" in page and "siirl's default, too" in page and "0 not supported" in page
 
 
 @pytest.mark.parametrize(
@@ -728,6 +728,6 @@ def test_the_page_lists_what_cannot_be_had_and_a_preset_of_the_users_stays():
     assert found.options == ["--config-path=/mine", "--config-name=preset"]
     text = page("a run", found, {}, [])
     assert (
-        "# cannot be had (the command below does without):\n#   no.such_key=1: there is no such key" in text
+        "# not supported (the command below runs without):\n#   no.such_key=1: there is no such key" in text
     )
     assert "siirl run --config-path=/mine --config-name=preset " in text

@@ -95,7 +95,7 @@ def test_a_file_that_is_not_there_is_named_and_the_command_says_that_it_does_wit
 ):
     assert main(["migrate", str(tree(tmp_path, **{gone: None}))]) == 1
     out = capsys.readouterr().out
-    cannot = out.partition("# cannot be had")[2].partition("SETTINGS")[0]
+    cannot = out.partition("# not supported")[2].partition("SETTINGS")[0]
     assert named in cannot and "name the script where it lies in its repository" in cannot
 
 

@@ -1,7 +1,7 @@
 """Passes of a frozen base, sharded by FSDP2, in which each request has tokens of its own and an adapter.
 
 Requests of several clients go through one pass. What comes of a request follows from it alone: how its rows
-are dealt over the ranks, cut into pieces that a pass has room for, and padded; how many others share the pass
+are sharded over the ranks, cut into pieces that a pass has room for, and padded; how many others share the pass
 changes no bit on a CPU (adapted_layers.py).
 
 Legend: N tokens of a request or a piece, K targets of a token, P numbers of an adapter.
@@ -48,7 +48,7 @@ class Work:
     top_k: int = 0
     """The likeliest words that each token predicts are told, so many."""
     turn: int = 0
-    """Which rank is dealt the first rows; always the same for an adapter in training, whose sums of gradients
+    """Which rank gets the first rows; always the same for an adapter in training, whose sums of gradients
     are then of the same rows on each rank."""
 
 
@@ -220,7 +220,7 @@ class AdapterEngine:
     def _cut(self, work: Work, rank: int) -> list[tuple[list[int], int]]:
         """The rank's rows of a request, in pieces within the limit, and the size of each."""
         pieces: list[tuple[list[int], int]] = []
-        for row in self._dealt(work)[rank]:
+        for row in self._sharded(work)[rank]:
             size = len(work.rows[row]) if self._limit.max_rows is None else 1
             if not pieces or pieces[-1][1] + size > self._limit.most:
                 pieces.append(([], 0))
@@ -228,15 +228,15 @@ class AdapterEngine:
             pieces[-1] = ([*rows, row], so_far + size)
         return pieces
 
-    def _dealt(self, work: Work) -> list[list[int]]:
+    def _sharded(self, work: Work) -> list[list[int]]:
         """The rows of each rank: the longest first, to whom has the fewest tokens."""
         ranks = self.group.size()
-        load, dealt = [0] * ranks, [list[int]() for _ in range(ranks)]
+        load, shards = [0] * ranks, [list[int]() for _ in range(ranks)]
         for row in sorted(range(len(work.rows)), key=lambda row: -len(work.rows[row])):
             place = load.index(min(load))
             load[place] += len(work.rows[row])
-            dealt[place].append(row)
-        return [sorted(dealt[(rank - work.turn) % ranks]) for rank in range(ranks)]
+            shards[place].append(row)
+        return [sorted(shards[(rank - work.turn) % ranks]) for rank in range(ranks)]
 
     def _pass(
         self,
