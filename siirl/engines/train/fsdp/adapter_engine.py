@@ -1,7 +1,7 @@
 """Passes of a frozen base, sharded by FSDP2, in which each request has tokens of its own and an adapter.
 
 Requests of several clients go through one pass. What comes of a request follows from it alone: how its rows
-are sharded over the ranks, cut into pieces that a pass has room for, and padded; how many others share the pass
+are sharded over the ranks, cut into pieces that a pass has room for, and padded; how many others share it
 changes no bit on a CPU (adapted_layers.py).
 
 Legend: N tokens of a request or a piece, K targets of a token, P numbers of an adapter.
