@@ -19,6 +19,7 @@ from siirl.command_line import add_config_arguments, import_from_here, parse_set
 from siirl.commands.command_arguments import add_commands
 from siirl.compiler.choices import choice_lines
 from siirl.compiler.plan_warnings import plan_notes
+from siirl.compiler.service_needs import service_lines
 from siirl.completion import complete
 from siirl.config.load import read_config
 from siirl.config.meant import COMMANDS
@@ -92,6 +93,8 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
         plan.pruned.items() if run.cfg.dag.workflow_path or run.cfg.dag.custom_pipeline_fn else ()
     ):
         print(f"skipped: {node}: {why}")
+    for line in service_lines(run.cfg):
+        print(f"service: {line}")
     for note in plan_notes(plan):
         print(f"note: {note}.")
     if not args.elsewhere:

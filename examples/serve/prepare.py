@@ -30,6 +30,7 @@ SPELLED = (
     "1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have r's at positions 3, 8, and 9. \\boxed{3}"
 )
 CONTEXT = 2048
+STEPS = 300
 SPLITS = {"train": 256, "test": 16}
 
 
@@ -68,13 +69,39 @@ def make_letters(path: Path) -> None:
     tokenizer.save_pretrained(path)
 
 
-def make_words(path: Path) -> None:
+def make_words(path: Path, rows: list[dict]) -> None:
+    """A Qwen3 that answers with either of the two digits: what remains to be learnt is which."""
     template = (
         "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }} {% endfor %}"
         "{% if add_generation_prompt %}Assistant:{% endif %}"
     )
-    tokenizer = make_tokenizer(WORDS, template, 256, unknown="<other>")
-    make_model(tokenizer).save_pretrained(path)
+    tokenizer = make_tokenizer(WORDS, template, 128, unknown="<other>")
+    model = make_model(tokenizer)
+    draw, boxes = torch.Generator().manual_seed(0), torch.tensor(tokenizer.convert_tokens_to_ids(BOXES))
+    digits = torch.tensor(tokenizer.convert_tokens_to_ids(list(DIGITS)))
+    prompts = torch.tensor(
+        [
+            tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+            for row in rows
+        ]
+    )
+    asked = (
+        (prompts[:, :, None] == digits)
+        .float()
+        .argmax(-1)[(prompts[:, :, None] == digits).any(-1)]
+        .view(len(rows), 2)
+    )
+    adam = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(STEPS):
+        batch = torch.randint(len(rows), (32,), generator=draw)
+        side = torch.randint(2, (32, 1), generator=draw)
+        wanted = boxes[asked[batch].gather(1, side)[:, 0]]
+        loss = torch.nn.functional.cross_entropy(model(prompts[batch]).logits[:, -1], wanted)
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    print(f"words: the loss is {loss:.2f}, and ln 2 = 0.69 by a coin")
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 
@@ -121,7 +148,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/serve"))
     out, draw = parser.parse_args().out, random.Random(0)
     make_letters(out / "letters")
-    make_words(out / "words")
     chat = [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": right}]}
         for question, right, _ in sums(draw, 320)
@@ -138,7 +164,10 @@ def main() -> None:
         write(out / "Anthropic" / "hh-rlhf" / f"{split}.jsonl", pairs)
         rows = larger(draw, 25 * count)
         write(out / "openai" / "gsm8k" / "main" / f"{split}.jsonl", rows)
-        pq.write_table(pa.Table.from_pylist(as_prompts(rows)), out / f"{split}.parquet")
+        prompts = as_prompts(rows)
+        pq.write_table(pa.Table.from_pylist(prompts), out / f"{split}.parquet")
+        if split == "train":
+            make_words(out / "words", prompts)
         questions = [{"question": asked} for asked, _, _ in sums(draw, count)]
         write(out / "zwhe99" / "DeepMath-103K" / f"{split}.jsonl", questions)
     card = {

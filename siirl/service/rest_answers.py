@@ -42,6 +42,8 @@ NOT_SERVED = {
 }
 """Method and path of what is not served -> why."""
 MOST_LISTED = 1000
+TENANT: Any = getattr(web, "RequestKey", lambda name, kind: name)("tenant", str)
+"""Of a request: who asks. Releases of aiohttp before RequestKey take a text."""
 Answer = Callable[[Any, web.Request], Awaitable[Any]]
 
 
@@ -90,7 +92,7 @@ class RestAnswers:
     def found(self, path: str, request: web.Request, to_change: bool = False) -> Saved:
         """What was saved there, for who asks. BadRequest if there is nothing."""
         try:
-            return self._saved.find(path, request["tenant"], to_change)
+            return self._saved.find(path, request[TENANT], to_change)
         except LookupError as error:
             raise BadRequest(str(error), status=404) from error
 
@@ -105,14 +107,14 @@ class RestAnswers:
 
     async def _copy(self, asked: dict, request: web.Request) -> Any:
         """Into a model that nobody trains; the same request gives the same."""
-        saved, tenant = self.found(asked["source_path"], request), request["tenant"]
+        saved, tenant = self.found(asked["source_path"], request), request[TENANT]
         key = request.headers.get("X-Idempotency-Key", str(time.time_ns()))
         number = hashlib.sha256(f"{tenant}\n{saved.path}\n{key}".encode()).hexdigest()[:16]
         session = "-".join(["session", *([tenant] if tenant else []), number])
         return {"tinker_path": self._saved.copy(saved, f"{session}:train:0", {"expires_s": expiry(asked)})}
 
     async def _checkpoints(self, asked: dict, request: web.Request) -> Any:
-        found = self._saved.all(request["tenant"], request.match_info.get("run"))
+        found = self._saved.all(request[TENANT], request.match_info.get("run"))
         return _page("checkpoints", [one.told() for one in reversed(found)], request)
 
     async def _runs(self, asked: dict, request: web.Request) -> Any:
@@ -126,7 +128,7 @@ class RestAnswers:
 
     def _all_runs(self, request: web.Request) -> dict[str, Any]:
         """Each model that is there, or has saved something, the newest first."""
-        tenant, saved = request["tenant"], defaultdict(list)
+        tenant, saved = request[TENANT], defaultdict(list)
         for one in self._saved.all(tenant):
             saved[one.model].append(one)
         ranks = {model: found[-1].about["spec"]["rank"] for model, found in saved.items()}
@@ -171,14 +173,14 @@ class RestAnswers:
         return web.FileResponse(file)
 
     async def _sessions(self, asked: dict, request: web.Request) -> Any:
-        tenant = request["tenant"]
+        tenant = request[TENANT]
         mine = [id for id, one in self._server.sessions.items() if tenant in (OPERATOR, one.tenant)]
         return _page("sessions", mine, request)
 
     async def _session(self, asked: dict, request: web.Request) -> Any:
         id = request.match_info["session"]
         session = self._server.sessions.get(id)
-        if session is None or request["tenant"] not in (OPERATOR, session.tenant):
+        if session is None or request[TENANT] not in (OPERATOR, session.tenant):
             raise BadRequest(f"the session {id!r:.80} is over, or was never here", status=404)
         return {
             "training_run_ids": list(session.models),
@@ -187,7 +189,7 @@ class RestAnswers:
         }
 
     async def _usage(self, asked: dict, request: web.Request) -> Any:
-        found = self._saved.all(request["tenant"])
+        found = self._saved.all(request[TENANT])
         size = sum(one.about["size_bytes"] for one in found)
         told = {"checkpoint_count": len(found), "size_bytes": size, "size_gigabytes": size / 1e9}
         return {"data": [told]}

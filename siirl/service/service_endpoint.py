@@ -40,7 +40,7 @@ from siirl.service.commands import (
     SaveState,
 )
 from siirl.service.desk import ComeBack, Desk, Ticket
-from siirl.service.rest_answers import RestAnswers
+from siirl.service.rest_answers import TENANT, RestAnswers
 from siirl.service.saved_weights import OPERATOR, SavedWeights, labels_of, path_of
 from siirl.service.wire import MOST_SAMPLES, PROTOBUF, TrainingRequest, adam_step, sample_of
 
@@ -191,7 +191,7 @@ class ServiceEndpoint:
             tenant = self._tenant(request.headers.get("X-API-Key", ""))
             if tenant is None:
                 return _error("X-API-Key is not a key of this server", 401)
-            request["tenant"] = tenant
+            request[TENANT] = tenant
             self._unauthenticated.left(request.protocol)
             body = await request.read()
             asked = body
@@ -230,7 +230,7 @@ class ServiceEndpoint:
         return {"supported_models": [told | {"trainable": True, "sampleable": True}]}
 
     async def _create_session(self, asked: dict, request: web.Request) -> Any:
-        tenant = request["tenant"]
+        tenant = request[TENANT]
         if sum(one.tenant == tenant for one in self.sessions.values()) >= MOST_SESSIONS:
             raise ComeBack(f"{MOST_SESSIONS} sessions of this tenant are open: finish some")
         id = "-".join(["session", *([tenant] if tenant else []), secrets.token_hex(8)])
@@ -250,7 +250,7 @@ class ServiceEndpoint:
     def _session(self, id: str, request: web.Request) -> _Session:
         """One of who asks."""
         session = self.sessions.get(id)
-        if session is None or request["tenant"] not in (OPERATOR, session.tenant):
+        if session is None or request[TENANT] not in (OPERATOR, session.tenant):
             raise BadRequest(f"the session {id!r:.80} is over", status=410)
         session.seen_s = time.monotonic()
         return session
@@ -388,7 +388,7 @@ class ServiceEndpoint:
         self._desk.open_lane(id, None, here.tenant or session)
 
     async def _load_weights(self, asked: dict, request: web.Request) -> Any:
-        creates, tenant = bool(asked.get("session_id")), request["tenant"]
+        creates, tenant = bool(asked.get("session_id")), request[TENANT]
         model = self._new_model(asked, request) if creates else self._model(asked, request)
 
         def make() -> Command:

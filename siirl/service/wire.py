@@ -34,8 +34,11 @@ _SCHEMA = {
     "ArrayRecord": "type_tag=1:string fields=2:FieldEntry* num_datums=3:int64",
     "ForwardBackwardOutput": "loss_fn_output_type=1:string loss_fn_outputs=2:ArrayRecord* "
     "metrics=3:NumberEntry*",
-    "SampledSequence": "stop_reason=1:int32 tokens=2:bytes logprobs=3:bytes",
-    "SampleResponse": "sequences=1:SampledSequence* prompt_logprobs=2:bytes",
+    "TopkLogprobs": "token_ids=1:bytes logprobs=2:bytes k=3:int32 length=4:int32",
+    "SampledSequence": "stop_reason=1:int32 tokens=2:bytes logprobs=3:bytes "
+    "topk_sampled_logprobs=4:TopkLogprobs",
+    "SampleResponse": "sequences=1:SampledSequence* prompt_logprobs=2:bytes "
+    "topk_prompt_logprobs=3:TopkLogprobs",
 }
 """Message -> its fields, name=number:type, * for several. A map is a list of entries; an enum a number."""
 _TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12}
@@ -47,10 +50,11 @@ MOST_NUMBERS = 1 << 24
 """Of one tensor that is sent as a sparse one."""
 MOST_SAMPLES = 1024
 """Of one prompt."""
-_UNSERVED_OF_SAMPLES = (
-    *("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"),
-    "prompt_logprobs_last_n",
-)
+MOST_TOP = 128
+"""Of the likeliest words at a token."""
+NOT_THERE = -99999.0
+"""What the client takes for no log-prob."""
+_UNSERVED_OF_SAMPLES = ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n")
 _ADAM = {
     "learning_rate": 1e-4,
     "beta1": 0.9,
@@ -174,7 +178,10 @@ def sample_of(asked: dict, source: str, longest: int, stops: Sequence[int]) -> S
     )
     texts = tuple(one for one in asked_stops if isinstance(one, str) and one)
     seed = secrets.randbits(62) if seed is None else int(seed)
-    return Sample(source, prompt, found, count, seed, texts, bool(asked.get("prompt_logprobs")))
+    top = [int(asked.get(name) or 0) for name in ("topk_prompt_logprobs", "topk_sample_logprobs")]
+    if not all(0 <= one <= MOST_TOP for one in top):
+        raise Refused(f"topk_prompt_logprobs and topk_sample_logprobs {top}: 0 to {MOST_TOP} are served")
+    return Sample(source, prompt, found, count, seed, texts, bool(asked.get("prompt_logprobs")), *top)
 
 
 def adam_step(params: dict) -> AdamStep:
@@ -212,10 +219,23 @@ def sampled_bytes(found: Sampled) -> bytes:
             tokens=np.asarray(tokens, np.int32).tobytes(),
             logprobs=_floats(log_probs),
         )
+    for sequence, top in zip(out.sequences, found.top_samples, strict=False):
+        sequence.topk_sampled_logprobs.CopyFrom(_top(top.words, top.log_probs))
     if found.prompt_log_probs:
         out.prompt_logprobs = _floats(found.prompt_log_probs)
+    for top in found.top_prompt:  # nothing is said of the first token
+        words, log_probs = np.pad(top.words, ((1, 0), (0, 0))), np.pad(top.log_probs, ((1, 0), (0, 0)))
+        log_probs[0] = NOT_THERE
+        out.topk_prompt_logprobs.CopyFrom(_top(words, log_probs))
     return out.SerializeToString()
 
 
-def _floats(values: Sequence[float]) -> bytes:
+def _top(words: np.ndarray, log_probs: np.ndarray) -> Any:
+    length, k = words.shape
+    made = messages()["TopkLogprobs"](k=k, length=length, logprobs=_floats(log_probs))
+    made.token_ids = words.astype(np.int32).tobytes()
+    return made
+
+
+def _floats(values: Sequence[float] | np.ndarray) -> bytes:
     return np.asarray(values, np.float32).tobytes()

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from fixtures_tiny import make_tiny_model_dir
 
+from siirl.compiler.service_needs import adapter_bytes
+from siirl.config.load import load_config
 from siirl.service.wire import PROTOBUF, messages
 
 CLIENT = Path(sys.prefix) / "tinker" / "bin" / "python"
@@ -175,6 +177,8 @@ def test_a_session_over_http_trains_samples_saves_and_outlives_what_is_sent(tmp_
         assert {run["training_run_id"] for run in runs} == {model, once}
         (kept,) = server.ask(f"training_runs/{model}/checkpoints")[1]["checkpoints"]
         assert kept["tinker_path"] == saved
+        cfg = load_config([f"actor_rollout_ref.model.path={server.model}"], "serve")
+        assert kept["size_bytes"] == pytest.approx(adapter_bytes(cfg, 4)["state"], rel=0.01)
 
         assert server.ask(f"sessions/{session}/finish", {"reason": {"type": "success"}})[0] == 200
         assert server.ask("session_heartbeat", {"session_id": session})[0] == 410

@@ -88,6 +88,14 @@ class Session:
     def sampled(self) -> None:
         params = types.SamplingParams(max_tokens=6, seed=3, stop=["zz"])
         found = self.sampler.sample(PROMPT, 2, params, include_prompt_logprobs=True).result()
+        top = self.sampler.sample(
+            PROMPT, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=2
+        ).result()
+        assert top.topk_prompt_logprobs[0] is None and len(top.topk_prompt_logprobs) == 3
+        by_word = [dict(one) for one in top.topk_prompt_logprobs[1:]]
+        for word, told, some in zip(TOKENS[1:3], top.prompt_logprobs[1:], by_word, strict=True):
+            assert len(some) == 3 and some.get(word, told) == told and max(some.values()) >= told
+        assert [len(one) for one in top.sequences[0].topk_logprobs] == [2] * len(top.sequences[0].tokens)
         again = self.sampler.sample(PROMPT, 2, params).result()
         assert [one.tokens for one in found.sequences] == [one.tokens for one in again.sequences]
         assert found.prompt_logprobs[0] is None and len(found.prompt_logprobs) == 3

@@ -35,3 +35,11 @@ def test_a_service_is_refused_what_it_has_not_learnt(command, keys, told, tmp_pa
     said = capsys.readouterr()
     assert code == (0 if told is None else 2), said
     assert told is None or told in said.err, said
+
+
+def test_check_says_what_a_service_needs(tmp_path, capsys):
+    model = make_tiny_model_dir(tmp_path / "model")
+    keys = ("actor_rollout_ref.model.lora_rank=8", "service.max_models=3", "service.max_disk_gb=2")
+    assert main(["check", "-cn", "serve", f"actor_rollout_ref.model.path={model}", *ONE, *keys]) == 0
+    device, host, disk = (x for x in capsys.readouterr().out.splitlines() if x.startswith("service: "))
+    assert " for 3, beside the base" in device and "sampling client" in host and "2 GB a tenant" in disk

@@ -12,6 +12,7 @@ from siirl.agents.outside.content import BadRequest
 from siirl.errors import ConfigError
 from siirl.service.commands import Refused
 from siirl.service.desk import ComeBack, Desk
+from siirl.service.rest_answers import TENANT
 from siirl.service.saved_weights import OPERATOR, SavedWeights, check_room, owner_of
 from siirl.service.service_endpoint import Served, ServiceEndpoint
 from siirl.service.tenant_keys import tenant_keys
@@ -137,7 +138,7 @@ def endpoint(tmp_path: Path, most_models: int = 0) -> ServiceEndpoint:
 def asked(server: ServiceEndpoint, tenant: str, answer: str, body: dict, **names: str):
     """What a tenant's request is answered."""
     request = SimpleNamespace(match_info=names, content_length=10)
-    request = type("Request", (dict,), vars(request))(tenant=tenant)
+    request = type("Request", (dict,), vars(request))({TENANT: tenant})
     return asyncio.run(getattr(server, answer)(body, request))
 
 

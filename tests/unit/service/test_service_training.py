@@ -331,6 +331,13 @@ def sampled(service, source: str, **more):
     return found
 
 
+@pytest.mark.parametrize("only_forward", [True, False])
+def test_the_base_is_given_to_samplers_after_any_pass(service, tenants, only_forward):
+    created(tenants, "a:train:0")
+    train(tenants, ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), only_forward))
+    assert all(one.isfinite().all() for _, one in service.sampler._base.export_weights())
+
+
 def test_samples_are_of_the_snapshot_that_is_asked_for_and_so_are_their_log_probs(service, tenants):
     created(tenants, "a:train:0", rank=4)
     tenants.save_sampler(SaveSampler("a:train:0", None, "a:sample:0"))

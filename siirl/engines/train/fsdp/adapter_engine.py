@@ -23,6 +23,7 @@ from siirl.compiler.memory.estimate import LOGITS_CHUNK
 from siirl.engines.train.adapters.adapted_layers import AdaptedLayers, Adapter, Pairs, Segment
 from siirl.engines.train.base import AdamStep
 from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
+from siirl.engines.train.fsdp.fsdp_model import fsdp_modules
 from siirl.engines.train.kept_logits import kept_logits_bytes
 from siirl.engines.train.language_model import seen_back
 from siirl.engines.train.packed.micro_batches import MicroBatchLimit
@@ -188,6 +189,8 @@ class AdapterEngine:
         with torch.set_grad_enabled(gradients):
             for pieces in mine:
                 self._pass(works, pieces, computed, sums)
+        for module in fsdp_modules(self._model):
+            module.reshard()  # gathered weights are not those that samplers are given
         return list(zip(self._together(computed), [one and one[0] for one in sums], strict=True))
 
     def _together(self, computed: list[Computed]) -> list[Computed]:
