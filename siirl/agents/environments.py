@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 from siirl.agents.episode import MOST_REWARD
 from siirl.agents.gymnasium_env import GymEnvironment, is_gym_class
 from siirl.agents.shown import Shown, read_shown, shows_images
+from siirl.agents.transcript import REPLAYABLE
 from siirl.agents.user_thread import CallSlots, Hung, Raised, UserThread
 from siirl.errors import DagError, DataError, EpisodeFailed
 from siirl.user_code.extras import EXTRAS, env_package, missing_extra
@@ -73,6 +74,9 @@ class Environment(Protocol):
 
     Methods are coroutines or plain functions, which may block: each environment has a thread of its own, in
     which all of its code runs. A method that raises, or passes the deadline, fails the episode.
+
+    A class whose attribute `replayable` is true is brought to the same state by the same seed and actions:
+    its episodes survive a kill (siirl/agents/transcript.py).
     """
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation | Texts:
@@ -97,10 +101,14 @@ class HostedEnvironment:
     """One environment in its thread. Made without running user code: the class is called by `reset`.
 
     places: bounds how many environments run at once, None: any number; a deadline begins with a place.
+    replayable: the same seed and actions bring it to the same state.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str, places: CallSlots | None = None):
+    def __init__(
+        self, make: Callable[[], Any], name: str, places: CallSlots | None = None, replayable: bool = False
+    ):
         self.name = name
+        self.replayable = replayable
         self._make = make
         self._places = places or CallSlots()
         self._env: Any = None
@@ -248,7 +256,8 @@ def load_environment(
     kwargs = dict(env_kwargs or {})
     if packaged := env_package(reference):
         adapter, name, places = check_packaged(reference, who, kwargs), packaged[1], CallSlots(max_concurrent)
-        return lambda: HostedEnvironment(lambda: adapter(name, **kwargs), name, places)
+        again = getattr(adapter, REPLAYABLE, False)
+        return lambda: HostedEnvironment(lambda: adapter(name, **kwargs), name, places, again)
     cls = load_object(reference, who, "class")
     if not inspect.isclass(cls):
         raise DagError(
@@ -260,10 +269,10 @@ def load_environment(
             f"{who} = {reference!r} cannot be used: {'; '.join(problems)}. Give it "
             "reset(self, task, seed) and step(self, actions), or those of Gymnasium."
         )
-    name, places = cls.__name__, CallSlots(max_concurrent)
+    name, places, again = cls.__name__, CallSlots(max_concurrent), bool(getattr(cls, REPLAYABLE, False))
     if is_gym_class(cls):
-        return lambda: HostedEnvironment(lambda: GymEnvironment(cls(**kwargs)), name, places)
-    return lambda: HostedEnvironment(lambda: cls(**kwargs), name, places)
+        return lambda: HostedEnvironment(lambda: GymEnvironment(cls(**kwargs)), name, places, again)
+    return lambda: HostedEnvironment(lambda: cls(**kwargs), name, places, again)
 
 
 def check_packaged(reference: str, who: str, env_kwargs: Mapping[str, Any]) -> Callable[..., Any]:

@@ -115,6 +115,8 @@ class Gymnasium(GymEnvironment):
     words for the actions of a Discrete space, in their order.
     """
 
+    replayable = True
+
     def __init__(
         self,
         name: str,

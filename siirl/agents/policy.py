@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from siirl.agents.stream_client import StreamClient
+from siirl.agents.transcript import Transcript
 from siirl.data.completions import Completion, Key, PartialCompletion, Request, SamplingParams
 from siirl.data.seen import NO_IMAGES, Seen
 
@@ -83,17 +84,21 @@ class ResumablePolicy:
     heard: Callable[[Key, Completion], None]
     """Is told each part of a turn, when it comes."""
 
+    transcript: Transcript
+    """Of the episode: what it has of a turn is not asked for."""
+
     async def generate(
         self, prompt: list[int], params: SamplingParams, seed: int, seen: Seen = NO_IMAGES
     ) -> Completion:
         """See Policy. Under equal weights the turn is what it would have been without pauses."""
-        turn, so_far = Request(next(self.keys), prompt, params, seed, seen=seen), PartialCompletion()
-        while True:
+        so_far, version = self.transcript.turn(seed, prompt, seen, params.max_tokens), -1
+        turn = Request(next(self.keys), prompt, params, seed, seen=seen)
+        while so_far.finish_reason is None:
             part = await self.gate.ask(so_far.rest(turn), self.asked)
             self.heard(turn.key, part)
             so_far.extend(part)
-            if so_far.finish_reason is not None:
-                return so_far.completion(part.weight_version)
+            version = part.weight_version
+        return so_far.completion(version)
 
 
 FIRST_PART = 64

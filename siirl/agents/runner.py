@@ -21,6 +21,7 @@ from siirl.agents.policy import Policy
 from siirl.agents.renderer import Chat, ChatRenderer, TokenizedText
 from siirl.agents.shown import PLACE, Shown, content_of
 from siirl.agents.tool_files import ToolUse
+from siirl.agents.transcript import Transcript
 from siirl.agents.turns_at_once import speak_at_once
 from siirl.agents.user_thread import where_raised
 from siirl.compiler.interactions.at_once import descendants
@@ -112,6 +113,8 @@ class Played:
 
     heard: dict[int, list[Message]] = field(default_factory=dict)
     """Agent -> what it has heard and said, in that order."""
+    transcript: Transcript | None = None
+    """What happens in it, where it may be brought back."""
 
     def heard_by(self, agent: int, episode: Episode) -> list[Message]:
         """The messages of an episode as an agent has come to know them: what is new for it comes last."""
@@ -192,9 +195,14 @@ async def interruptible(work: Coroutine[Any, Any, Result]) -> Result:
         waking.cancel()
 
 
-async def run_episode(game: Game, episode: Episode, prompt_ids: list[int] | None = None) -> Played:
-    """Play one episode to its end, from reset to close of its environment."""
-    played = Played(episode, {}, prompt_ids)
+async def run_episode(
+    game: Game, episode: Episode, prompt_ids: list[int] | None = None, transcript: Transcript | None = None
+) -> Played:
+    """Play one episode to its end, from reset to close of its environment.
+
+    transcript: is written; what it holds happens again.
+    """
+    played = Played(episode, {}, prompt_ids, transcript=transcript)
     try:
         if game.play_outside is not None:
             await game.play_outside(game, played)
@@ -216,8 +224,12 @@ async def _play(game: Game, played: Played) -> None:
     if game.make_env is not None:
         acted_in = game.plan.acting
         episode.env, played.node = game.make_env(), acted_in[0].node
+        if played.transcript is not None:
+            played.transcript.replayable &= episode.env.replayable
         seed = episode.seed if episode.env_seed is None else episode.env_seed
         seen = await reset_env(episode.env, episode.task, seed, game.env_deadline_s)
+        if played.transcript is not None:
+            played.transcript.show(seen.texts)
         shown = seen.texts if any(stage.obs_with_env for stage in acted_in) else ""
         _observe(episode, shown, seen.info, acted_in[0].node, set(game.plan.homes))
     episode.nodes = game.plan.homes
@@ -284,7 +296,8 @@ async def _speak(game: Game, stage: AgentStage, played: Played, episode: Episode
     turn = await take_turn(speaker, stage, episode, context, opening)
     if (tools := speaker.tools) is not None:
         for _ in range(tools.most_rounds):
-            answers = await tools.answer(turn, context.own_turns[turn.turn or 0], episode)
+            own = context.own_turns[turn.turn or 0]
+            answers = await tools.answer(turn, own, episode, played.transcript)
             if not answers:
                 break
             episode.messages += answers
@@ -344,6 +357,8 @@ async def _act(game: Game, stage: EnvStage, played: Played, acted: int) -> int:
     said = [message for message in episode.messages[acted:] if message.agent is not None]
     actions = {message.agent: message.content for message in said if message.agent is not None}
     result: StepResult = await step_env(episode.env, actions, game.env_deadline_s)
+    if played.transcript is not None:
+        played.transcript.show(result.observations, result.rewards, result.done)
     rewards = result.rewards if stage.rewards_with_env else {}
     shares = rewards if isinstance(rewards, dict) else dict.fromkeys(actions, rewards)
     for agent, value in shares.items():

@@ -24,6 +24,8 @@ class TextArena:
     fn(text, info) gives the move.
     """
 
+    replayable = True
+
     def __init__(
         self,
         name: str,

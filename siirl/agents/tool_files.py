@@ -3,6 +3,7 @@ after a turn: those that it names are called, and what they answer is read.
 """
 
 import ast
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from siirl.agents.mcp_tools import check_mcp, check_mcp_here, mcp_tools
 from siirl.agents.message_form import OwnTurn
 from siirl.agents.tool_schema import check_schema
 from siirl.agents.tools import Tool, Toolbox, ToolLimits, run_tools
+from siirl.agents.transcript import Transcript
 from siirl.compiler.interactions.stages import assistant_turns
 from siirl.config.rollout import MultiTurnConfig
 from siirl.dialect.tool_formats import ToolCall, ToolParser, tool_parser
@@ -288,15 +290,22 @@ class ToolUse:
     most_rounds: int
     """How often an agent goes on after answers."""
 
-    async def answer(self, turn: Message, own: OwnTurn, episode: Episode) -> list[Message]:
+    async def answer(
+        self, turn: Message, own: OwnTurn, episode: Episode, transcript: Transcript | None = None
+    ) -> list[Message]:
         """The answers to the calls in a turn, which its agent alone reads; none if it calls nothing.
 
         own: the turn before any post-processing. A turn with calls is no longer read by others.
+        transcript: of an episode that may be brought back.
         """
         calls = own.said.calls
         if not calls:
             return []
-        responses = await run_tools(calls, self.toolbox, episode, self.limits)
+        ask = functools.partial(run_tools, calls, self.toolbox, episode, self.limits)
+        if transcript is None:
+            responses = await ask()
+        else:
+            responses = await transcript.answers(turn.turn or 0, episode.state, ask)
         turn.to = turn.agent
         turn.info["tool_calls"] = len(calls)
         turn.info["tool_errors"] = [response.error for response in responses if response.error]

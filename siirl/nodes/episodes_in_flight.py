@@ -10,6 +10,8 @@ as it is, and what it is doing goes on in its thread.
 """
 
 import asyncio
+import copy
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -26,6 +28,7 @@ from siirl.agents.episode import Episode
 from siirl.agents.policy import ResumablePolicy, StreamGate
 from siirl.agents.runner import Game, LoopThread, Played, interruptible, run_episode
 from siirl.agents.stream_client import StreamClient
+from siirl.agents.transcript import Transcript
 from siirl.data.buffer import ORDER
 from siirl.data.completions import Completion, Key
 from siirl.data.rows import take_rows
@@ -44,13 +47,15 @@ class HeldEpisode:
 
     task: asyncio.Task[Played]
 
-    first_step: int | None = None
-    """The training step in which its first token was sampled."""
-
-    last_step: int | None = None
+    transcript: Transcript
 
     asked: dict[Key, int] = field(default_factory=dict)
     """The turns that it waits for, and the training step in which it has asked for each."""
+
+    @property
+    def first_step(self) -> int | None:
+        """The training step in which its first token was sampled."""
+        return self.transcript.first_step
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,10 @@ class FinishedEpisodes:
     """Episodes that have spoken in several steps."""
 
     num_restarted: int
-    """Groups that were restarted, as they were too old, or by a resume."""
+    """Groups that were restarted: too old, or with an episode that a resume could not bring back."""
+
+    num_replayed: int
+    """Episodes that a resume has brought back to where they were."""
 
     num_in_flight: int
     """Groups that stay."""
@@ -82,7 +90,8 @@ class FinishedEpisodes:
 class EpisodesInFlight(InFlight[HeldEpisode]):
     """The prompts of one driver that have been loaded and not been given, with their episodes so far.
 
-    Of an episode a checkpoint holds the prompt: after a resume it restarts, with the seeds that it had.
+    Of an episode a checkpoint holds the transcript, which brings it back after a resume. One that cannot be
+    brought back restarts, with the seeds that it had.
     """
 
     def __init__(
@@ -98,7 +107,8 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
         super().__init__(max_lag, surplus, batch_size, step_size, stale)
         self._runs_in_background = runs_in_background
         self._batches: dict[int, int] = {}  # ORDER of a group -> number of its batch, which the seeds are of
-        self._num_restarted = 0
+        self._resumed: dict[int, list[Transcript]] = {}  # ORDER of a group that has begun before a resume
+        self._restarted: set[int] = set()  # ORDERs
         self._runner: asyncio.Runner | LoopThread | None = None
         self._opened = ExitStack()  # what is open while the engines may be asked
         self._is_open = False
@@ -133,8 +143,7 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
         game_of: the game whose policies are these lines. versions: of the weights of policies of which that
         is known. Raises what ends an episode but an EpisodeFailed; then all are over.
         """
-        if self._stale == "restart":
-            self._restart(self._too_old(step))
+        self._restart(self._too_old(step))
         self._runner = self._runner or (LoopThread() if self._runs_in_background else asyncio.Runner())
         try:
             clients = None
@@ -199,9 +208,19 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
             return self._is_enough(num_open)
 
     def state(self) -> dict[str, Any]:
-        """See RowBuffer: the prompts of the episodes."""
+        """See RowBuffer; turns that are generated are taken back, with the tokens that they have."""
+        self.pause()
+
+        async def transcripts() -> list[list[Any]]:  # in the loop, where nothing happens meanwhile
+            held = {order: [one.transcript for one in group] for order, group in self.work.items()}
+            return [
+                [order, [one.state() for one in group]] for order, group in (held | self._resumed).items()
+            ]
+
         batches = [self._batches[order] for order in self._orders()]
-        return super().state() | {"batches": batches, "begun": list(self.work)}
+        step_of = {name: list(known.items()) for name, known in self._step_of.items()}
+        episodes = self.run(transcripts())
+        return super().state() | {"batches": batches, "episodes": episodes, "step_of": step_of}
 
     def load_state(self, states: Sequence[dict[str, Any]], shard: int, num_shards: int) -> None:
         """See InFlight."""
@@ -211,8 +230,19 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
             orders = sorted(set(state["columns"].get(ORDER, {"values": []})["values"]))
             known |= zip(orders, state["batches"], strict=True)
         self._batches = {order: known[order] for order in self._orders()}
-        begun = {order for state in states for order in state["begun"]}
-        self._num_restarted = len(begun.intersection(self._batches))
+        self._resumed = {order: group for order, group in self._resumed.items() if order in self._batches}
+        self._restarted &= self._batches.keys()
+
+    def _load_work(self, states: Sequence[dict[str, Any]]) -> None:
+        """See InFlight."""
+        for state in states:
+            self._restarted |= set(state.get("begun", ()))  # as an older version of siirl tells of them
+            for order, group in state.get("episodes", ()):
+                self._resumed[order] = [Transcript.of_state(one) for one in group]
+                self._restarted |= {order} if None in group else set()
+            for name, known in state.get("step_of", {}).items():
+                mine = self._step_of.setdefault(name, {})
+                mine |= {version: max(at, mine.get(version, at)) for version, at in known}
 
     def close(self) -> None:
         """End all episodes, and their environments. Idempotent."""
@@ -221,12 +251,12 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
         if runner is not None:
             runner.close()
         self._opened.close()
-        self.work, self._num_open, self._firsts = {}, {}, {}
+        self.work, self._num_open, self._firsts, self._resumed = {}, {}, {}, {}
 
     def _restart(self, orders: Sequence[int]) -> None:
         """Have groups restart, with the seeds that they had."""
         self._end(orders)
-        self._num_restarted += len(orders)
+        self._restarted |= set(orders)
 
     def _forget(self, orders: Sequence[int]) -> None:
         """See InFlight."""
@@ -238,19 +268,32 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
         """End the episodes of groups, and their environments."""
         if orders:
             self.pause()  # another episode may ask under the same key
-        held = [one for order in orders for one in self.work.pop(order)]
+        held = [one for order in orders for one in self.work.pop(order, ())]
         for order in orders:
-            del self._num_open[order], self._firsts[order]
+            self._resumed.pop(order, None)
+            self._num_open.pop(order, None)
+            self._firsts.pop(order, None)
         if held:
             assert self._runner is not None
             self._runner.run(interruptible(_cancelled([one.task for one in held])))
 
     async def _until_enough(self, game: Game, begin: Begin, clients: Clients | None) -> None:
-        """clients: those that can be asked from now on; None: the ones of before."""
+        """clients: those that can be asked from now on; None: the ones of before.
+
+        What a resume brings back is where it was before anybody asks: engines read together what they would
+        have read together.
+        """
+        with self._lock:
+            self._ended_turns = set()
+            self._firsts = {order: self._oldest(order, self._step) for order in self.work}
+        back = [order for order in self._active() if order in self._resumed]
+        self._begin(game, begin, back)
+        for one in [one for order in back for one in self.work[order]]:
+            await one.transcript.caught_up()
         for name, found in (clients or {}).items():
             for line, client in zip(self._lines[name], found, strict=True):
                 line.open(client)
-        self._begin(game, begin)
+        self._begin(game, begin, [order for order in self._active() if order not in self.work])
         while not self._may_stop():
             self._news.clear()
             await self._news.wait()
@@ -267,23 +310,32 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
         await asyncio.sleep(0)  # those that ended by it have told so
         self._may_stop()
 
-    def _begin(self, game: Game, begin: Begin) -> None:
-        """Begin the episodes of the groups whose turn it is."""
-        with self._lock:
-            self._ended_turns = set()
-            self._firsts = {order: self._oldest(order, self._step) for order in self.work}
-        new = [order for order in self._active() if order not in self.work]
+    def _begin(self, game: Game, begin: Begin, new: Sequence[int]) -> None:
+        """Begin the episodes of groups."""
         if not new or self.rows is None:
             return
         rows = take_rows(self.rows, torch.isin(self.rows[ORDER], torch.tensor(new)))
         rows = take_rows(rows, rows[ORDER].argsort())
         for order, episodes in zip(new, begin(rows, [self._batches[order] for order in new]), strict=True):
             with self._lock:
-                self._num_open[order], self._firsts[order] = len(episodes), self._step
-            self.work[order] = [self._held(game, order, number, *one) for number, one in enumerate(episodes)]
+                self._num_open[order], self._firsts[order] = len(episodes), self._oldest(order, self._step)
+            known = self._resumed.pop(order, [])
+            if len(known) != len(episodes):
+                self._restarted |= {order} if known else set()
+                known = [Transcript() for _ in episodes]
+            both = enumerate(zip(episodes, known, strict=True))
+            self.work[order] = [self._held(game, order, number, *one, of) for number, (one, of) in both]
 
-    def _held(self, game: Game, order: int, number: int, episode: Episode, prompt: list[int]) -> HeldEpisode:
-        """Begin an episode, the task of which it is."""
+    def _held(
+        self,
+        game: Game,
+        order: int,
+        number: int,
+        episode: Episode,
+        prompt: list[int],
+        transcript: Transcript,
+    ) -> HeldEpisode:
+        """Begin an episode, the task of which it is; what its transcript holds happens again."""
 
         def asked(key: Key) -> None:
             with self._lock:
@@ -298,9 +350,25 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
                 if part.token_ids:
                     known, versions = self._step_of[policy], set(part.token_versions)
                     known |= {version: max(step, known.get(version, step)) for version in versions}
-                    held.first_step = held.first_step or min(known[version] for version in versions)
-                    held.last_step = max(known[version] for version in versions)
-                    self._firsts[order] = min(self._firsts[order], held.first_step)
+                    first = transcript.first_step or min(known[version] for version in versions)
+                    transcript.first_step = first
+                    transcript.last_step = max(known[version] for version in versions)
+                    self._firsts[order] = min(self._firsts[order], first)
+
+        async def played() -> Played:
+            """To its end; from its beginning, if it does not come back to where it was."""
+            fresh = copy.deepcopy(episode) if transcript.is_behind else None
+            try:
+                one = await run_episode(asks, episode, prompt, transcript)
+                if fresh is not None and transcript.is_behind:
+                    with self._lock:
+                        self._restarted.add(order)
+                    transcript.begin_again()
+                    transcript.over()
+                    one = await run_episode(asks, fresh, prompt, transcript)
+            finally:
+                transcript.over()
+            return one
 
         def ended(task: asyncio.Task[Played]) -> None:
             with self._lock:
@@ -313,8 +381,11 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
 
         policy_of = {line: name for name, lines in self._lines.items() for line in lines}
         keys = (f"{order}/{number}/{turn}" for turn in count())
-        asks = game.asking(lambda line: ResumablePolicy(line, keys, asked, partial(heard, policy_of[line])))
-        held = HeldEpisode(asyncio.get_running_loop().create_task(run_episode(asks, episode, prompt)))
+        asks = game.asking(
+            lambda line: ResumablePolicy(line, keys, asked, partial(heard, policy_of[line]), transcript)
+        )
+        transcript.replayable &= game.play_outside is None
+        held = HeldEpisode(asyncio.get_running_loop().create_task(played()), transcript)
         held.task.add_done_callback(ended)
         return held
 
@@ -331,8 +402,18 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
 
     def _oldest(self, order: int, step: int) -> int:
         """See InFlight; also of a token that is not told yet."""
-        held = self.work[order]
-        return min(one.first_step or min(one.asked.values(), default=step) for one in held)
+        resumed = (one.first_step or step for one in self._resumed.get(order, ()))
+        held = (one.first_step or min(one.asked.values(), default=step) for one in self.work.get(order, ()))
+        return min([*held, *resumed], default=step)
+
+    def _too_old(self, step: int) -> list[int]:
+        """See InFlight."""
+        begun = [*self.work, *self._resumed]
+        return [order for order in begun if self._oldest(order, step) < step - self._max_lag]
+
+    def _in_turn(self, orders: Sequence[int]) -> list[int]:
+        """See InFlight."""
+        return sorted(orders, key=lambda order: (self._oldest(order, sys.maxsize), order))
 
     def _leave(self) -> FinishedEpisodes:
         with self._lock:
@@ -348,10 +429,18 @@ class EpisodesInFlight(InFlight[HeldEpisode]):
                 played.append(one.task.result())
                 episode = played[-1].episode
                 episode.group_id, episode.episode_id = slot, slot * len(group) + sample
-        num_restarted, self._num_restarted = self._num_restarted, 0
-        num_partial = sum(one.first_step != one.last_step for group in groups for one in group)
+        with self._lock:
+            num_restarted, self._restarted = len(self._restarted), set()
+        transcripts = [one.transcript for group in groups for one in group]
         return FinishedEpisodes(
-            prompts, played, staleness, num_partial, num_restarted, len(self._orders()), self._step_of
+            prompts,
+            played,
+            staleness,
+            sum(one.first_step != one.last_step for one in transcripts),
+            num_restarted,
+            sum(one.was_replayed for one in transcripts),
+            len(self._orders()),
+            self._step_of,
         )
 
     def _all_lines(self) -> list[StreamGate]:

@@ -250,7 +250,8 @@ def _asynchronous(
     )
     shared.step_of = left.step_of
     dropped = in_flight.drain_dropped()
-    report_staleness(ctx, left.staleness, left.num_partial, left.num_restarted, dropped, left.num_in_flight)
+    numbers = left.num_partial, left.num_restarted, dropped, left.num_in_flight, left.num_replayed
+    report_staleness(ctx, left.staleness, *numbers)
     return left.prompts, left.played
 
 

@@ -14,12 +14,13 @@ def report_staleness(
     num_restarted: int,
     dropped: Sequence[int],
     num_left: int,
+    num_replayed: int = 0,
 ) -> None:
     """How old the responses are: the mean, the oldest, and the share of each age.
 
     staleness: of each response, how many steps ago its first token was sampled. num_partial: those that were
     sampled in several steps. num_restarted: groups that were restarted. dropped: the sample_index
-    of each that was given up. num_left: those that stay.
+    of each that was given up. num_left: those that stay. num_replayed: episodes that a resume brought back.
     """
     ctx.lost.extend((prompt, -1, TOO_OLD) for prompt in dropped)
     ctx.metrics.mean("rollout/staleness", sum(staleness), len(staleness))
@@ -28,6 +29,8 @@ def report_staleness(
         ctx.metrics.mean(f"rollout/staleness_{age}", staleness.count(age), len(staleness))
     ctx.metrics.mean("rollout/partial", num_partial, len(staleness))
     ctx.metrics.sum("rollout/restarted", num_restarted)
+    if num_replayed:
+        ctx.metrics.sum("rollout/replayed", num_replayed)
     ctx.metrics.sum("rollout/dropped", len(dropped))
     ctx.metrics.sum("rollout/in_flight", num_left)
 

@@ -99,6 +99,7 @@ ENGINES = {
     "rollout/engine_restarts": "engines started again since the report before",
     "rollout/in_flight": "prompts in flight after the step",
     "rollout/restarted": "prompts restarted, as too old or after a resume",
+    "rollout/replayed": "episodes brought back by a resume",
     "rollout/dropped": "prompts given up as too old",
     "rollout/staleness_max": "steps, age of the oldest token that was trained",
     "rollout/vllm_kv_cache_usage": "share of the KV cache in use when generation ended",

@@ -25,6 +25,8 @@ from pathlib import Path
 class Dice:
     """Over by its seed, after up to three turns; BEGUN has a line for each that was begun."""
 
+    replayable = True
+
     def reset(self, task, seed):
         with Path(BEGUN).open("a") as file:
             file.write(f"{seed}\\n")
@@ -119,18 +121,41 @@ def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs,
     assert sorted(begun[0]) == sorted(begun[1]), "no environment is begun again"
 
 
-@pytest.mark.slow
-def test_a_run_that_goes_on_from_a_checkpoint_trains_every_prompt_once(inputs, tmp_path):
-    whole = run_job(2, overrides(inputs, tmp_path / "whole/out", *game(tmp_path / "whole"), *LONG_TAIL, *LAG))
-    assert max(whole.values("rollout/staleness_max")) > 0
-    settings = [*game(tmp_path / "cut"), *LONG_TAIL, *LAG, "trainer.save_freq=1"]
-    arguments = overrides(inputs, tmp_path / "cut/out", *settings)
+def cut(inputs, tmp_path, made, num_ranks, *more) -> tuple[Finished, Finished]:
+    """A run, and the same that was killed after three steps and resumed, on any number of ranks."""
+    whole_keys = [*made(tmp_path / "whole"), *LONG_TAIL, *LAG, *more]
+    whole = run_job(num_ranks[0], overrides(inputs, tmp_path / "whole/out", *whole_keys), 300)
+    keys = [*made(tmp_path / "cut"), *LONG_TAIL, *LAG, *more, "trainer.save_freq=1"]
+    arguments = overrides(inputs, tmp_path / "cut/out", *keys)
     with pytest.raises(WorkerFailure, match="killed in step 4"):
-        run_job(2, arguments, run=three_steps)
-    resumed = run_job(1, arguments)
-    assert prompts_of(trained(tmp_path / "cut")) == prompts_of(trained(tmp_path / "whole"))
-    assert max(resumed.values("rollout/staleness_max")) <= 2 and resumed.values("rollout/restarted")[3] > 0
-    assert resumed.values("rollout/in_flight")[-1] == 0
+        run_job(num_ranks[0], arguments, 300, run=three_steps)
+    resumed = run_job(num_ranks[1], arguments, 300)
+    of = "agent_0/" if "agent_0/rollout/in_flight" in resumed.lines[-1] else ""
+    assert max(whole.values(f"{of}rollout/staleness_max")) > 0
+    assert 0 < max(resumed.values(f"{of}rollout/staleness_max")) <= 2
+    assert resumed.values(f"{of}rollout/restarted")[3] == 0
+    assert sum(resumed.values(f"{of}rollout/replayed")) > 0
+    assert resumed.values(f"{of}rollout/in_flight")[-1] == 0
+    return whole, resumed
+
+
+@pytest.mark.slow
+def test_episodes_of_a_run_that_is_killed_are_brought_back_on_other_ranks(inputs, tmp_path):
+    cut(inputs, tmp_path, game, (2, 1), CONSTANT)
+    assert trained(tmp_path / "cut") == trained(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_agents_that_are_killed_and_resumed_say_what_they_would_have_said(inputs, tmp_path):
+    def talk(folder: Path) -> list[str]:
+        nodes = [*agent(0, "talk_1"), *agent(1, "talk_1")]
+        next(one for one in nodes if one["node_id"] == "talk_1")["dependencies"] = ["talk_0"]
+        return workflow(folder, nodes)
+
+    small = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    cut(inputs, tmp_path, talk, (1, 1), CONSTANT, "trainer.test_freq=-1", *small)
+    assert trained(tmp_path / "cut") == trained(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -282,29 +282,6 @@ def test_long_episodes_go_on_and_short_ones_do_not_wait():
     assert {0, 1, 2} == set(lagging.lags) and lagging.partial
 
 
-@settings(max_examples=12, deadline=None)
-@given(CASES, st.integers(1, 3), st.randoms(use_true_random=False))
-def test_a_run_that_is_killed_and_resumed_on_any_number_of_shards_trains_the_same(case, other_shards, rng):
-    shards, batch, n, max_lag, share, steps = case
-    arguments = (batch, n, max_lag, share * max_lag, steps)
-    whole = Job(shards, *arguments).finish()
-    job, saved, begun = Job(shards, *arguments), (0, None, []), 0
-    for _ in range(rng.randint(1, steps)):
-        job.advance()
-        if rng.random() < 0.5:
-            saved = (job.step, job.state(), list(job.trained))
-            begun = sum(len(state["begun"]) for state in json.loads(saved[1])[0])
-    job.close()
-    for resumed_shards in (shards, other_shards):
-        resumed = Job(resumed_shards, *arguments, speed=5)
-        if saved[1] is not None:
-            resumed.resume(*saved[:2])
-        resumed.finish()
-        assert Counter(saved[2] + resumed.trained) == Counter(whole.trained)
-        assert max(resumed.lags, default=0) <= max_lag
-        assert resumed.restarted == (begun if saved[0] < steps else 0)
-
-
 @settings(max_examples=8, deadline=None)
 @given(CASES, st.sampled_from(["restart", "drop"]), st.sampled_from([TALK, PLAY]))
 def test_episodes_that_are_too_old_begin_anew_or_are_given_up(case, stale, stages):
