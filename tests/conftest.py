@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 from cpu_seconds import CpuSeconds
 from dist_harness import start_by_forks
-from forked_starts import asks
+from forked_starts import asks, in_the_way
 
 start_by_forks()
 VLLM = {
@@ -62,10 +62,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def starts_import_where_they_are_told_to(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With the mark `real_starts`, the commands that a test starts are no forks."""
+    """With the mark `real_starts`, the commands that a test starts are no forks. Variables that packages have
+    left as they were imported would stand in the way of those of later tests: they are set back."""
     asks.real = request.node.get_closest_marker("real_starts") is not None
+    before = dict(os.environ)
     yield
     asks.real = False
+    for name in in_the_way(os.environ, before):
+        os.environ.pop(name, None)
+        os.environ.update({name: before[name]} if name in before else {})
 
 
 @pytest.fixture

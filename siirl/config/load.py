@@ -22,6 +22,8 @@ from siirl.findings import Findings
 
 PRESETS = Path(__file__).parent
 OVERRIDE = re.compile(r"(?P<sign>~|\+\+|\+|)(?P<name>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
+NEEDS_HYDRA = re.compile(r"^\s*#\s*@package|\b(defaults|hydra)\b", re.MULTILINE)
+"""Of a preset's text: a package of its own, a list of defaults, or settings of hydra, wherever they are."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +205,7 @@ def _compose(overrides: list[str], config_name: str) -> dict[str, Any]:
 
     file = _preset_file(config_name)
     try:
-        preset = _packaged(file) if file.parent == PRESETS else _of_file(file)
-        composed = copy.deepcopy(preset)
+        composed = copy.deepcopy(_packaged(file)) if file.parent == PRESETS else _of_file(file)
         for override in map(_parsed, overrides):
             OmegaConf.update(composed, override.key_or_group, override.value(), merge=True, force_add=True)
         written = OmegaConf.to_container(composed)
@@ -219,10 +220,19 @@ def _compose(overrides: list[str], config_name: str) -> dict[str, Any]:
 
 
 def _of_file(file: Path) -> Any:
-    """A preset as hydra composes it, with those that its list of defaults names."""
+    """A preset as hydra composes it, with those that its list of defaults names.
+
+    One that names none, as the configuration that a run records, is what its file says: hydra would take
+    three times as long for the same.
+    """
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
 
+    if not NEEDS_HYDRA.search(file.read_text(errors="replace")) and OmegaConf.is_dict(
+        alone := OmegaConf.load(file)
+    ):
+        return alone
     searchpath = f"hydra.searchpath=[{_quoted('file://' + str(PRESETS))}]"
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import train_engine_cases as cases
 from accepted_cases import EXACT, results
 from dist_harness import run_workers
+from some_cases import some
 from train_engine_cases import Scenario
 
 from siirl.compiler.plan import ModelPlan
@@ -52,7 +53,7 @@ def test_some_models_that_are_accepted_compute_what_transformers_does(strategy):
     assert run_workers(results, 1, list(SOME[strategy]), alone, deadline_s=200)[0] == {}
 
 
-@pytest.mark.parametrize("values", ["null", "absent"])
+@pytest.mark.parametrize("values", some(["null", "absent"], "absent"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_some_models_whose_files_leave_out_what_they_may_compute_what_transformers_does(strategy, values):
     alone = Scenario("", 1, strategy=strategy)

@@ -110,6 +110,7 @@ def adapters_without_experts_are_wrong(rank: int, world: int, kind: str) -> str:
     return adapters_are_wrong(kind, folder, {}, has_experts=False)[0]
 
 
+@pytest.mark.slow
 def test_adapters_of_a_hybrid_without_experts_are_on_what_its_states_are_made_of_too():
     assert run_workers(adapters_without_experts_are_wrong, 1, "granitemoehybrid", deadline_s=100)[0] == ""
 

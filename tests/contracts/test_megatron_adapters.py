@@ -43,9 +43,9 @@ def scenario(name: str, world: int, model: str = "qwen3", targets=(), overrides=
 
 FEW = [
     scenario("pp2, tp2, sequence parallel", 4, "qwen2", overrides=[SEQUENCE_PARALLEL], pp=2, tp=2),
-    scenario("tp2, cp2, some modules", 4, targets=SOME, overrides=TOKEN_BUDGET, tp=2, cp=2),
 ]
 SLOW = [
+    scenario("tp2, cp2, some modules", 4, targets=SOME, overrides=TOKEN_BUDGET, tp=2, cp=2),
     scenario("one rank, no recomputation", 1, "llama", overrides=[NO_RECOMPUTATION]),
     scenario("tp2", 2, "llama", tp=2),
     scenario("pp2, plain optimizer", 2, overrides=[PLAIN_OPTIMIZER, *TOKEN_BUDGET], pp=2),

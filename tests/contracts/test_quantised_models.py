@@ -37,6 +37,12 @@ LAYOUTS = [
     Scenario("two ranks have some of the experts each", 2, sizes=(("ep", 2),)),
     Scenario("two ranks have halves", 2, strategy="megatron", sizes=(("tp", 2),)),
 ]
+QUICK_AND_SLOW = [
+    case
+    if (case.strategy == "fsdp" and case.world == 1) or case.sizes == (("tp", 2),)
+    else pytest.param(case, marks=pytest.mark.slow)
+    for case in LAYOUTS
+]
 
 
 def wrong(rank: int, world: int, models: list[tuple[str, str]], scenario: Scenario) -> dict[str, str]:
@@ -71,7 +77,7 @@ def _wrong(kind: str, form: str, scenario: Scenario) -> str:
     return "" if found.isfinite().all() else "log-probs that are no numbers"
 
 
-@pytest.mark.parametrize("scenario", LAYOUTS, ids=lambda case: f"{case.strategy} {case.name}")
+@pytest.mark.parametrize("scenario", QUICK_AND_SLOW, ids=lambda case: f"{case.strategy} {case.name}")
 def test_what_is_released_in_fp8_or_mxfp4_is_trained_as_plain_numbers(scenario):
     models = [x for x in SOME[scenario.strategy] if scenario.world == 1 or x[0] in ("deepseek_v3", "gpt_oss")]
     assert run_workers(wrong, scenario.world, models, scenario, deadline_s=200) == [{}] * scenario.world

@@ -199,9 +199,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "world", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_given_experts_compute_the_same_in_every_layout_of_megatron(world, tmp_path):
     kinds = ["qwen2_moe", "glm4_moe", "deepseek_v3"]
     if world > 1:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import train_engine_cases as cases
-from dist_harness import run_workers
+from dist_harness import WorkerFailure, run_workers
 from expert_cases import assert_equal_training, largest_gap, reference_on_disk
 from fixtures_tiny import make_tiny_model_dir
 from proven_models import TRAINING
@@ -48,24 +48,24 @@ SCENARIOS = [
     Scenario("two ranks", 2, "qwen3_untied"),
     Scenario("two ranks, uneven rows", 2, split="uneven", overrides=TOKEN_BUDGET),
     Scenario("two ranks, one without rows", 2, "llama", split="first_rank"),
-    Scenario("two ranks, lora", 2, overrides=LORA),
     Scenario("two ranks, five experts", 2, "qwen3_moe", split="uneven", overrides=TOKEN_BUDGET),
-    Scenario("four ranks", 4, split="uneven"),
-    Scenario("two shards, two copies", 4, "qwen3_untied", fsdp_size=2),
     shared("two ranks share rows", 2, 2, overrides=TOKEN_BUDGET),
     shared("two ranks share rows, lora", 2, 2, overrides=LORA),
-    shared("two ranks share rows, five experts", 2, 2, "qwen3_moe", overrides=TOKEN_BUDGET),
-    shared("four ranks share rows of two KV heads", 4, 4, "llama"),
     shared("two pairs share rows", 4, 2, "qwen3_untied", split="uneven", overrides=TOKEN_BUDGET),
-    shared("two pairs share rows, one without", 4, 2, split="first_rank"),
-    shared("two pairs share rows, each a copy", 4, 2, split="uneven", fsdp_size=2),
     Scenario("two ranks, as a large model", 2, "qwen3_untied", overrides=ROW, large=True),
-    whole("two ranks, one without rows", 2, "llama", split="first_rank"),
     whole("two ranks, five experts", 2, "qwen3_moe", split="uneven", overrides=TOKEN_BUDGET),
     whole("two ranks share rows", 2, overrides=TOKEN_BUDGET, sizes=(("cp", 2),)),
 ]
 MORE = [
     Scenario("one rank, untied", 1, "qwen3_untied"),
+    Scenario("two ranks, lora", 2, overrides=LORA),
+    Scenario("four ranks", 4, split="uneven"),
+    Scenario("two shards, two copies", 4, "qwen3_untied", fsdp_size=2),
+    shared("two ranks share rows, five experts", 2, 2, "qwen3_moe", overrides=TOKEN_BUDGET),
+    shared("four ranks share rows of two KV heads", 4, 4, "llama"),
+    shared("two pairs share rows, one without", 4, 2, split="first_rank"),
+    shared("two pairs share rows, each a copy", 4, 2, split="uneven", fsdp_size=2),
+    whole("two ranks, one without rows", 2, "llama", split="first_rank"),
     whole("two ranks", 2, "qwen3_untied", overrides=ROW),
     whole("two ranks, lora", 2, overrides=LORA),
     whole("four ranks", 4, split="uneven", overrides=ROW),
@@ -121,9 +121,13 @@ def reference(model: str, lora: bool) -> Outcome:
 
 
 @functools.cache
-def outcomes(world: int, more: bool) -> dict[str, Outcome]:
+def outcomes(world: int, more: bool) -> dict[str, Outcome] | Exception:
+    """What came of all scenarios of a size; an error is kept too, which a deadline may have passed for."""
     scenarios = [scenario for scenario in (MORE if more else SCENARIOS) if scenario.world == world]
-    return run_workers(cases.run_scenarios, world, scenarios, model_dirs())[0]
+    try:
+        return run_workers(cases.run_scenarios, world, scenarios, model_dirs())[0]
+    except WorkerFailure as failure:
+        return failure
 
 
 @pytest.fixture(
@@ -136,8 +140,10 @@ def scenario(request) -> Scenario:
 
 @pytest.fixture
 def pair(scenario) -> tuple[Outcome, Outcome]:
-    ours = outcomes(scenario.world, scenario in MORE)[scenario.name]
-    return ours, reference(scenario.model, "lora" in scenario.name)
+    ours = outcomes(scenario.world, scenario in MORE)
+    if isinstance(ours, Exception):
+        raise ours
+    return ours[scenario.name], reference(scenario.model, "lora" in scenario.name)
 
 
 def test_log_probs_and_entropies_equal_plain_hf_one_row_at_a_time(pair):

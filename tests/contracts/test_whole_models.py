@@ -8,6 +8,7 @@ import pytest
 import train_engine_cases as cases
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
+from some_cases import some
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_engine_cases import Scenario
@@ -54,7 +55,7 @@ def messages(
     return found
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", some([False, True], True))
 def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(tmp_path, lora):
     make_tiny_model_dir(tmp_path, hidden=64)
     keys = (ROW, FORWARD_ROW, *["actor_rollout_ref.model.lora_rank=4"] * lora)

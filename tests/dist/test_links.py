@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
+from some_cases import some
 from transformers import AutoModelForCausalLM
 
 from siirl.compiler.plan import LinkPlan, ModelPlan
@@ -152,7 +153,7 @@ def two_syncs(rank, model_dir, groups, sources, targets, folder):
     return first, skipped, second, results, rollout and rollout.weight_version
 
 
-@pytest.mark.parametrize("kind", ["auto", "checkpoint"])
+@pytest.mark.parametrize("kind", some(["auto", "checkpoint"], "auto"))
 def test_every_target_gets_the_trainers_weights_and_version_wherever_it_is(model_dir, kind, tmp_path):
     state = tied_once(model_dir)
     rollout = build_rollout(model_dir)
@@ -283,7 +284,7 @@ def broken_exports(rank, model_dir, groups, sources, targets, folder):
     return messages, rollout and rollout.weight_version
 
 
-@pytest.mark.parametrize("kind", ["auto", "checkpoint"])
+@pytest.mark.parametrize("kind", some(["auto", "checkpoint"], "auto"))
 def test_a_wrong_tensor_fails_the_sync_on_every_rank_and_the_next_one_can_succeed(model_dir, kind, tmp_path):
     folder = str(tmp_path) if kind == "checkpoint" else None
     places = [([0, 1], [0, 1]), ([0, 1], [1, 2])]
@@ -324,7 +325,7 @@ def export_fails(rank, model_dir, groups, sources, targets, folder):
     return str(caught.value), rollout and rollout.weight_version
 
 
-@pytest.mark.parametrize("kind", ["auto", "checkpoint"])
+@pytest.mark.parametrize("kind", some(["auto", "checkpoint"], "auto"))
 def test_an_export_that_raises_fails_all_ranks_and_nobody_hangs(model_dir, kind, tmp_path):
     folder = str(tmp_path) if kind == "checkpoint" else None
     places = [([0], [0]), ([0], [1, 2]), ([0, 1], [0, 1])]

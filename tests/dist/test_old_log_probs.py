@@ -150,7 +150,7 @@ def check(scenarios: list[Scenario], cases: list[dict]) -> None:
 
 
 def test_training_without_the_old_log_probs_of_the_first_mini_batch_gives_the_same_weights():
-    check(SCENARIOS[:2], drawn(4, 0))
+    check(SCENARIOS[:2], drawn(3, 0)[1:])
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_harness import WorkerFailure, run_workers
+from some_cases import some
 from tensordict import TensorDict
 
 import siirl.data.teams
@@ -183,10 +184,12 @@ def run_cases(
     return results
 
 
+@pytest.mark.parametrize("num_cases", some([20, 80], 20))
 @pytest.mark.parametrize(("most_rows", "pairwise"), [(4096, True), (4096, False), (12, True), (0, True)])
-def test_random_layouts_keep_every_column_bit_for_bit_and_split_rows_as_promised(most_rows, pairwise):
+def test_random_layouts_keep_every_column_bit_for_bit_and_split_rows_as_promised(
+    most_rows, pairwise, num_cases
+):
     """most_rows: of a team; where it is 0, each shard is one. pairwise: else rows go in one all-to-all."""
-    num_cases = 80
     by_rank = run_workers(run_cases, WORLD, num_cases, most_rows, pairwise, deadline_s=240)
     for seed in range(num_cases):
         batch, _, target, _, _ = random_case(seed)

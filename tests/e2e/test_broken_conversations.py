@@ -2,6 +2,7 @@
 
 import pytest
 from fixtures_tiny import make_arithmetic_parquet, make_tiny_model_dir
+from some_cases import some
 
 from siirl.testing.assertions import judged, require
 from siirl.testing.trial import play
@@ -75,11 +76,6 @@ def failed(settings, folder, said, only=("alone",)):
     return {name: one.evidence for name, one in verdicts.items() if one.status == "FAIL"}
 
 
-def some(table, *often):
-    """The cases of a table, of which all but a few are slow."""
-    return [pytest.param(name, marks=[] if name in often else [pytest.mark.slow]) for name in table]
-
-
 def rewarded(folder, body):
     (folder / "reward.py").write_text(HEAD + body)
     return f"custom_reward_function.path={folder / 'reward.py'}"
@@ -95,7 +91,7 @@ TOOL_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", some(TOOL_FAULTS, "a sound one", "it raises"))
+@pytest.mark.parametrize("name", some(TOOL_FAULTS, "it raises"))
 def test_a_tool_that_does_not_answer_is_named(name, keys, tmp_path):
     value, call, told = TOOL_FAULTS[name]
     (tmp_path / "tools.py").write_text(f"def look_up(key):\n    return {value}\n")
@@ -133,7 +129,7 @@ GAME_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", some(GAME_FAULTS, "it fails for some rows"))
+@pytest.mark.parametrize("name", some(GAME_FAULTS))
 def test_an_environment_that_does_not_reward_is_named(name, keys, tmp_path):
     reset, step, rewards, assertion = GAME_FAULTS[name]
     (tmp_path / "game.py").write_text(GAME.replace("RESET", reset).replace("STEP", step))

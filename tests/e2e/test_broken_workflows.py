@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fixtures_tiny import make_arithmetic_parquet, make_tiny_model_dir
+from some_cases import some
 
 from siirl.cli import main
 from siirl.testing.assertions import judged
@@ -93,11 +94,6 @@ TEMPLATES = {
 """Template -> keys: a sound workflow each."""
 
 
-def some(table, *often):
-    """The cases of a table, of which all but a few are slow."""
-    return [pytest.param(name, marks=[] if name in often else [pytest.mark.slow]) for name in table]
-
-
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
@@ -131,7 +127,7 @@ def test_a_sound_workflow_passes_by_the_users_command(job, capsys):
     assert told.count("n/a") == 2 and "equal bit for bit" in told and "=<eos><assistant>>>" in told
 
 
-@pytest.mark.parametrize("name", some(TEMPLATES, "dapo"))
+@pytest.mark.parametrize("name", some(TEMPLATES))
 def test_a_template_passes(name, job, tmp_path):
     """Also where rows of a round wait for the next step, and where nothing compares answers to one prompt."""
     folder, settings = job

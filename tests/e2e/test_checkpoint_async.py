@@ -19,6 +19,7 @@ def inputs(tmp_path_factory):
     return Inputs.make(tmp_path_factory.mktemp("inputs"))
 
 
+@pytest.mark.slow
 def test_a_run_resumed_from_a_save_in_the_background_equals_one_that_saved_in_line(inputs, tmp_path):
     """The first run saves in the background, each step; the second resumes from its step 2, saves in line,
     and keeps its parameters and optimizer on the host: both end with the same checkpoint.

@@ -42,6 +42,7 @@ def learnt(name: str, folder: Path) -> Finished:
     return Finished.read(folder / name / "run")
 
 
+@pytest.mark.slow
 def test_answers_are_scored_by_reasoning_gym(tmp_path, monkeypatch):
     finished = quick("reasoning_gym", tmp_path, monkeypatch)
     (worth,) = finished.values("reward/reasoning_gym/leg_counting/mean")
@@ -55,6 +56,7 @@ def test_an_agent_walks_over_a_lake_of_gymnasium(tmp_path, monkeypatch):
     assert 2 <= turns <= 10
 
 
+@pytest.mark.slow
 def test_two_policies_play_a_game_of_textarena(tmp_path, monkeypatch):
     finished = quick("nim", tmp_path, monkeypatch)
     assert finished.values("agent_0/interaction/failed") == [0]

@@ -119,7 +119,11 @@ def sft(model: Path) -> trl_trainers.Trained:
 
 @pytest.mark.parametrize(
     ("world", "more"),
-    [pytest.param(1, (), marks=pytest.mark.slow), (2, BY_TOKENS), (2, TP2)],
+    [
+        pytest.param(1, (), marks=pytest.mark.slow),
+        (2, BY_TOKENS),
+        pytest.param(2, TP2, marks=pytest.mark.slow),
+    ],
     ids=["fsdp on 1", "fsdp on 2, by tokens", "tp2"],
 )
 def test_supervised_fine_tuning_is_trls(folder, tmp_path, world, more):
@@ -169,7 +173,7 @@ def dpo(model: Path) -> trl_trainers.Trained:
     ("world", "more"),
     [
         pytest.param(1, (), marks=pytest.mark.slow),
-        (2, BY_TOKENS),
+        pytest.param(2, BY_TOKENS, marks=pytest.mark.slow),
         pytest.param(2, ONE_ROW, marks=pytest.mark.slow),
         (2, TP2),
         pytest.param(2, PP2, marks=pytest.mark.slow),
@@ -200,7 +204,9 @@ SHORT = {
 """Example -> keys that leave of its training a step of each kind."""
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name", [name if name == "sft_grpo" else pytest.param(name, marks=pytest.mark.slow) for name in SHORT]
+)
 def test_the_examples_train_by_the_keys_of_their_script(name, tmp_path, monkeypatch):
     prepare.write(tmp_path, 64)
     words = run_example(tmp_path, name, *SHORT[name], example="given_responses", python="echo").split()

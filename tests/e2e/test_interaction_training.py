@@ -429,6 +429,7 @@ def test_what_is_written_of_tokens_is_what_plain_hugging_face_says(finished, inp
     check_written_tokens(finished.output, inputs, other)
 
 
+@pytest.mark.slow
 def test_an_agent_on_megatron_beside_one_on_fsdp_learns_the_same(finished, inputs, other, tmp_path):
     mixed = run_recorded(arguments_of(inputs, other, tmp_path / "run", MEGATRON))
     for agent in (0, 1):

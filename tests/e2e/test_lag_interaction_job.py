@@ -109,6 +109,7 @@ def compared(inputs, tmp_path, world_size, made, *more, deadline_s=200) -> Finis
     return runs["lagging"]
 
 
+@pytest.mark.slow
 def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs, tmp_path):
     run = compared(inputs, tmp_path, 1, game)
     assert 0 < max(run.values("rollout/staleness_max")) <= 2 and max(run.values("rollout/partial")) > 0

@@ -83,7 +83,8 @@ def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs,
     assert scores and all(lagging.values(name) == runs["plain"].values(name) for name in scores)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_a_run_that_goes_on_from_a_checkpoint_trains_every_prompt_once(inputs, whole, tmp_path, ranks):
     run, prompts = whole
     settings = [*LONG_TAIL, *LAG, "trainer.save_freq=1", f"trainer.dump_rollouts_dir={tmp_path / 'dump'}"]

@@ -13,7 +13,7 @@ SHORT = (
 )
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_ends_after_the_step_that_is_beyond_the_bound(tmp_path, recompute):
     """Also where the engine's own log-probs are the old ones: the first optimizer step of two compares."""
     inputs = Inputs.make(tmp_path / "inputs")

@@ -41,13 +41,14 @@ def largest_difference(one, other) -> float:
     ("world_size", "more"),
     [
         (2, ["trainer.balance_batch=True"]),
-        (
+        pytest.param(
             4,
             [
                 "actor_rollout_ref.actor.use_dynamic_bsz=True",
                 "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32",
                 "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
             ],
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -68,7 +68,8 @@ def experts(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("steps", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [2, 4])
 def test_a_mixture_of_experts_resumes_exports_and_converts_to_what_was_trained(experts, tmp_path, steps):
     """On tensor and expert parallel ranks; the commands are those that a user types."""
     sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2}

@@ -39,11 +39,11 @@ LAYOUTS = {
 
 
 CASES = [
-    ("qwen3_moe", "vllm", "tp2 ep2"),
     ("mixtral", "hf", "ep2"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
+            ("qwen3_moe", "vllm", "tp2 ep2"),
             ("qwen3_moe", "vllm", "ep2"),
             ("qwen3_moe", "vllm", "tp2"),
             ("qwen3_moe", "hf", "tp2"),

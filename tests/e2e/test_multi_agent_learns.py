@@ -43,6 +43,7 @@ def quick(name: str, tmp_path, monkeypatch, *changes: str) -> Finished:
     return run_job(1, words[2:], deadline_s=180)
 
 
+@pytest.mark.slow
 def test_debaters_of_one_policy_learn_to_read_each_other(tmp_path, monkeypatch):
     changes = ["trainer.total_training_steps=15", "trainer.test_freq=15"]
     changes += ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]

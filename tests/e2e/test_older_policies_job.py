@@ -109,6 +109,7 @@ def test_teachers_have_the_weights_that_their_policy_had(whole, models, tmp_path
     assert not all(found["mean"][4][key].equal(found["old"][4][key]) for key in mean)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_older_weights_bit_for_bit(whole, inputs, tmp_path):
     resumed = ("trainer.resume_mode=resume_path", f"trainer.total_training_steps={STEPS}")
     resumed += (f"trainer.resume_from_path={whole.output}/checkpoints/global_step_3",)

@@ -117,6 +117,7 @@ def test_ppo_resumes_bit_for_bit_and_exports_policy_and_critic(inputs, one_rank,
     assert one.config.num_labels == 1
 
 
+@pytest.mark.slow
 def test_only_the_critic_learns_during_warmup(inputs, tmp_path):
     run = run_job(1, overrides(inputs, tmp_path, *PPO, "trainer.critic_warmup=2"))
     assert len(run.values("critic/grad_norm")) == 3

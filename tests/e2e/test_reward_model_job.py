@@ -41,6 +41,7 @@ def test_rows_that_are_balanced_over_ranks_score_the_same(inputs, reward_model, 
             assert two.values(metric) == pytest.approx(one.values(metric), abs=1e-4), (name, metric)
 
 
+@pytest.mark.slow
 def test_a_reward_model_trains_a_policy(inputs, reward_model, tmp_path):
     run = by_reward_model(1, inputs, reward_model, tmp_path, "trainer.total_training_steps=6")
     scores = run.values("reward/score")

@@ -61,7 +61,7 @@ def theirs(model: Path) -> trl_trainers.Trained:
     [
         pytest.param(1, (), marks=pytest.mark.slow),
         (2, (*BY_TOKENS, *OWN_MINI_BATCH)),
-        (2, TP2),
+        pytest.param(2, TP2, marks=pytest.mark.slow),
         pytest.param(2, ("reward_model.ulysses_sequence_parallel_size=2",), marks=pytest.mark.slow),
     ],
     ids=["fsdp on 1", "fsdp on 2, by tokens", "tp2", "fsdp, shared rows"],

@@ -111,6 +111,7 @@ def test_each_rank_has_a_profile_of_the_asked_node_alone_in_the_asked_step(run):
         assert all(node["ts"] <= op["ts"] <= node["ts"] + node["dur"] for op in ops)
 
 
+@pytest.mark.slow
 def test_a_run_with_profiles_computes_what_one_without_does(tmp_path):
     inputs = Inputs.make(tmp_path / "inputs")
     asked = (

@@ -81,7 +81,7 @@ def is_clipped(ratio: float, advantage: float) -> bool:
     return ratio < 1 - CLIP or ratio > DUAL_CLIP
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_tokens_of_samples_have_the_numbers_of_their_update(inputs, after_one, tmp_path, world_size):
     rows, balance = f"trainer.rollout_data_dir={tmp_path / 'rows'}", "trainer.balance_batch=True"
     finished = run_job(world_size, overrides(inputs, tmp_path / "out", *TWO_EPOCHS, rows, balance))

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Inputs, audited, overrides, run_job
+from some_cases import some
 
 TESTS = Path(__file__).parents[1]
 
@@ -21,11 +22,13 @@ def two_models(inputs, tmp_path_factory):
     return inputs.model, make_tiny_model_dir(other, family="llama", tie=False, init_std=0.2, seed=5)
 
 
-def dag_file(path: Path, models, agents: tuple[int, ...]) -> Path:
-    """The two-policy DAG with only the nodes of `agents`, which alone run on ranks 0 and 1."""
+def dag_file(path: Path, models, agents: tuple[int, ...], ranks: int) -> Path:
+    """The two-policy DAG with only the nodes of `agents`, each of which has so many ranks."""
     text = (TESTS / "e2e" / "two_policies.yaml").read_text()
     text = text.replace("MODEL_A", str(models[0])).replace("MODEL_B", str(models[1]))
     text = text.replace("OPS:", f"{TESTS / 'support' / 'two_policies_ops.py'}:")
+    if ranks == 1:
+        text = text.replace('"0-1"', '"0"').replace('"2-3"', '"1"')
     dag = yaml.safe_load(text)
     dag["nodes"] = [node for node in dag["nodes"] if node["agent_group"] in agents]
     if len(agents) == 1:
@@ -35,15 +38,16 @@ def dag_file(path: Path, models, agents: tuple[int, ...]) -> Path:
     return path
 
 
-def test_two_agents_on_disjoint_ranks_equal_two_separate_runs(inputs, two_models, tmp_path):
+@pytest.mark.parametrize("ranks", some([1, 2], 1))
+def test_two_agents_on_disjoint_ranks_equal_two_separate_runs(inputs, two_models, tmp_path, ranks):
     def run(name: str, world_size: int, agents: tuple[int, ...]):
-        dag = dag_file(tmp_path / f"{name}.yaml", two_models, agents)
+        dag = dag_file(tmp_path / f"{name}.yaml", two_models, agents, ranks)
         keys = (f"dag.workflow_path={dag}", "trainer.ledger=rows")
         finished = run_job(world_size, overrides(inputs, tmp_path / name, *keys))
         audited(finished)
         return finished
 
-    both, alone = run("both", 4, (0, 1)), [run("a", 2, (0,)), run("b", 2, (1,))]
+    both, alone = run("both", 2 * ranks, (0, 1)), [run("a", ranks, (0,)), run("b", ranks, (1,))]
     for agent, separate in enumerate(alone):
         together, expected = both.weights(f"agent_{agent}.actor"), separate.weights()
         assert together.keys() == expected.keys()

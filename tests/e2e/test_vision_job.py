@@ -126,7 +126,7 @@ LAG = (
 @pytest.mark.parametrize(
     ("sampler", "keys"),
     [
-        ("hf", ()),
+        pytest.param("hf", (), marks=pytest.mark.slow),
         pytest.param("hf", LAG, marks=pytest.mark.slow),
         pytest.param("vllm", (), marks=pytest.mark.slow),
     ],

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-SOME, MANY = 150, 5000
+SOME, MANY = 60, 5000
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 """The cases of a run are those of the last one; another number gives others."""
 CASE_S = 120.0

@@ -80,7 +80,7 @@ def signed_again(checkpoint: Path) -> None:
     files.write_manifest(checkpoint, manifest["step"], files.records_of(checkpoint, there), about)
 
 
-@cases(80)
+@cases(30)
 def test_a_damaged_checkpoint_is_refused_by_export_check_and_resume(num_cases, whole, good, deep):
     root, out = Path(deep) / "c", Path(deep) / "exported"
 
@@ -117,7 +117,7 @@ def test_a_damaged_checkpoint_is_refused_by_export_check_and_resume(num_cases, w
     explore(num_cases, check, damages(whole), uses)
 
 
-@cases(80)
+@cases(30)
 def test_a_checkpoint_of_somebody_else_is_refused_in_words(num_cases, whole, deep):
     """Its manifest is right, so all of it is read."""
     root, out = Path(deep) / "c", Path(deep) / "exported"

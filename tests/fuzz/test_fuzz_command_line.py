@@ -54,7 +54,7 @@ def settings(draw) -> list[str]:
     return [text for text in made if not text.startswith("-")] or ["a=1"]
 
 
-@cases(40)
+@cases(16)
 def test_any_settings_are_taken_or_refused_in_words(num_cases, good, deep):
     def check(changed: list[str], verb: str) -> None:
         command([*verb.split(), f"--config-name={good}", *changed], deep)
@@ -63,7 +63,7 @@ def test_any_settings_are_taken_or_refused_in_words(num_cases, good, deep):
     explore(num_cases, check, settings(), st.sampled_from(verbs))
 
 
-@cases(40)
+@cases(16)
 def test_any_run_file_is_taken_or_refused_in_words(num_cases, good, deep):
     tree, path = yaml.safe_load(good.read_text()), Path(deep) / "run.yaml"
 
@@ -79,7 +79,7 @@ def test_any_run_file_is_taken_or_refused_in_words(num_cases, good, deep):
 
 
 @pytest.mark.heavy
-@cases(2, 40)
+@cases(1, 40)
 def test_the_command_of_users_says_the_same(num_cases, good, deep):
     """A process, of which other parts may write a traceback too."""
 

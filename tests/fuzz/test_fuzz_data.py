@@ -76,7 +76,7 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(make_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-@cases(60)
+@cases(30)
 def test_any_dataset_gives_rows_or_an_error_in_words(num_cases, good, deep, tokenizer):
     path = Path(deep) / "rows.parquet"
 
@@ -123,7 +123,7 @@ def recorded(folder: Path, made_under: dict[str, str]) -> tuple[Path, object]:
     return part, rows[torch.tensor([0, 2])]
 
 
-@cases(300)
+@cases(120)
 def test_any_recorded_rollouts_give_rows_or_an_error_in_words(num_cases, tokenizer, deep):
     under = conditions(tokenizer, N, 1.0)
     part, prompts = recorded(Path(deep) / "agent_0" / "step_1", under)

@@ -75,7 +75,7 @@ WHOLE = CALLS.map(lambda text: f"<tool_call>{text}</tool_call>")
 TURNS = st.lists(st.one_of(WHOLE, WHOLE, CALLS, st.sampled_from(MARKS), WORDS), max_size=4).map("".join)
 
 
-@cases(300)
+@cases(120)
 @pytest.mark.parametrize("parser", sorted(TOOL_FORMATS))
 def test_whatever_a_model_writes_is_answered_by_texts(num_cases, parser):
     toolbox = Toolbox({"search": Search(), "calculator": Calculator()})
@@ -139,7 +139,7 @@ class Answers:
         self.step = lambda actions: step
 
 
-@cases(200)
+@cases(80)
 def test_whatever_an_environment_answers_is_checked_or_ends_its_episode(num_cases):
     async def episode(begin: Any, step: Any) -> None:
         env = HostedEnvironment(lambda: Answers(begin, step), "env")

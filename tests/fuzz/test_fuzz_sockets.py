@@ -112,7 +112,7 @@ def talk(host: str, port: int, data: bytes) -> None:
             pass
 
 
-@cases(200)
+@cases(80)
 def test_whoever_talks_nonsense_to_a_stream_server_disturbs_nobody(num_cases):
     """With the run's token or without it, in the place of a rank that is not expected."""
     server = StreamServer("agent_0.rollout", 0, DEADLINE_S)
@@ -139,7 +139,7 @@ def test_whoever_talks_nonsense_to_a_stream_server_disturbs_nobody(num_cases):
     assert not serving.is_alive() and raised == []
 
 
-@cases(200)
+@cases(80)
 def test_a_server_that_talks_nonsense_is_an_error_of_its_client_alone(num_cases):
     listening = socket.create_server(("127.0.0.1", 0))
     address = Address("agent_0.rollout", 0, *listening.getsockname()[:2], b"x" * 32)
@@ -262,7 +262,7 @@ def is_reward(body: bytes) -> bool:
     return True
 
 
-@cases(150)
+@cases(60)
 def test_whatever_a_program_asks_its_episode_goes_on(num_cases, caplog):
     """By HTTP, and by bytes that are none; until it gives a reward."""
     told, may_end = [], threading.Event()

@@ -50,7 +50,7 @@ def trees(draw):
 
 
 @pytest.mark.heavy
-@cases(60)
+@cases(25)
 def test_any_workflow_is_taken_or_refused_in_words(num_cases, good, deep):
     """By what `siirl check` and `siirl plan` call; once in a while by the commands."""
     path, key = Path(deep) / "workflow.yaml", "dag.workflow_path"

@@ -223,7 +223,7 @@ def test_every_template_has_a_stored_plan_and_fits_on_a_screen():
 @pytest.mark.heavy
 def test_the_plan_and_its_report_are_the_same_for_every_hash_seed():
     digests = set()
-    for seed in ("0", "1", "77"):
+    for seed in ("0", "77"):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         run = subprocess.run(
             [sys.executable, __file__, "digest"], env=env, capture_output=True, text=True, timeout=100

@@ -454,7 +454,7 @@ def random_dags(draw) -> DagBuilder:
     return dag
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(random_dags(), st.booleans(), st.booleans())
 @pytest.mark.heavy
 def test_every_compiled_plan_can_be_run_on_every_rank(dag, balance, use_kl):

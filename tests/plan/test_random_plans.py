@@ -158,7 +158,7 @@ def run(seed: int) -> str:
 @pytest.mark.heavy
 def test_no_column_of_random_workflows_ever_loses_its_rows():
     """The first seeds are those that were wrong once: rows dealt anew, a node that did not wait."""
-    seeds = [1, 20, 30, 33, *range(1000, 1200)]
+    seeds = [1, 20, 30, 33, *range(1000, 1080)]
     refused = 0
     for seed in seeds:
         try:

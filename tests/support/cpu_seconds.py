@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_starts import asks
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -37,32 +38,35 @@ def seconds_below(root: int) -> float:
 
 
 class CpuSeconds:
-    """Adds a line for each test to a file: its name, CPU seconds, seconds."""
+    """Adds a line for each test to a file: its name, CPU seconds, seconds, and how many commands of siirl it
+    started that imported for themselves (forked_starts.py), seconds each."""
 
     def __init__(self, file: str) -> None:
         self.file = file
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        before, began_s = seconds_below(os.getpid()), time.monotonic()
+        before, began_s, imported = seconds_below(os.getpid()), time.monotonic(), asks.imported
         found = yield
-        row = (item.nodeid, seconds_below(os.getpid()) - before, time.monotonic() - began_s)
+        took_s = time.monotonic() - began_s
+        row = (item.nodeid, seconds_below(os.getpid()) - before, took_s, asks.imported - imported)
         with open(self.file, "a") as out:
-            out.write("{}\t{:.2f}\t{:.2f}\n".format(*row))
+            out.write("{}\t{:.2f}\t{:.2f}\t{}\n".format(*row))
         return found
 
 
 def table(file: str, longest: int = 60) -> str:
-    """The files that take the most, and the rooms."""
-    files, rooms = defaultdict(float), defaultdict(float)
+    """The files that take the most, with the commands that imported for themselves, and the rooms."""
+    files, rooms, imports = defaultdict(float), defaultdict(float), defaultdict(int)
     for line in Path(file).read_text().splitlines():
-        name, cpu_s, _ = line.rsplit("\t", 2)
+        name, cpu_s, _, imported = (*line.split("\t"), 0)[:4]
         path = name.split("::")[0]
         files[path] += float(cpu_s)
         rooms["/".join(path.split("/")[:2])] += float(cpu_s)
+        imports[path] += int(imported)
     rows = sorted(files.items(), key=lambda row: -row[1])[:longest]
     rows += [*sorted(rooms.items()), ("all", sum(rooms.values()))]
-    return "\n".join(f"{cpu_s:8.1f}  {name}" for name, cpu_s in rows)
+    return "\n".join(f"{cpu_s:8.1f} {imports[name] or '':4}  {name}" for name, cpu_s in rows)
 
 
 if __name__ == "__main__":

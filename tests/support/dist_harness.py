@@ -166,5 +166,10 @@ def start_by_forks() -> None:
     def channel(words: Sequence[str]) -> socket.socket | None:
         return _session.starts(words) if os.getpid() == owner else None
 
+    def lost(words: Sequence[str]) -> None:
+        if os.getpid() == owner and (gone := _session._starts.pop(forked_starts.needs(words), None)):
+            gone.close()
+
     forked_starts.asks.channel = channel  # type: ignore[method-assign]
+    forked_starts.asks.lost = lost  # type: ignore[method-assign]
     forked_starts.install(os.environ)

@@ -63,8 +63,8 @@ MAY_DIFFER = frozenset(
     }
 )  # fmt: skip
 MAY_DIFFER_FROM = (
-    "AITER_", "CHAOS_", "GLOO_", "GROUP_", "LOCAL_", "MASTER_", "NCCL_", "NVTE_", "PYGAME_", "PYTEST_",
-    "RAY_", "ROLE_", "SGLANG_", "SIIRL_", "TORCHELASTIC_",
+    "_MLFLOW_", "AITER_", "CHAOS_", "GLOO_", "GROUP_", "LOCAL_", "MASTER_", "NCCL_", "NVTE_", "PYGAME_",
+    "PYTEST_", "RAY_", "ROLE_", "SGLANG_", "SIIRL_", "TORCHELASTIC_",
     "TILELANG_", "TORCHINDUCTOR_", "TORCH_GLOO_", "TORCH_NCCL_", "TRITON_", "VLLM_",
 )  # fmt: skip
 """Variables that nothing reads as it is imported."""
@@ -87,6 +87,11 @@ class Asks:
         """Of a process, by its id: a fork has none of its own."""
         self.nursery = 0
         """The process that serves there."""
+        self.imported = 0
+        """How many starts of `MODULES` were no forks."""
+
+    def lost(self, words: Sequence[str]) -> None:
+        """Nobody serves there any more: the next time somebody else is asked."""
 
     def channel(self, words: Sequence[str]) -> socket.socket | None:
         return self.below.get(os.getpid())
@@ -149,6 +154,8 @@ class ForkingPopen(REAL):
                 self.pid, self._child_created = pid, True
                 self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
                 return
+        if not isinstance(args, str | bytes | os.PathLike) and _module(list(args)) in MODULES:
+            asks.imported += 1
         super()._execute_child(
             args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
             p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
@@ -176,13 +183,18 @@ def is_forked(args: Any, environment: Mapping[str, str]) -> bool:
 
 def fits(environment: Mapping[str, str]) -> bool:
     """Whether it is that of the nursery but for what nothing reads as it is imported."""
-    changed = {name for name in {*environment, *base} if environment.get(name) != base.get(name)}
-    other = [name for name in changed - MAY_DIFFER if not name.startswith(MAY_DIFFER_FROM)]
+    other = in_the_way(environment, base)
     if preloaded(environment) != preloaded(base):
         other.append("LD_PRELOAD")
     if other and os.environ.get("SIIRL_TEST_STARTS") == "tell":
         print(f"no fork, for the variables {other}", file=sys.stderr)
     return not other
+
+
+def in_the_way(environment: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
+    """The variables that differ, of those that something may read as it is imported."""
+    changed = {name for name in {*environment, *before} if environment.get(name) != before.get(name)}
+    return [name for name in changed - MAY_DIFFER if not name.startswith(MAY_DIFFER_FROM)]
 
 
 def preloaded(environment: Mapping[str, str]) -> list[str]:
@@ -212,9 +224,11 @@ def _ask(order: Mapping[str, Any], given: Sequence[int]) -> int | None:
             socket.send_fds(channel, [message], list(given))
             answer = channel.recv(64)
         except OSError:
-            return None
+            answer = b""
         finally:
             _libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    if not answer:
+        asks.lost(order["args"])
     return int(answer) if answer else None
 
 

@@ -1,0 +1,14 @@
+"""Cases of which `make test` takes a few; all others are slow."""
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import pytest
+
+
+def some(table: Iterable[Any], *often: Hashable) -> list[Any]:
+    """The cases of a table as parameters; those that are not in `often`, or whose name is not, are slow."""
+    return [
+        case if getattr(case, "name", case) in often else pytest.param(case, marks=pytest.mark.slow)
+        for case in table
+    ]
