@@ -167,12 +167,7 @@ RAY_PARTS = ("Ray worker", "Ray actor", "Ray raylet", "Ray machine")
 FAST = {
     ("rank 0", "write in memory", "SIGKILL"),
     ("launcher", "train", "SIGTERM"),
-    ("launcher", "train", "SIGSTOP"),
-    ("reward worker", "load", "SIGKILL"),
     ("reward worker", "scoring", "SIGKILL"),
-    ("reward keeper", "scoring", "SIGKILL"),
-    ("reward worker", "scoring", "SIGSEGV"),
-    ("reward worker", "scoring", "SIGSTOP"),
     ("memory keeper", "train", "SIGKILL"),
 }
 CASES = make_cases()

@@ -1,4 +1,4 @@
-"""Nine strikes in one run, and the table of all cases. The others are in test_chaos_FILE.py."""
+"""Four strikes in one run, and the table of all cases. The others are in test_chaos_FILE.py."""
 
 import contextlib
 import json
@@ -44,5 +44,5 @@ def test_results_are_equal_but_for_what_rounding_changes(metric, differs_by, equ
 
 
 @pytest.mark.timeout(900)
-def test_nine_strikes_in_one_run_change_nothing(inputs, undisturbed, tmp_path):
+def test_four_strikes_in_one_run_change_nothing(inputs, undisturbed, tmp_path):
     take([case for case in CASES if case.fast], inputs, undisturbed, tmp_path)

@@ -44,11 +44,11 @@ def scenario(name: str, world: int, model: str = "qwen3_untied", split: str = "e
 
 
 FEW = [
-    scenario("pp2, vpp2", 2, "qwen3_tied", overrides=TOKEN_BUDGET, pp=2, vpp=2),
     scenario("pp2, tp2, sequence parallel", 4, overrides=[SEQUENCE_PARALLEL], pp=2, tp=2),
     scenario("cp2", 2, overrides=TOKEN_BUDGET, cp=2),
 ]
 SLOW = [
+    scenario("pp2, vpp2", 2, "qwen3_tied", overrides=TOKEN_BUDGET, pp=2, vpp=2),
     scenario("tp2", 2, "qwen3_tied", tp=2),
     scenario("dp2, uneven rows", 2, "llama", split="uneven", overrides=TOKEN_BUDGET),
     scenario("one rank", 1),

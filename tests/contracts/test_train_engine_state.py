@@ -65,6 +65,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_two_one_and_three(model_dir, tmp
             torch.testing.assert_close(other[name], trained[name], atol=0.01 * cases.LR, rtol=0, msg=name)
 
 
+@pytest.mark.slow
 def test_muon_s_checkpoint_continues_bit_for_bit_and_nearly_so_on_another_number_of_ranks(
     model_dir, tmp_path
 ):

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from dist_harness import run_workers
@@ -97,6 +98,7 @@ def test_what_a_lost_machine_had_comes_back_from_the_next_one(tmp_path):
     assert run_workers(load, 3, str(tmp_path), 1) == [None] * 3, "two neighbours are gone, and so are files"
 
 
+@pytest.mark.slow
 def test_other_numbers_of_machines_and_ranks_go_on_from_memory(tmp_path):
     saved = run_workers(save, 4, str(tmp_path), 2)
     machines = [tmp_path / f"machine_{index}" for index in range(2)]

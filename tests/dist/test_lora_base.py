@@ -8,6 +8,7 @@ import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
+from some_cases import some
 from torch import Tensor, nn
 from train_engine_cases import Scenario
 
@@ -127,7 +128,7 @@ def model(tmp_path_factory) -> str:
     return str(make_tiny_model_dir(tmp_path_factory.mktemp("model"), heads=6, head_dim=8, init_std=0.2))
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world", some([1, 2, 3], 2))
 def test_adapters_on_one_base_train_as_on_copies_and_there_is_one_copy(model, world):
     for result in run_workers(shared_and_apart, world, model, deadline_s=120):
         for name in ADAPTERS:

@@ -87,6 +87,7 @@ def paths() -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_seven_models_of_different_layouts_on_four_ranks_train_as_if_alone(paths):
     references = {name: cases.run_reference(Path(path)).weights for name, path in paths.items()}
     critic = heads.plain_training(paths[CRITIC.model]).weights

@@ -55,11 +55,11 @@ def megatron(world: int, *overrides: str, split: str = "even", **sizes: int) -> 
 
 
 SCENARIOS = [
-    Scenario("fsdp", 4, split="uneven"),
     megatron(4, "sequence_parallel=True", tp=2, pp=2),
     *(
         pytest.param(scenario, marks=pytest.mark.slow)
         for scenario in (
+            Scenario("fsdp", 4, split="uneven"),
             Scenario("fsdp, one rank", 1),
             Scenario("fsdp, two pairs share rows", 4, split="uneven", sizes=(("cp", 2),)),
             megatron(1),

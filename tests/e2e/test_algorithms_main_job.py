@@ -68,15 +68,9 @@ def workflow(name: str, folder) -> list[str]:
     }[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        "remax",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gdpo", "maxrl", "optimal_token_baseline", "pf_ppo", "filter", "full_kl")
-        ),
-    ],
+    "name", ["remax", "gdpo", "maxrl", "optimal_token_baseline", "pf_ppo", "filter", "full_kl"]
 )
 def test_the_workflow_is_the_same_on_one_rank_and_on_two(inputs, tmp_path, name):
     more = workflow(name, tmp_path)

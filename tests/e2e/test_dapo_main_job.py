@@ -128,9 +128,8 @@ def resume_with_leftovers(run) -> tuple[int, tuple[str, str]]:
     return step, ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
 
 
-@pytest.mark.parametrize(
-    ("world_size", "ledger"), [pytest.param(1, "off", marks=pytest.mark.slow), (2, "rows")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "ledger"), [(1, "off"), (2, "rows")])
 def test_leftover_groups_survive_a_checkpoint(inputs, one_rank, tmp_path, world_size, ledger):
     step, resume = resume_with_leftovers(one_rank)
     resumed = run_job(world_size, overrides(inputs, tmp_path, *DAPO, *resume, f"trainer.ledger={ledger}"))

@@ -106,6 +106,7 @@ def form(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.slow
 def test_two_reward_functions_with_weights_have_a_curve_each_wherever_rewards_are_shown(project):
     (project / "two.py").write_text(TWO_FUNCTIONS)
     pq.write_table(pq.read_table(project / "inputs/test.parquet").slice(0, 4), project / "inputs/few.parquet")

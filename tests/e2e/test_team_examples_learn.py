@@ -39,10 +39,8 @@ def test_a_player_learns_the_right_moves_from_playing_itself(tmp_path):
 TURNS = {"reasoner_actor": (2, 4), "planner_worker": (2, 3), "self_play": (1, 8)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "planner_worker" else pytest.param(name, marks=pytest.mark.slow) for name in TURNS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TURNS)
 def test_the_workflow_trains_by_the_keys_of_the_script(name, tmp_path, monkeypatch):
     prepare = importlib.import_module("examples.multi_agent.prepare")
     prepare.write(prepare.TASKS[name], tmp_path / f"{name}_0", 16, seed=0)

@@ -16,12 +16,9 @@ LEARNT = {
 """Page -> what its run reaches in the last validation, at least."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=() if page.stem == "policies" else pytest.mark.slow) for page in PAGES],
-    ids=lambda page: page.stem,
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_tutorial_does_what_it_says_up_to_its_training(page, tmp_path):
     found = [block for block in blocks(page) if not block.trains]
     assert any("check" in block.text for block in found if block.kind == "commands")

@@ -78,7 +78,7 @@ def test_teams_balance_as_well_as_if_all_rows_were_known_and_move_what_is_too_mu
     monkeypatch.setattr(teams, "MOST_ROWS", 1024)
     rng = np.random.default_rng(0)
     seen: set[int] = set()
-    for case in range(32):
+    for case in range(16):
         num_batches = int(rng.choice([1, 1, 2, 4]))
         world, row_id, group, cost, shared, shard = rows_of(rng, 64, split, num_batches)
         ids, there = world.there()

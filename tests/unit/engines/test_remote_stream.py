@@ -275,11 +275,11 @@ def test_a_client_that_dies_is_named():
 
 def test_a_client_that_says_what_nobody_understands_is_named_at_once(caplog):
     with serving(Script(), [2]) as (address, errors):
-        client = RemoteStream(address, 2, 10.0)
+        client = RemoteStream(address, 2, 60.0)
         client._channel.send(Unanswered("key 1", "", ""))  # what only servers say
         before = time.monotonic()
     assert "rank 2 has gone before it closed its stream" in str(errors[0])
-    assert time.monotonic() - before < 5 and "Invalid value 'unanswered'" in caplog.text
+    assert time.monotonic() - before < 30 and "Invalid value 'unanswered'" in caplog.text
     client.close()
 
 

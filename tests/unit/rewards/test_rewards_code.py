@@ -117,7 +117,7 @@ def test_many_slow_tests_stop_at_the_time_of_the_sample():
     truth = {"inputs": ["x"] * 50, "outputs": ["x"] * 50}
     start = time.monotonic()
     result = score("import time; time.sleep(0.4); print('x')", truth, sample_timeout_s=1.0, continuous=True)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15  # of the 20 that all would take
     assert result["verdict"] == "timeout" and 0 < result["passed"] < 5
 
 

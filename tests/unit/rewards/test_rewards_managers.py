@@ -141,7 +141,7 @@ def test_a_hanging_sample_of_the_parallel_manager_delays_only_itself(scorer_of, 
     start = time.monotonic()
     scored = scorer.submit(rows_of(tokenizer, ["9", *"1" * 40])).result()
     assert scored["score"].tolist() == [0.0] + [1.0] * 40
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 30  # of the 41 that each of its time would take
 
 
 def test_the_dapo_manager_notes_whether_the_answer_is_right(scorer_of, tokenizer):

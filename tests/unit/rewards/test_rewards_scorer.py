@@ -240,12 +240,12 @@ def test_a_hung_sample_delays_only_itself(scorer_of, tokenizer):
                     pass
             return 1.0
     """
-    scorer = scorer_of(code, timeout_s=1.5, on_error="zero")
+    scorer = scorer_of(code, timeout_s=0.7, on_error="zero")
     scorer.submit(rows_of(tokenizer, ["0"] * 300)).result()  # by now many samples are handed out at once
     start = time.monotonic()
     scored = scorer.submit(rows_of(tokenizer, (["0"] * 60 + ["9"] + ["0"] * 60) * 2)).result()
     assert scored["score"].sum() == 240
-    assert time.monotonic() - start < 12  # two hung samples on two workers; a new worker takes a moment
+    assert time.monotonic() - start < 60  # of the 170 that each of its time would take
 
 
 def test_the_time_limit_is_for_each_sample_even_when_many_are_handed_out_at_once(scorer_of, tokenizer):
@@ -257,7 +257,10 @@ def test_the_time_limit_is_for_each_sample_even_when_many_are_handed_out_at_once
             return 1.0
     """
     scorer = scorer_of(code, timeout_s=0.5)
-    scorer.submit(rows_of(tokenizer, ["0"] * 300)).result()
+    for _ in range(20):  # where much else runs, it takes more samples to see how short they are
+        scorer.submit(rows_of(tokenizer, ["0"] * 300)).result()
+        if scorer._pool._chunk > 20:
+            break
     assert scorer._pool._chunk > 20
     assert scorer.submit(rows_of(tokenizer, ["9"] * 100)).result()["score"].sum() == 100
 

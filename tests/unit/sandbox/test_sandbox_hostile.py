@@ -164,7 +164,7 @@ def test_a_batch_keeps_its_order_and_a_hanging_program_delays_only_itself():
     hung, *rest = run_batch(jobs, 2, Limits(time_s=2.0))
     assert hung.status == "timeout"
     assert [int(result.stdout) for result in rest] == [number**2 for number in range(20)]
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30  # of the 42 that each of its time would take
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../escape", "a/../../b", ""])
