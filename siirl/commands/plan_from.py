@@ -21,7 +21,6 @@ from siirl.compiler.cost.calibration import (
     Calibration,
     calibrated,
     lengths_under,
-    staleness_of,
     step_means,
 )
 from siirl.compiler.cost.device_kinds import CPU, DeviceKind, chosen_device
@@ -112,7 +111,7 @@ def what_if(folder: Path, overrides: list[str], device: str | None, trust: bool)
     body = [
         *_parts_table(before, after, calibration.rest_s),
         *_memory(base, changed, means),
-        *_staleness(base, changed, means),
+        *_staleness(base, changed, means, after),
         *(f"not counted: {line}" for line in after.not_counted),
         *(f"assumed: {line}" for line in dict.fromkeys([*lines, *_assumed(base, before, after)])),
     ]
@@ -227,7 +226,7 @@ def _memory(base: Case, changed: Case, means: Mapping[str, float]) -> Iterator[s
             more = max(now.values()) - max(was.values())
             yield f"memory: {recorded:.2f} GiB of a process recorded, {recorded + more:.2f} changed"
         return
-    ratios = {node: means[name] / was[node] for node in was if (name := f"memory/{node}_device_gib") in means}
+    ratios = {node: held / was[node] for node in was if (held := _held_gib(node, means))}
     usual = fmean(ratios.values()) if ratios else 1.0
     found = {node: gib * ratios.get(node, usual) for node, gib in now.items()}
     node = max(found, key=lambda one: found[one])
@@ -240,14 +239,20 @@ def _memory(base: Case, changed: Case, means: Mapping[str, float]) -> Iterator[s
     yield f"memory: {recorded}{taken} of {of} GiB changed, in {node}{fits}"
 
 
-def _staleness(base: Case, changed: Case, means: Mapping[str, float]) -> Iterator[str]:
+def _held_gib(node: str, means: Mapping[str, float]) -> float:
+    """The most that a device held in a phase, 0 if it is not known. The whole device is looked at when a
+    phase begins and ends, and what its allocator took in between may be gone by then."""
+    kinds = ("device", "reserved", "peak")
+    return max(means.get(f"memory/{node}_{kind}_gib", 0.0) for kind in kinds)
+
+
+def _staleness(base: Case, changed: Case, means: Mapping[str, float], after: StepTime) -> Iterator[str]:
     """Of each rollout in whose steps rows may be of older weights."""
     for name, node in changed.plan.nodes.items():
         was = base.plan.nodes[name].max_lag if name in base.plan.nodes else 0
         if not (node.max_lag or was):
             continue
-        rollout = changed.configs[name].actor_rollout_ref.rollout
-        mean = staleness_of(node.max_lag, rollout.surplus)
+        mean = after.staleness.get(name, 0.0)
         recorded = means.get("rollout/staleness", means.get(f"agent_{node.agent}/rollout/staleness"))
         if base.plan.nodes[name] == node and recorded is not None:
             mean = recorded

@@ -98,12 +98,3 @@ def lengths_under(lengths: Lengths, most_before: int, most: int, truncated: floa
     more = most - most_before
     further = (1 - (1 - ends) ** more) / ends if ends > 0 else float(more)
     return replace(lengths, response=lengths.response + truncated * further, sampled=())
-
-
-def staleness_of(max_lag: int, surplus: float) -> float:
-    """Mean steps between a response's first token and its training, with so much over-sampling.
-
-    By Little's law: one batch is trained in each step, so what is in flight with `surplus` batches more than
-    that waits for so many steps; never more than max_lag.
-    """
-    return min(float(max_lag), surplus)

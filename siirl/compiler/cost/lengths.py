@@ -145,28 +145,30 @@ def _mean_square(lengths: tuple[int, ...]) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def decoding(
-    tokens: RowTokens, rows: int, at_once: int, engines: int, batches: float
-) -> tuple[tuple[float, float], ...]:
+def decoding(tokens: RowTokens, rows: int, at_once: int, engines: int) -> tuple[tuple[float, float], ...]:
     """(steps, rows that decode in each) of the engine that has the longest response.
 
     rows: that a step takes of each of so many engines. at_once: that an engine decodes; others wait until one
-    ends. batches: of so many rows, that are in flight at once: a response may last as many steps of training.
+    ends.
     """
-    if batches > 1:
-        steps = max(rows * tokens.response / at_once, tokens.longest(rows * engines) / batches)
-        return ((steps, rows * tokens.response / steps),)
     if not tokens.lengths:
         rounds = math.ceil(rows / at_once)
         return ((rounds * tokens.response, rows / rounds),)
-    return _in_turn(tokens, rows, at_once, engines)
+    return _in_turn(in_order(tokens, rows, engines), at_once)
 
 
-def _in_turn(tokens: RowTokens, rows: int, at_once: int, engines: int) -> tuple[tuple[float, float], ...]:
-    """(steps, rows in each) until all have ended: one begins as another ends, the longest amid them."""
+def in_order(tokens: RowTokens, rows: int, engines: int) -> list[int]:
+    """Lengths of the rows of the engine that has the longest of so many engines, which is amid them."""
+    if not tokens.lengths:
+        return [tokens.response] * rows
     golden = (math.sqrt(5) - 1) / 2  # spreads lengths evenly over the order in which rows begin
     order = [tokens.lengths[int(golden * row % 1 * len(tokens.lengths))] for row in range(rows)]
     order[rows // 2] = tokens.longest(rows * engines)
+    return order
+
+
+def _in_turn(order: Sequence[int], at_once: int) -> tuple[tuple[float, float], ...]:
+    """(steps, rows in each) until all have ended: one begins as another ends."""
     ends = order[:at_once]
     heapq.heapify(ends)
     spans, now = [], 0

@@ -15,6 +15,7 @@ from siirl.compiler.cost.lengths import Lengths, RowTokens
 from siirl.compiler.cost.work import (
     PackedRows,
     Work,
+    engine_flow,
     host_work,
     model_pass,
     packed_rows,
@@ -67,6 +68,8 @@ class StepTime:
     """A line each."""
     tokens: int = 0
     """Of the rows that a step trains on."""
+    staleness: dict[str, float] = field(default_factory=dict)
+    """Node with asynchronous rollouts -> mean steps between a response's first token and its training."""
     beside: float = 0.0
     """Seconds of a rollout that go on while others train."""
 
@@ -266,6 +269,9 @@ def _rollout_parts(walk: _Walk, name: str, model: ModelPlan, cfg: Config) -> dic
     tokens = walk.row_tokens(cfg)
     work = rollout_work(model, cfg, shape, tokens, rows, device_bytes, flops, walk.machine)
     parts = walk.parts(work)
+    if rollout.max_lag:
+        found = engine_flow(model, cfg, shape, tokens, rows, device_bytes)
+        walk.found.staleness[name] = found.staleness
     constants = walk.device.constants
     if model.dims.world > 1:
         uneven = constants["slowest"].seconds(sum(parts.values()) * math.log2(model.dims.world))

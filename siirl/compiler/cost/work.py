@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from siirl.compiler.backends import backend_of
+from siirl.compiler.cost.in_flight import Flow, flow
 from siirl.compiler.cost.lengths import RowTokens, decoding
 from siirl.compiler.memory.estimate import (
     BYTES,
@@ -330,22 +331,15 @@ def rollout_work(
 ) -> Work:
     """What a rank of a vLLM engine does for the responses of a batch: of the engine with the longest one.
 
-    rows: in flight on the engine, those of a surplus too, of which a step takes its share. Rows that the KV
-    cache or max_num_seqs does not admit wait for others.
+    rows: in flight on the engine, those of a surplus too, of which a step takes its share.
     """
     rollout, tp = cfg.actor_rollout_ref.rollout, model.dims.tp
-    batches = 1 + rollout.surplus
-    own = math.ceil(rows / batches)
-    width = BYTES[rollout.dtype]
-    weights = shape.params * width / tp
-    row_bytes = 2 * shape.attending * shape.kv_width * width / min(tp, shape.kv_heads)
-    share = rollout.device_share
-    cache = max(share * device_bytes - weights - ENGINE_CONTEXT_BYTES, GIB)
-    at_once = max(1, min(rows, rollout.max_num_seqs, int(cache / row_bytes / tokens.held)))
-    prompts = own / batch_of(cfg).samples
-    prefill = 2 * active_layer_params(shape) * shape.layers * prompts * tokens.prompt
+    width, row_bytes = BYTES[rollout.dtype], _row_bytes(cfg, shape, tp)
+    own, found = _own(cfg, rows), engine_flow(model, cfg, shape, tokens, rows, device_bytes)
+    read = own / batch_of(cfg).samples * tokens.prompt + found.read_again
+    prefill = 2 * active_layer_params(shape) * shape.layers * read
     steps, products = 0.0, 0.0
-    for more, together in decoding(tokens, own, at_once, model.dims.dp, batches):
+    for more, together in found.spans:
         steps += more
         products += more * _weights_of_a_token(shape, width, together, flops_of_a_byte) / tp
     cached = tokens.prompt * tokens.response + tokens.response_square / 2
@@ -360,6 +354,34 @@ def rollout_work(
         work["network"] = 4.0 * shape.layers * own * tokens.response * shape.hidden * width * (tp - 1) / tp
         work["decode_hop"] = work["decode_exchange"] * 2 * math.log2(tp / machine)
     return work
+
+
+def engine_flow(
+    model: ModelPlan, cfg: Config, shape: ModelShape, tokens: RowTokens, rows: int, device_bytes: float
+) -> Flow:
+    """What an engine decodes in a step. rows: as for rollout_work; those that the KV cache or max_num_seqs
+    does not admit wait for others."""
+    rollout, tp = cfg.actor_rollout_ref.rollout, model.dims.tp
+    weights = shape.params * BYTES[rollout.dtype] / tp
+    cache = max(rollout.device_share * device_bytes - weights - ENGINE_CONTEXT_BYTES, GIB)
+    room = int(cache / _row_bytes(cfg, shape, tp) / tokens.held)
+    at_once = max(1, min(rows, rollout.max_num_seqs, room))
+    own, samples, engines = _own(cfg, rows), batch_of(cfg).samples, model.dims.dp
+    if not rollout.max_lag:
+        return Flow(decoding(tokens, own, at_once, engines), 0.0, 0.0)
+    groups = max(1, own // samples)
+    return flow(tokens, groups, samples, at_once, engines, rollout.surplus, rollout.max_lag)
+
+
+def _own(cfg: Config, rows: int) -> int:
+    """Rows that an engine gives in a step, of those that are in flight on it."""
+    return math.ceil(rows / (1 + cfg.actor_rollout_ref.rollout.surplus))
+
+
+def _row_bytes(cfg: Config, shape: ModelShape, tp: int) -> float:
+    """Keys and values of a token."""
+    width = BYTES[cfg.actor_rollout_ref.rollout.dtype]
+    return 2 * shape.attending * shape.kv_width * width / min(tp, shape.kv_heads)
 
 
 def _weights_of_a_token(shape: ModelShape, width: int, together: float, flops_of_a_byte: float) -> float:

@@ -7,8 +7,10 @@ from statistics import fmean
 
 import pytest
 
+from siirl.compiler.cost.in_flight import Flow, Group, flow, may_end
 from siirl.compiler.cost.lengths import RowTokens, decoding, lengths_of
 from siirl.errors import ConfigError
+from siirl.nodes.deadlines import is_enough
 
 
 def geometric(rng: random.Random, mean: int, most: int) -> int:
@@ -50,22 +52,54 @@ def test_decoding_takes_as_many_steps_as_drawn_lengths_do(rows, at_once, engines
             ends.append(max(busy))
         slowest.append(max(ends))
     tokens = lengths_of("128+600").up_to(8192)
-    spans = decoding(tokens, rows, at_once, engines, batches=1)
+    spans = decoding(tokens, rows, at_once, engines)
     assert sum(steps for steps, _ in spans) == pytest.approx(fmean(slowest), rel=0.12)
     assert max(live for _, live in spans) <= at_once
     assert sum(steps * live for steps, live in spans) == pytest.approx(rows * 600, rel=0.12)
 
 
+def decoded(found: Flow) -> tuple[float, float]:
+    """(tokens one after the other, tokens of all rows) of a step."""
+    return sum(steps for steps, _ in found.spans), sum(steps * live for steps, live in found.spans)
+
+
 def test_batches_in_work_at_once_share_the_wait_for_the_longest():
     tokens = lengths_of("128+600").up_to(8192)
-    alone = sum(steps for steps, _ in decoding(tokens, 256, 256, 1, batches=1))
-    for batches in (2, 3):
-        ((steps, live),) = decoding(tokens, 256, 256 * batches, 1, batches=batches)
-        assert steps == pytest.approx(alone / batches, rel=0.05) and steps * live == pytest.approx(256 * 600)
-    ((steps, live),) = decoding(tokens, 256, 16, 1, batches=2)
-    assert (steps, live) == (256 * 600 / 16, 16)  # no more than fit decode at once
-    ((steps, live),) = decoding(RowTokens(128, 600), 256, 512, 1, batches=2)
-    assert (steps, live) == (300, 512)
+    alone = sum(steps for steps, _ in decoding(tokens, 256, 256, 1))
+    for lag in (1, 2):
+        steps, all_tokens = decoded(flow(tokens, 32, 8, 256 * (1 + lag), 1, lag, lag))
+        assert steps == pytest.approx(alone / (1 + lag), rel=0.05)
+        assert all_tokens == pytest.approx(256 * 600, rel=0.05)
+    found = flow(tokens, 32, 8, 16, 1, 1, 1)
+    assert all(live <= 16 for _, live in found.spans)  # no more than fit decode at once
+    assert decoded(found)[0] == pytest.approx(256 * 600 / 16, rel=0.05)
+
+
+def test_alike_rows_of_two_batches_end_together_and_half_of_them_wait_a_step():
+    found = flow(RowTokens(128, 600), 32, 8, 512, 1, 1, 1)
+    assert decoded(found) == pytest.approx((300, 256 * 600)) and {live for _, live in found.spans} == {512}
+    assert (found.read_again, found.staleness) == (0, 0.5)
+
+
+def test_what_goes_on_is_read_again_in_each_step():
+    tokens = lengths_of("128+600").up_to(8192)
+    read = [flow(tokens, 32, 8, 1024, 1, lag, lag).read_again for lag in (1, 2, 3)]
+    assert 128 < read[0] < read[1] < read[2]
+    assert flow(tokens, 32, 8, 1024, 1, 0, 1).read_again == 0
+
+
+def test_a_step_ends_when_the_engine_ends_it():
+    rng = random.Random(0)
+    for _ in range(300):
+        lag, batch, step = rng.randint(1, 3), rng.randint(1, 4), 9
+        line = [Group(rng.randint(0, 1), rng.choice([None, *range(step - lag, step + 1)])) for _ in range(10)]
+        line.sort(key=lambda group: step if group.begun is None else group.begun)
+        if sum(not group.left for group in line) < batch:
+            continue
+        num_open = {number: group.left for number, group in enumerate(line)}
+        oldest = {n: step if group.begun is None else group.begun for n, group in enumerate(line)}
+        ends = is_enough(num_open, oldest, batch, batch, step, lag)
+        assert ends == (may_end(line, batch, step, lag) or not any(num_open.values())), line
 
 
 def run_folder(folder, steps, kept=()):
