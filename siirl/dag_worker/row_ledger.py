@@ -210,10 +210,15 @@ class RowLedger:
         if "advantage" in rows.keys():
             of_row["advantage"] = _token_mean(rows["advantage"], mask_BT)
         of_row |= {"score": rows["score"]} if "score" in rows.keys() else {}
-        for number, (mine_B, means) in enumerate(taken.updates):
-            told = of_row | {"clipped" if name == "clip" else name: mean for name, mean in means.items()}
-            columns = {name: column[mine_B] for name, column in told.items()} | {"update": number}
-            self._add("trained", context.step, context.agent, int(mine_B.sum()), columns)
+        rows_of = [mine_B.nonzero().squeeze(-1) for mine_B, _ in taken.updates]
+        counts, every = torch.tensor([len(mine) for mine in rows_of]), torch.cat(rows_of)
+        columns = {name: column[every] for name, column in of_row.items()}
+        columns["update"] = torch.arange(len(rows_of)).repeat_interleave(counts)
+        told = [(mine, means) for mine, (_, means) in zip(rows_of, taken.updates, strict=True) if len(mine)]
+        for name in told[0][1] if told else ():
+            column = torch.cat([means[name][mine] for mine, means in told])
+            columns["clipped" if name == "clip" else name] = column
+        self._add("trained", context.step, context.agent, len(every), columns)
         if self._tokens is not None:
             numbers = {name: rows[name] for name in TOKEN_NUMBERS if name in rows.keys()} | taken.tokens
             ids = {"token": rows["response_ids"], "id": rows[LEDGER_ID]}

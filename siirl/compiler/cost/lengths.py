@@ -169,7 +169,7 @@ def in_order(tokens: RowTokens, rows: int, engines: int) -> list[int]:
 
 def _in_turn(order: Sequence[int], at_once: int) -> tuple[tuple[float, float], ...]:
     """(steps, rows in each) until all have ended: one begins as another ends."""
-    ends = order[:at_once]
+    ends = list(order[:at_once])
     heapq.heapify(ends)
     spans, now = [], 0
     for length in [*order[at_once:], *(0 for _ in order[:at_once])]:
