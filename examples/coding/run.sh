@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A coding agent, mini-swe-agent, learns to mend 20 small repositories, on CPU: bash examples/coding/run.sh [key=value ...]
-# AGENT_PYTHON is a Python with the package mini-swe-agent; CODING_DIR (outputs/coding) holds inputs and results.
+# AGENT_PYTHON is a Python with the package mini-swe-agent; AGENT=shell does without it: the model says commands turn by turn.
+# CODING_DIR (outputs/coding) holds inputs and results.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -11,18 +12,20 @@ if [[ ! -e $OUT/model ]]; then
   "$PYTHON" -m examples.coding.prepare --out "$OUT"
 fi
 rm -f "$FILE" # of an earlier run
-"$AGENT_PYTHON" examples/coding/agents.py "$FILE" --config examples/coding/tiny.yaml --agents 4 &
-AGENTS=$!
-trap 'kill "$AGENTS" 2>/dev/null || true' EXIT
+if [[ ${AGENT:-} != shell ]]; then
+  "$AGENT_PYTHON" examples/coding/agents.py "$FILE" --config examples/coding/tiny.yaml --agents 4 &
+  AGENTS=$!
+  trap 'kill "$AGENTS" 2>/dev/null || true' EXIT
+fi
 "$PYTHON" -m siirl.main_dag \
-  dag.workflow_path=examples/coding/coder.yaml \
+  dag.workflow_path="examples/coding/${AGENT:-coder}.yaml" \
   algorithm.adv_estimator=grpo \
   algorithm.norm_adv_by_std_in_grpo=False \
   data.train_files="$OUT/tasks" \
   data.val_files="$OUT/tasks" \
   data.train_batch_size=4 \
   data.max_prompt_length=48 \
-  data.max_response_length=24 \
+  data.max_response_length=64 \
   actor_rollout_ref.model.path="$OUT/model" \
   actor_rollout_ref.model.enable_gradient_checkpointing=False \
   actor_rollout_ref.actor.optim.lr=2e-3 \

@@ -53,6 +53,7 @@ ASKS_FOR = {
     "sft_grpo": GROUPS,
     "two_teachers": TEACHER,
     "coder": GROUPS,
+    "shell": GROUPS,
     "shop": GROUPS,
     "shopper": GROUPS,
     "solver_verifier": GROUPS,

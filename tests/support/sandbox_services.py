@@ -5,6 +5,7 @@ service answers.
 """
 
 import importlib.machinery
+import os
 import shutil
 import subprocess
 import sys
@@ -244,3 +245,27 @@ def make_image(podman: str, folder: Path, name: str) -> str | None:
     subprocess.run(["tar", "-C", str(root), "-cf", str(packed), "."], check=True)
     ended = subprocess.run([podman, "import", str(packed), name], capture_output=True, text=True, check=False)
     return ended.stderr[-300:] if ended.returncode else None
+
+
+HYBRID = 'umount -l /sys/fs/cgroup/unified; exec /usr/bin/podman "$@"'
+"""crun refuses cgroups of both versions beside each other: podman gets a view of the machine without one."""
+
+
+def podman_here(folder: Path) -> dict:
+    """Settings of a sandbox of podman that works here, and the PATH with which it does; skips without one."""
+    if not Path("/usr/bin/podman").exists():
+        pytest.skip("no podman here")
+    script = folder / "podman"
+    script.write_text(f"#!/bin/sh\nexec unshare -m sh -c '{HYBRID}' podman \"$@\"\n")
+    script.chmod(0o755)
+    limits = ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"]
+    image = "siirl-test-programs"
+    if problem := make_image("/usr/bin/podman", folder, image):
+        pytest.skip(f"podman imports no image: {problem}")
+    for path in (os.environ["PATH"], f"{folder}:{os.environ['PATH']}"):
+        trial = ["podman", "run", "--rm", "--network=none", *limits, image, "sh", "-c", "echo 42"]
+        env = {**os.environ, "PATH": path}
+        ended = subprocess.run(trial, env=env, capture_output=True, text=True, check=False)
+        if ended.stdout == "42\n":
+            return {"path": path, "image": image, "options": limits, "memory_mb": 256, "workdir": "/app"}
+    pytest.skip(f"podman runs no container here: {ended.stderr[-300:]}")

@@ -13,6 +13,7 @@ from siirl.data.task_folders import read_task, reward_in, reward_of_pytest
 from siirl.errors import DagError, DataError, EpisodeFailed
 from siirl.sandbox.box import strongest_isolation
 from siirl.sandbox.sandboxes import SandboxSettings
+from tests.support.sandbox_services import podman_here
 from tests.support.task_folders import harbor, terminal_bench, write
 
 pytestmark = pytest.mark.heavy
@@ -219,3 +220,17 @@ def test_rewards_are_read_as_the_layouts_have_them():
     assert reward_of_pytest(f"{summary.replace('PASSED', 'SKIPPED')}") == 0.0
     with pytest.raises(ValueError):
         reward_of_pytest("PASSED a.py::x")
+
+
+@pytest.mark.slow
+def test_the_image_of_a_task_is_built_of_its_dockerfile_and_plays_it(tmp_path, monkeypatch):
+    podman = podman_here(tmp_path)
+    monkeypatch.setenv("PATH", podman.pop("path"))
+    image = podman.pop("image")
+    text = f"FROM {image}\nWORKDIR /app\nCOPY hint.txt .\nRUN cp hint.txt made && cat made\n"
+    row = row_of(harbor(tmp_path / "t", dockerfile=text))[0]
+    run = TaskRun(row, {"kind": "podman", **podman})
+    assert run.exec("grep -c : /proc/net/dev").output == "1\n", "it has more than the loopback interface"
+    assert run.exec("cat made; pwd").output == "a colour/app\n"
+    assert run.score() == 0.0 and run.solve().exit_code == 0 and run.score() == 1.0
+    run.close()

@@ -18,8 +18,6 @@ from tests.support import sandbox_services
 pytestmark = pytest.mark.heavy
 SERVICES = ("daytona", "modal", "e2b")
 UNCONFINED = "no namespaces here: the local sandbox refuses shell commands"
-HYBRID = 'umount -l /sys/fs/cgroup/unified; exec /usr/bin/podman "$@"'
-"""crun refuses cgroups of both versions beside each other: podman gets a view of the machine without one."""
 
 
 def has_namespaces() -> bool:
@@ -28,24 +26,7 @@ def has_namespaces() -> bool:
 
 @pytest.fixture(scope="module")
 def podman(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Settings of a sandbox of podman that works here."""
-    if not Path("/usr/bin/podman").exists():
-        pytest.skip("no podman here")
-    folder = tmp_path_factory.mktemp("podman")
-    script = folder / "podman"
-    script.write_text(f"#!/bin/sh\nexec unshare -m sh -c '{HYBRID}' podman \"$@\"\n")
-    script.chmod(0o755)
-    limits = ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"]
-    image = "siirl-test-programs"
-    if problem := sandbox_services.make_image("/usr/bin/podman", folder, image):
-        pytest.skip(f"podman imports no image: {problem}")
-    for path in (os.environ["PATH"], f"{folder}:{os.environ['PATH']}"):
-        trial = ["podman", "run", "--rm", "--network=none", *limits, image, "sh", "-c", "echo 42"]
-        env = {**os.environ, "PATH": path}
-        ended = subprocess.run(trial, env=env, capture_output=True, text=True, check=False)
-        if ended.stdout == "42\n":
-            return {"path": path, "image": image, "options": limits, "memory_mb": 256, "workdir": "/app"}
-    pytest.skip(f"podman runs no container here: {ended.stderr[-300:]}")
+    return sandbox_services.podman_here(tmp_path_factory.mktemp("podman"))
 
 
 @pytest.fixture(params=["local", *SERVICES, pytest.param("podman", marks=pytest.mark.slow)], scope="module")
