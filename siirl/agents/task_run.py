@@ -159,6 +159,20 @@ def shown(result: ExecResult, time_s: float) -> str:
     return f"{result.output.rstrip()}\n({ended}{cut})".lstrip("\n")
 
 
+TASKS = "sandbox:tasks"
+MOST_COMMANDS = 30
+
+
+def check_turns(env_kwargs: Mapping[str, Any], max_turns: int, who: str) -> None:
+    """DagError for a loop that ends before the tests of a task run, which would reward nothing."""
+    most = env_kwargs.get("max_commands", MOST_COMMANDS)
+    if isinstance(most, int) and max_turns < most:
+        raise DagError(
+            f"{who}: loop.max_turns = {max_turns} ends an episode before env_kwargs.max_commands = {most}, "
+            f"after which its tests run: it would have no reward. Set max_turns to {most} or more."
+        )
+
+
 class TaskEnvironment:
     """The environment of a folder of tasks: env_path sandbox:tasks. One agent acts, a command in each turn.
 
@@ -171,7 +185,7 @@ class TaskEnvironment:
         self,
         name: str,
         sandbox: dict[str, Any] | None = None,
-        max_commands: int = 30,
+        max_commands: int = MOST_COMMANDS,
         submit: str = "submit",
         intro: str | None = None,
         read: str | None = None,

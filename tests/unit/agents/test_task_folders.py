@@ -8,6 +8,7 @@ import pytest
 
 from siirl.agents.environments import HostedEnvironment, load_environment, reset_env, step_env
 from siirl.agents.task_run import DIED, UNREWARDED, TaskRun, bash_of, settings_for
+from siirl.cli import main
 from siirl.data.data_files import list_files, open_rows
 from siirl.data.task_folders import read_task, reward_in, reward_of_pytest
 from siirl.errors import DagError, DataError, EpisodeFailed
@@ -192,6 +193,17 @@ def test_check_refuses_settings_and_sandboxes_that_are_not_here(kwargs, told, mo
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(DagError, match=told):
         env_of(**kwargs)
+
+
+def test_check_refuses_a_loop_that_ends_before_the_tests(tmp_path, capsys):
+    """By the command that a user types."""
+    harbor(tmp_path / "tasks" / "one")
+    keys = [f"data.train_files={tmp_path / 'tasks'}", "dag.workflow_path=examples/coding/shell.yaml"]
+    keys += ["algorithm.adv_estimator=grpo", "dag.node_config.shell.env_kwargs.max_commands=4"]
+    assert main(["check", *keys, "trainer.device=cpu"]) == 2
+    assert "loop.max_turns = 3 ends an episode before env_kwargs.max_commands = 4" in "".join(
+        capsys.readouterr()
+    )
 
 
 @pytest.mark.parametrize(
