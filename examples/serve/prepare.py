@@ -146,8 +146,12 @@ def as_prompts(rows: list[dict[str, str]]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("outputs/serve"))
-    out, draw = parser.parse_args().out, random.Random(0)
+    parser.add_argument("--letters", action="store_true", help="the first model alone")
+    args = parser.parse_args()
+    out, draw = args.out, random.Random(0)
     make_letters(out / "letters")
+    if args.letters:
+        return
     chat = [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": right}]}
         for question, right, _ in sums(draw, 320)

@@ -17,11 +17,11 @@ tokens a second; beyond them it is told to come back.
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from siirl.service.commands import Command, Refused, num_tokens
+from siirl.service.commands import Command, ForwardBackward, Refused, num_tokens
 
 MOST_KEPT_BYTES = 1 << 30
 """When all answers are larger than this, the oldest of the tenant with most are forgotten."""
@@ -224,16 +224,33 @@ class Desk:
         """This and others that go with it, of each tenant in turn: of each training client the next one, of
         samplers all that are."""
         found, taken = [ticket], {ticket.lane}
+        trains = isinstance(ticket.command, ForwardBackward)
         with self._lock:
-            while len(found) < most:
+            others = sorted(self._tenants.items(), key=lambda one: one[1].served)
+            if trains:  # a pass that tenants share has one of each: more models are no larger share
+                self._add_like(
+                    [one for name, one in others if name != ticket.tenant], like, taken, found, most
+                )
+            while not (trains and len({one.tenant for one in found}) > 1):
                 before = len(found)
-                for tenant in sorted(self._tenants.values(), key=lambda one: one.served):
-                    if len(found) < most and (other := self._pop_like(tenant, like, taken)) is not None:
-                        found.append(other)
-                        taken.add(other.lane)
+                self._add_like([one for _, one in others], like, taken, found, most)
                 if len(found) == before:
                     break
         return found
+
+    def _add_like(
+        self,
+        tenants: Sequence[Tenant],
+        like: Callable[[Command | Refused | None], bool],
+        taken: set[str],
+        found: list[Ticket],
+        most: int,
+    ) -> None:
+        """One more of each, as far as it has one."""
+        for tenant in tenants:
+            if len(found) < most and (other := self._pop_like(tenant, like, taken)) is not None:
+                found.append(other)
+                taken.add(other.lane)
 
     def _pop_like(
         self, tenant: Tenant, like: Callable[[Command | Refused | None], bool], taken: set[str]

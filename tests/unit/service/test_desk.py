@@ -183,3 +183,18 @@ def test_a_session_that_is_over_leaves_nothing_behind():
     desk.done(running, b"late")
     desk.forget("x:train:0")
     assert not desk._tickets and not desk._lanes and not desk._tenants
+
+
+def test_a_pass_that_tenants_share_has_one_command_of_each_however_many_models_one_has():
+    desk = Desk()
+    for tenant, lanes in (("flood", 8), ("a", 1), ("b", 1)):
+        for lane in range(lanes):
+            desk.open_lane(f"{tenant}:{lane}", 1, tenant)
+            for number in range(1, 101):
+                desk.submit(f"{tenant}:{lane}", number, tokens(64))
+    for _ in range(100):
+        together = desk.take_like(desk.take(0.0), lambda command: isinstance(command, ForwardBackward))
+        assert len({ticket.tenant for ticket in together}) == len(together) == 3
+    desk.take_like(desk.take(0.0), lambda command: isinstance(command, ForwardBackward))
+    had = {name: tenant.tokens for name, tenant in desk.tenants().items()}
+    assert had["a"] == had["b"] == 6400 and had["flood"] == 6400 + 8 * 64, "alone it has all of its own"
