@@ -1,5 +1,6 @@
 """A node that is asked from outside: it carries out what clients want, one request after the other."""
 
+import contextlib
 import logging
 import re
 import secrets
@@ -39,6 +40,7 @@ from siirl.service.commands import (
     tokens_of,
 )
 from siirl.service.desk import Desk, Ticket
+from siirl.service.journal import Journal, Kept
 from siirl.service.saved_weights import OPERATOR
 from siirl.service.service_endpoint import Served, ServiceEndpoint
 from siirl.service.snapshot_sampling import Sampler
@@ -67,7 +69,9 @@ class Service:
         self.tenants = Tenants(cfg, self.folder / "models", engine)
         self.sampler = Sampler(cfg, sampler, base, self.tenants, node.tokenizer)
         self._cfg, self._stops = cfg, tuple(node.dialect.stop_ids)
+        self.journal = Journal(self.folder / "journal")
         self._endpoint: ServiceEndpoint | None = None
+        self._is_started = False
 
     @property
     def num_sessions(self) -> int:
@@ -110,9 +114,51 @@ class Service:
         return [ticket]
 
     def start(self) -> None:
-        """Listen, and say where. Idempotent. ConfigError for a key or an address that cannot be."""
-        if self._endpoint is not None or not self.is_first:
+        """Go on where an earlier server was killed; then listen, and say where. Idempotent. ConfigError for a
+        key or an address that cannot be."""
+        if self._is_started:
             return
+        endpoint = self._new_endpoint() if self.is_first else None
+
+        def kept() -> list[Kept]:
+            assert endpoint is not None
+            found = self.journal.kept()
+            gone = endpoint.restore(found)
+            for model in gone:
+                self.journal.forget(model)
+            return [one for one in found if one.model not in gone]
+
+        for one in self.tenants.on_first(kept):
+            self._restore(one)
+        self._is_started = True
+        if endpoint is not None:
+            self._listen(endpoint)
+
+    def _restore(self, kept: Kept) -> None:
+        if kept.state is not None:
+            self.tenants.restore(kept.model, kept.state)
+        for command in kept.commands:
+            if isinstance(command, ForwardBackward):
+                self.tenants.train([command])
+            elif isinstance(command, OptimStep):
+                with contextlib.suppress(Refused):
+                    self.tenants.step(command)
+            elif isinstance(command, CreateModel):
+                self.tenants.create(command)
+        log.info("%s goes on: %d commands were carried out again", kept.model, len(kept.commands))
+
+    def keep(self, tickets: Sequence[Ticket], commands: Sequence[Command], answers: Sequence[Any]) -> None:
+        """Have the journal hold what is about to be answered. On the first rank."""
+        for ticket, command, answer in zip(tickets, commands, answers, strict=True):
+            if isinstance(command, Release):
+                self.journal.forget(command.session)
+            elif not isinstance(command, Sample):
+                model, number = command.model, int(ticket.id.rpartition(":")[2])
+                is_due = self.journal.add(model, number, command, answer)
+                if is_due or (isinstance(command, LoadState) and not isinstance(answer, Exception)):
+                    self.journal.begin(model, *self.tenants.state_of(model))
+
+    def _new_endpoint(self) -> ServiceEndpoint:
         keys, data = self._cfg.service, self._cfg.data
         file = self.folder / "client.json"
         token = token_of(keys.token_env, "service.token_env") or kept_token(file)
@@ -126,10 +172,14 @@ class Service:
         longest = data.max_prompt_length + data.max_response_length
         served = Served(model.path, longest, self._stops, keys.idle_s, keys.max_models_per_tenant)
         tokens = {OPERATOR: token} | tenant_keys(keys.tenants_file)
-        endpoint = ServiceEndpoint(self.desk, served, self.folder / "models", tokens)
-        host, _, port = keys.address.rpartition(":")
+        self._token = token
+        return ServiceEndpoint(self.desk, served, self.folder / "models", tokens)
+
+    def _listen(self, endpoint: ServiceEndpoint) -> None:
+        model, file = self._cfg.actor_rollout_ref.model, self.folder / "client.json"
+        host, _, port = self._cfg.service.address.rpartition(":")
         endpoint.start(host.strip("[]"), int(port))
-        write_own(file, {"base_url": endpoint.url, "token": token})
+        write_own(file, {"base_url": endpoint.url, "token": self._token})
         log.info("clients find us at TINKER_BASE_URL=%s; their TINKER_API_KEY is in %s", endpoint.url, file)
         print(f"serving {model.path} at {endpoint.url}; the key is in {file}", flush=True)
         self._endpoint = endpoint
@@ -137,6 +187,7 @@ class Service:
     def close(self) -> None:
         """Answer nobody any more. Idempotent."""
         self.desk.close()
+        self.journal.close()
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
@@ -158,10 +209,13 @@ def asked(ctx: OpContext, rows: TensorDict, service: Service) -> TensorDict:
         started, name = time.perf_counter(), WORDS.sub("_", type(commands[0]).__name__).lower()
         with phase(name):
             answers = _answers(ctx, service, commands)
-        for ticket, answer in zip(tickets, answers, strict=False):
-            service.desk.done(ticket, _told(answer), tokens_of(ticket.command, answer))
+        if service.is_first:
+            told = [_told(one) for one in answers]
+            service.keep(tickets, commands, told)
+            for ticket, answer, found in zip(tickets, answers, told, strict=True):
+                service.desk.done(ticket, found, tokens_of(ticket.command, answer))
         taken = zip(commands, answers, strict=True)
-        stepped = any(isinstance(one, OptimStep) and isinstance(told, dict) for one, told in taken)
+        stepped = any(isinstance(one, OptimStep) and isinstance(answer, dict) for one, answer in taken)
         if service.is_first:
             ctx.metrics.sum(f"service/{name}_s", time.perf_counter() - started)
             ctx.metrics.sum(f"service/{name}_requests", len(commands))

@@ -124,6 +124,14 @@ class Desk:
                 who = self._tenants.setdefault(tenant, Tenant(credit=full, credited_s=self._clock()))
                 who.lanes.append(lane)
 
+    def restore(self, lane: str, number: int, tenant: str, answers: Sequence[tuple[int, Any]]) -> None:
+        """A lane of an earlier server: the number of its next command, and what others were answered."""
+        self.open_lane(lane, number, tenant)
+        for of, answer in answers:
+            with self._lock:
+                self._tickets[f"{lane}:{of}"] = ticket = Ticket(f"{lane}:{of}", None, lane, tenant)
+                self._finish(ticket, answer)
+
     def close_lanes(self, prefix: str) -> None:
         """Forget the lanes of a session that is over; what waits in them is refused."""
         with self._lock:

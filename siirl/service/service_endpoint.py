@@ -13,8 +13,8 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,10 @@ from siirl.service.commands import (
     SaveState,
 )
 from siirl.service.desk import ComeBack, Desk, Ticket
+from siirl.service.journal import Kept
 from siirl.service.rest_answers import TENANT, RestAnswers
 from siirl.service.saved_weights import OPERATOR, SavedWeights, labels_of, path_of
+from siirl.service.sessions import Model, Session, read_sessions, write_sessions
 from siirl.service.wire import MOST_SAMPLES, PROTOBUF, TrainingRequest, adam_step, sample_of
 
 log = logging.getLogger(__name__)
@@ -57,29 +59,6 @@ LOOK_S = 2.0
 ROOT = "/api/v1/"
 UNSERVED = "no adapter is trained on the embedding or the output layer: train_unembed is passed over"
 Answer = Callable[[Any, web.Request], Awaitable[Any]]
-
-
-@dataclass
-class _Model:
-    rank: int
-    created: Ticket | None = None
-
-    @property
-    def is_there(self) -> bool:
-        """Or may be soon."""
-        return self.created is None or not isinstance(self.created.answer, Exception)
-
-
-@dataclass
-class _Session:
-    tenant: str
-    seen_s: float
-    told: dict[str, Any]
-    """What the client says of itself: user_metadata, display_name."""
-    samplers: dict[str, str] = field(default_factory=dict)
-    """Id of a sampling session -> what it samples from."""
-    models: dict[str, _Model] = field(default_factory=dict)
-    """Each that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +83,33 @@ class ServiceEndpoint:
     def __init__(self, desk: Desk, served: Served, files: Path, keys: Mapping[str, str]) -> None:
         """files: of what was saved. keys: of each tenant, the server's own under OPERATOR."""
         self.url = ""
-        self.sessions: dict[str, _Session] = {}
+        self.sessions: dict[str, Session] = {}
         self._desk, self._served, self._keys = desk, served, dict(keys)
         self._saved = SavedWeights(files, keys[OPERATOR])
+        self._file = files.with_name("sessions.json")
         self._rest = RestAnswers(self, served.model, self._saved)
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
         self._unauthenticated = UnauthenticatedConnections(MOST_UNAUTHENTICATED)
+
+    def restore(self, kept: Sequence[Kept]) -> list[str]:
+        """Go on with the sessions of an earlier server; gives those of `kept` that belong to none of them.
+
+        kept: the models that were trained. Before `start`.
+        """
+        models = {one.model: one for one in kept}
+        self.sessions |= read_sessions(self._file, self._served.model)
+        for id, session in self.sessions.items():
+            for model in session.models:
+                found = models.pop(model, Kept(model))
+                self._desk.restore(model, found.number, session.tenant or id, found.answers)
+            for sampler in session.samplers:
+                self._desk.open_lane(sampler, None, session.tenant or id)
+        return list(models)
+
+    def _keep(self) -> None:
+        """Write which sessions there are."""
+        write_sessions(self._file, self._served.model, self.sessions)
 
     @property
     def num_sessions(self) -> int:
@@ -235,7 +234,8 @@ class ServiceEndpoint:
             raise ComeBack(f"{MOST_SESSIONS} sessions of this tenant are open: finish some")
         id = "-".join(["session", *([tenant] if tenant else []), secrets.token_hex(8)])
         told = {name: asked.get(name) for name in ("user_metadata", "display_name")}
-        self.sessions[id] = _Session(tenant, time.monotonic(), told)
+        self.sessions[id] = Session(tenant, time.monotonic(), told)
+        self._keep()
         return {"session_id": id, "type": "create_session", "warning_message": f"siirl: {UNSERVED}"}
 
     async def _heartbeat(self, asked: dict, request: web.Request) -> Any:
@@ -247,7 +247,7 @@ class ServiceEndpoint:
         self._end_session(id)
         return {}
 
-    def _session(self, id: str, request: web.Request) -> _Session:
+    def _session(self, id: str, request: web.Request) -> Session:
         """One of who asks."""
         session = self.sessions.get(id)
         if session is None or request[TENANT] not in (OPERATOR, session.tenant):
@@ -261,6 +261,7 @@ class ServiceEndpoint:
             if session.tenant == OPERATOR:
                 self._desk.forget(id)
             self._desk.submit_own(Release(id))
+            self._keep()
 
     async def _look_after(self) -> None:
         while True:
@@ -304,7 +305,8 @@ class ServiceEndpoint:
                     f"this tenant trains {most} models already (service.max_models_per_tenant): finish a "
                     "session"
                 )
-        session.models[model] = _Model(rank)
+        session.models[model] = Model(rank)
+        self._keep()
         return rank
 
     def _created(self, model: str, ticket: Ticket) -> Any:
@@ -384,7 +386,8 @@ class ServiceEndpoint:
 
     def _open_sampler(self, session: str, id: str, source: str, request: web.Request) -> None:
         here = self._session(session, request)
-        here.samplers.setdefault(id, source)
+        if here.samplers.setdefault(id, source) is source:
+            self._keep()
         self._desk.open_lane(id, None, here.tenant or session)
 
     async def _load_weights(self, asked: dict, request: web.Request) -> Any:

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from zlib import crc32
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -48,6 +50,8 @@ from siirl.service.saved_weights import check_room
 log = logging.getLogger(__name__)
 Weights = dict[str, Tensor]
 """An adapter on the host, under the names of RolloutEngine.weight_specs."""
+SAMPLER = re.compile(r"[\w-]+:sample:\d+")
+"""The id of a sampling session."""
 MLP = ("gate_proj", "up_proj", "down_proj")
 Found = TypeVar("Found")
 
@@ -172,6 +176,10 @@ class Tenants:
         if command.path is not None:
             self.on_first(lambda: self._write(command, weights, tenant, command.overwrite))
         if command.session is not None:
+            kept = self._kept(command.session)
+            rank = {"rank": str(tenant.spec.rank)}
+            self.on_first(lambda: kept.parent.mkdir(parents=True, exist_ok=True))
+            self.on_first(lambda: save_file(weights, kept, rank))
             self._snapshots[command.session] = Snapshot(weights, tenant.spec.rank)
 
     def save_external(self, command: SaveExternal) -> None:
@@ -221,6 +229,10 @@ class Tenants:
         """That of a sampling session, or of a path. Refused for a name that there is not."""
         if source in self._snapshots:
             return self._snapshots[source]
+        if SAMPLER.fullmatch(source) and self.on_first(self._kept(source).exists):
+            rank, weights = self.on_first(lambda: _read_snapshot(self._kept(source)))
+            self._snapshots[source] = Snapshot(weights, rank)
+            return self._snapshots[source]
         if PATH.fullmatch(source) is None or "/sampler_weights/" not in source:
             raise Refused(f"{source!r} names no weights that can be sampled from")
         told, stored = self.on_first(lambda: self.read(source))
@@ -231,6 +243,23 @@ class Tenants:
         for held in (self._tenants, self._snapshots):
             for name in [name for name in held if name.startswith(f"{session}:")]:
                 del held[name]
+        if self.engine.group.rank() == 0:
+            for path in self._kept(session).parent.glob(f"{session}:*"):
+                path.unlink(missing_ok=True)
+
+    def restore(self, model: str, state: Mapping[str, Any]) -> None:
+        """A model as `state_of` gave it."""
+        self.create(CreateModel(model, AdapterSpec(**state["spec"])))
+        self._of(model).trained.load(state["tensors"], True, state["version"])
+
+    def state_of(self, model: str) -> tuple[AdapterSpec, int, Weights]:
+        """What a model is, without the gradient so far. Local."""
+        tenant = self._of(model)
+        return tenant.spec, tenant.trained.version, tenant.trained.state()
+
+    def _kept(self, session: str) -> Path:
+        """Where the adapter of a sampling session is."""
+        return self._folder.with_name("sessions") / f"{session}.safetensors"
 
     def file(self, path: str) -> Path:
         """Where the tensors of a path are. Refused for what is no path."""
@@ -283,6 +312,11 @@ class Tenants:
         if model not in self._tenants:
             raise Refused(f"there is no model {model!r}: its session is over, or it was not created")
         return self._tenants[model]
+
+
+def _read_snapshot(path: Path) -> tuple[int, Weights]:
+    with safe_open(path, "pt") as file:
+        return int(file.metadata()["rank"]), {name: file.get_tensor(name) for name in file.keys()}
 
 
 def _longest(cfg: Config) -> int:

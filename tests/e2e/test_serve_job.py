@@ -45,9 +45,14 @@ class Server:
             "trainer.output_dir": self.output,
             "trainer.logger": "[]",
         } | {name.replace("__", "."): value for name, value in more.items()}
-        words = [sys.executable, "-m", "siirl.cli", "serve", *(f"{k}={v}" for k, v in keys.items())]
-        with self.log.open("wb") as log:
-            self.job = subprocess.Popen(words, env=os.environ, stdout=log, stderr=log)
+        self.words = [sys.executable, "-m", "siirl.cli", "serve", *(f"{k}={v}" for k, v in keys.items())]
+        self.start()
+
+    def start(self) -> None:
+        """Begin, or begin again."""
+        (self.output / "service" / "client.json").unlink(missing_ok=True)
+        with self.log.open("ab") as log:
+            self.job = subprocess.Popen(self.words, env=os.environ, stdout=log, stderr=log)
         file, end_s = self.output / "service" / "client.json", time.monotonic() + 200
         while not file.is_file():
             assert self.job.poll() is None and time.monotonic() < end_s, self.log.read_text()
@@ -224,6 +229,38 @@ def test_two_ranks_answer_as_one_does_and_alike_each_time(tmp_path, launcher):
     for one, two, repeated in zip(alone, found, again, strict=True):
         np.testing.assert_array_equal(two, repeated)
         np.testing.assert_allclose(two, one, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_clients_of_a_killed_server_go_on_where_they_were(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEY_OF_TEST", "tml-key")
+    with serving(tmp_path, 100, service__token_env="KEY_OF_TEST") as server:
+        session = server.session()
+        models = [server.new_model(session), server.new_model(server.session())]
+        for model in models:
+            server.train(model, 1)
+            server.of("optim_step", {"model_id": model, "adam_params": ADAM, "seq_id": 2})
+            trained = server.train(model, 3)
+        asked = {"model_id": models[0], "seq_id": 4, "sampling_session_seq_id": 0}
+        sampler = server.of("save_weights_for_sampler", asked)["sampling_session_id"]
+        sample = {
+            "sampling_session_id": sampler,
+            "num_samples": 1,
+            "sampling_params": {"max_tokens": 5, "seed": 1},
+        }
+        sample |= {"prompt": {"chunks": [{"tokens": TOKENS[:3]}]}}
+        before = server.of("asample", sample | {"seq_id": 1})
+        server.job.kill()
+        server.job.wait()
+        server.start()
+        assert server.ask("session_heartbeat", {"session_id": session})[0] == 200
+        assert server.train(models[1], 3)[0] == trained[0], "the answer of before, not a gradient more"
+        steps = {"model_id": models[1], "adam_params": ADAM, "seq_id": 4}
+        norms = [server.of("optim_step", steps)["metrics"]["grad_norm:mean"]]
+        steps = {"model_id": models[0], "adam_params": ADAM, "seq_id": 5}
+        norms.append(server.of("optim_step", steps)["metrics"]["grad_norm:mean"])
+        assert norms[0] == norms[1] > 0
+        assert server.of("asample", sample | {"seq_id": 2}) == before
 
 
 @pytest.mark.slow

@@ -1,23 +1,16 @@
 """Losses, gradients and steps of training clients, against the protocol's own definitions in float64."""
 
 import math
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from fixtures_tiny import make_tiny_model_dir
 from transformers import AutoModelForCausalLM
 
-from siirl.compiler.compile import compile_plan, load_dag
-from siirl.config.load import load_config
-from siirl.dag_worker.worker import DAGWorker
 from siirl.data.completions import SamplingParams
 from siirl.engines.train.adapters import adapted_layers
 from siirl.engines.train.base import AdamStep
 from siirl.engines.train.packed.micro_batches import MicroBatchLimit
-from siirl.observe.spans import Observer
 from siirl.service.commands import (
     BASE,
     AdapterSpec,
@@ -33,49 +26,13 @@ from siirl.service.commands import (
 )
 
 pytestmark = pytest.mark.heavy
-ALPHA, MOST_RANK = 32, 8
+ALPHA = 32
 STILL = AdamStep(0.0, 0.0, 0.9, 1e-8, 0.0, 0.0)
 """Its first moment is the gradient, and no weight moves."""
 OPTIONS = {"ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, "dro": {"beta": 0.3}}
 ROUNDING = 3e-6
 """Of float32 through all layers, in units of the largest value of a gradient."""
 SOURCES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    """The service of a worker, whose server does not listen."""
-    folder = tmp_path_factory.mktemp("service")
-    model = make_tiny_model_dir(folder / "model", init_std=0.1)
-    cfg = load_config(
-        [
-            f"actor_rollout_ref.model.path={model}",
-            f"actor_rollout_ref.model.lora_rank={MOST_RANK}",
-            "data.max_prompt_length=32",
-            "data.max_response_length=32",
-            "actor_rollout_ref.rollout.dtype=float32",
-            "trainer.device=cpu",
-            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32",
-            "service.max_models=6",
-            f"trainer.output_dir={folder / 'run'}",
-        ],
-        "serve",
-    )
-    plan, _ = compile_plan(load_dag(cfg), cfg, 1)
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
-    )
-    worker = DAGWorker(cfg, plan, 0, torch.device("cpu"), Observer())
-    yield worker.nodes["service"].services["service"]
-    worker.close()
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def tenants(service):
-    yield service.tenants
-    for session in ("a", "b", "c"):
-        service.tenants.release(session)
 
 
 def created(tenants, model: str, rank: int = 4, seed: int = 3) -> None:

@@ -1,0 +1,145 @@
+"""What a server has answered is there when it begins again, wherever it was killed."""
+
+import random
+import shutil
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from siirl.engines.train.base import AdamStep
+from siirl.service import journal
+from siirl.service.commands import (
+    AdapterSpec,
+    CreateModel,
+    Datum,
+    ForwardBackward,
+    LoadState,
+    OptimStep,
+    Refused,
+    SaveSampler,
+    SaveState,
+)
+from siirl.service.desk import Ticket
+from siirl.service.journal import Journal
+
+pytestmark = pytest.mark.heavy
+MODELS = ("a:train:0", "b:train:0")
+ADAM = AdamStep(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0)
+
+
+def drawn(draw: random.Random, model: str, count: int):
+    """A command of a model."""
+    tokens = [draw.randrange(2, 64) for _ in range(draw.randrange(2, 9))]
+    inputs = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)}
+    data = [Datum(tokens[:-1], inputs)]
+    train = ForwardBackward(model, "cross_entropy", {}, data, forward_only=draw.random() < 0.2)
+    refused = ForwardBackward(model, "gspo", {}, data, False)
+    endless = [Datum(tokens[:-1], inputs | {"weights": np.full(len(tokens) - 1, 3e38, np.float32)})]
+    kinds = [train] * 4 + [OptimStep(model, ADAM)] * 4 + [refused]
+    kinds.append(ForwardBackward(model, "cross_entropy", {}, endless, False))
+    kinds.append(SaveSampler(model, None, f"{model[0]}:sample:{count}"))
+    kinds.append(SaveState(model, f"tinker://{model}/weights/s{count}", True))
+    kinds.append(LoadState(model, f"tinker://{model}/weights/first", True, False))
+    return draw.choice(kinds)
+
+
+def carried_out(service, command, number: int):
+    """The command's answer, which the journal has by then."""
+    tenants = service.tenants
+    kinds = {CreateModel: "create", OptimStep: "step", SaveState: "save", SaveSampler: "save_sampler"}
+    try:
+        if isinstance(command, ForwardBackward):
+            (found,) = tenants.train([command])
+            answer = found if isinstance(found, Refused) else np.float64(found.loss).tobytes()
+        else:
+            answer = {"told": getattr(tenants, (kinds | {LoadState: "load"})[type(command)])(command)}
+    except Refused as error:
+        answer = error
+    service.keep([Ticket(f"{command.model}:{number}", command, command.model)], [command], [answer])
+    return answer
+
+
+def state(service) -> dict[str, torch.Tensor]:
+    """All that the models are, to the last bit."""
+    found = {}
+    for model in service.tenants._tenants:
+        spec, version, tensors = service.tenants.state_of(model)
+        sums = service.tenants._tenants[model].trained.sums
+        found |= {f"{model} {name}": one for name, one in tensors.items()}
+        found |= {f"{model} version": torch.tensor(version), f"{model} rank": torch.tensor(spec.rank)}
+        if sums is not None:
+            found[f"{model} sums"] = sums.clone()
+    return found
+
+
+def begun_again(service, folder) -> tuple[dict[str, torch.Tensor], dict[str, int], dict[str, list]]:
+    """State, next numbers and answers of a server that has nothing but these files."""
+    service.journal.close()
+    service.tenants._tenants.clear()
+    service.journal = Journal(folder)
+    kept = service.journal.kept()
+    for one in kept:
+        service._restore(one)
+    return state(service), {one.model: one.number for one in kept}, {one.model: one.answers for one in kept}
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(
+        torch.equal(one, wanted[name]) for name, one in found.items()
+    )
+
+
+def plain(answer) -> str:
+    return f"{type(answer).__name__} {answer}"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nothing_that_was_answered_is_lost_wherever_the_server_is_killed(
+    service, tenants, tmp_path, monkeypatch, seed
+):
+    monkeypatch.setattr(journal, "MOST_STEPS", 2)
+    draw, numbers = random.Random(seed), dict.fromkeys(MODELS, 0)
+    service.journal = Journal(tmp_path / "journal")
+    points = []
+    for count in range(30):
+        model = draw.choice(MODELS)
+        if not numbers[model]:
+            command = CreateModel(model, AdapterSpec(2, seed))
+        elif numbers[model] == 1:
+            command = SaveState(model, f"tinker://{model}/weights/first", True)
+        else:
+            command = drawn(draw, model, count)
+        answer = carried_out(service, command, numbers[model])
+        numbers[model] += 1
+        shutil.copytree(tmp_path / "journal", folder := tmp_path / f"killed after {count}")
+        points.append((folder, state(service), dict(numbers), (model, plain(answer))))
+    service.journal.close()
+    for number, (folder, wanted, told, (model, answer)) in enumerate(points):
+        found, next_numbers, answers = begun_again(service, folder)
+        assert same(found, wanted), f"after {number + 1} commands"
+        assert next_numbers == {name: one for name, one in told.items() if one}
+        assert (told[model] - 1, answer) in [(n, plain(one)) for n, one in answers[model]]
+    # what was being written when the process ended was not answered: it is as if it had never come
+    for before, after in reversed(list(pairwise(points))):
+        file = after[0] / f"{after[3][0]}.journal"
+        old = before[0] / file.name
+        if old.exists() and (whole := file.read_bytes()).startswith(old.read_bytes()):
+            file.write_bytes(whole[: draw.randrange(old.stat().st_size, len(whole))])
+            assert same(begun_again(service, after[0])[0], before[1])
+
+
+def test_snapshots_of_sampling_sessions_outlive_the_server_and_go_with_their_session(
+    service, tenants, tmp_path
+):
+    service.journal = Journal(tmp_path / "journal")
+    carried_out(service, CreateModel("a:train:0", AdapterSpec(2, 1)), 0)
+    carried_out(service, SaveSampler("a:train:0", None, "a:sample:0"), 1)
+    before = tenants.snapshot("a:sample:0")
+    tenants._snapshots.clear()
+    after = tenants.snapshot("a:sample:0")
+    assert after.rank == before.rank == 2 and same(after.weights, before.weights)
+    tenants.release("a")
+    with pytest.raises(Refused):
+        tenants.snapshot("a:sample:0")
