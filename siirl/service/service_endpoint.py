@@ -281,6 +281,8 @@ class ServiceEndpoint:
             self._check_base(asked["base_model"])
             if kind != "adamw":
                 raise Refused(f"optimizer {kind!r:.50} is not served: adamw is")
+            if lora.get("rank") is None:
+                raise Refused("lora_config has no rank: adapters are trained here, not all weights")
             seed = lora.get("seed")
             seed = secrets.randbelow(1 << 31) if seed is None else int(seed)
             flags = (bool(lora.get("train_attn", True)), bool(lora.get("train_mlp", True)))

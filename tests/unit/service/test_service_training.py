@@ -298,7 +298,7 @@ def test_the_base_is_given_to_samplers_after_any_pass(service, tenants, only_for
 def test_samples_are_of_the_snapshot_that_is_asked_for_and_so_are_their_log_probs(service, tenants):
     created(tenants, "a:train:0", rank=4)
     tenants.save_sampler(SaveSampler("a:train:0", None, "a:sample:0"))
-    first = sampled(service, "a:sample:0", prompt_log_probs=True)
+    first = sampled(service, "a:sample:0", prompt_log_probs=True, top_prompt=3, top_samples=4)
     base = sampled(service, BASE)
     train(tenants, ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), False))
     tenants.step(OptimStep("a:train:0", AdamStep(0.1, 0.9, 0.95, 1e-12, 0.0, 0.0)))
@@ -307,12 +307,18 @@ def test_samples_are_of_the_snapshot_that_is_asked_for_and_so_are_their_log_prob
     assert sampled(service, "a:sample:0", prompt_log_probs=True).sequences == first.sequences
     assert len({str(one.sequences) for one in (first, base, later)}) == 3
     by_hand = ByHand(service, tenants.snapshot("a:sample:0").weights, 4)
-    for tokens, log_probs, _ in first.sequences:
+    for number, (tokens, log_probs, _) in enumerate(first.sequences):
         whole = [5, 9, 11, *tokens]
         datum = Datum(whole[:-1], {"target_tokens": np.array(whole[1:])})
         wanted = by_hand.log_probs(datum).detach().numpy()
         np.testing.assert_allclose(log_probs, wanted[2:], atol=2e-5)
         np.testing.assert_allclose(first.prompt_log_probs[1:], wanted[:2], atol=2e-5)
+        for top, places in ((first.top_prompt[0], slice(2)), (first.top_samples[number], slice(2, None))):
+            every = np.tile(np.arange(64), (len(whole) - 1, 1))
+            likely = by_hand.log_probs(Datum(whole[:-1], {"target_tokens": every})).detach()[places]
+            best, words = likely.topk(top.words.shape[1])
+            np.testing.assert_array_equal(top.words, words)
+            np.testing.assert_allclose(top.log_probs, best, atol=2e-5)
     assert math.isnan(first.prompt_log_probs[0])
 
 
