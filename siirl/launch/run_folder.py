@@ -108,9 +108,9 @@ def refuse_used(cfg: Config) -> None:
     """ConfigError if the run would mix its results with those of an earlier run. Writes nothing.
 
     A run that goes on from a checkpoint of the folder is that earlier run; with trainer.overwrite a run that
-    starts over takes its place.
+    starts over takes its place, and so does a server that goes on with the clients of an earlier one.
     """
-    if cfg.trainer.overwrite or resumes(cfg):
+    if cfg.trainer.overwrite or resumes(cfg) or serves_again(cfg):
         return
     output, root = absolute(cfg.trainer.output_dir), absolute(cfg.trainer.default_local_dir)
     found = [name for name in RESULTS if _is_filled(output / name)]
@@ -133,6 +133,11 @@ def refuse_used(cfg: Config) -> None:
 def with_own_results(cfg: Config) -> Config:
     """The configuration of a run that may find its own results in its folder: those of an earlier attempt."""
     return dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, overwrite=True))
+
+
+def serves_again(cfg: Config) -> bool:
+    """Whether a server begins where an earlier one has left what its clients trained."""
+    return cfg.service.enable and (absolute(cfg.trainer.output_dir) / "service" / "sessions.json").is_file()
 
 
 def resumes(cfg: Config) -> bool:
