@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from report_file import Report
+from report_file import Report, end_by_signals
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -209,6 +209,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks/results/serve.json")
     parser.add_argument("keys", nargs="*", help="key=value of siirl serve")
     args = parser.parse_args()
+    end_by_signals()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if args.model is None:
