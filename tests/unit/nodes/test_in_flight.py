@@ -192,7 +192,7 @@ CASES = st.tuples(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(CASES)
 def test_all_that_is_loaded_is_trained_once_within_the_bound_and_uncut(case):
     shards, batch, n, max_lag, share, steps = case
@@ -209,7 +209,7 @@ def test_long_responses_go_on_and_short_ones_do_not_wait():
     assert {0, 1, 2} == set(lagging.lags)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(CASES, st.integers(1, 3), st.randoms(use_true_random=False))
 def test_a_run_that_is_killed_and_resumed_on_any_number_of_shards_trains_the_same(case, other_shards, rng):
     shards, batch, n, max_lag, share, steps = case
@@ -387,7 +387,7 @@ def prompts_of(groups):
     return [prompt for prompt, *_ in groups]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(SMALL, ROUNDS)
 def test_dynamic_sampling_with_a_lag_keeps_what_it_keeps_without_and_within_the_bound(case, rounds):
     shards, batch, n, max_lag, share, steps = case
@@ -407,7 +407,7 @@ def test_dynamic_sampling_with_a_lag_keeps_what_it_keeps_without_and_within_the_
         assert is_kept(sampled[-1], how["chance"])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(SMALL, ROUNDS, st.integers(1, 3), st.randoms(use_true_random=False))
 @example((2, 2, 1, 1, 1.0, 2), (6, 1.0), 1, Random(2))  # saved after its first step, and killed
 def test_dynamic_sampling_that_is_killed_and_resumed_loses_none_and_trains_none_twice(
@@ -461,7 +461,7 @@ def test_rows_of_a_step_of_several_rounds_are_as_old_as_they_may_be():
     assert {0, 1, 2} == set(lagging.lags) and len(lagging.dropped) > 50
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(SMALL, ROUNDS, st.booleans(), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_what_is_restarted_is_within_the_bound_and_trained_once(
     case, rounds, runs_in_background, other_shards, rng
@@ -506,7 +506,7 @@ def test_a_step_does_not_wait_for_what_it_restarts(runs_in_background):
     assert Counter(restarting.trained) == Counter(waiting.trained) and max(restarting.lags) == 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(SMALL, ROUNDS, st.booleans(), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_what_is_dropped_is_replaced_and_nothing_is_trained_twice(
     case, rounds, runs_in_background, other_shards, rng
