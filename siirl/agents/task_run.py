@@ -155,7 +155,7 @@ def bash_of(said: str) -> str:
 def shown(result: ExecResult, time_s: float) -> str:
     """What an agent reads of a command."""
     ended = f"no end within {time_s:g} s" if result.timed_out else f"exit code {result.exit_code}"
-    cut = ", the rest of the output is left out" if result.cut else ""
+    cut = ", the rest of the output is dropped" if result.cut else ""
     return f"{result.output.rstrip()}\n({ended}{cut})".lstrip("\n")
 
 
