@@ -22,7 +22,7 @@ from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.cost.device_kinds import DeviceKind, chosen_device
 from siirl.compiler.cost.lengths import Lengths, lengths_of
 from siirl.compiler.cost.step_time import StepTime, step_time
-from siirl.compiler.memory.engine_starts import engine_starts
+from siirl.compiler.memory.engine_starts import MOST_SHARE, engine_starts
 from siirl.compiler.memory.estimate import longest_row
 from siirl.compiler.memory.phases import PhasePeak, memory_lines, phase_peaks
 from siirl.compiler.parallel_sizes import ENGINE_TP, FINE_SIZES, MEGATRON, engine_sizes, trainer_sizes
@@ -90,10 +90,15 @@ class Search:
     tried: int = 0
     """Layouts that were compiled."""
     too_large: int = 0
+    """Of the sizes."""
+    without_room: int = 0
+    """Of the layouts."""
     refused: dict[str, list[str]] = field(default_factory=dict)
     """What the checks said, without its numbers -> what they said of each layout."""
     smallest: tuple[int, Changes, str] | None = None
     """Of those that are too large, the one that takes least: bytes, changes, and in which phase."""
+    unstarted: str = ""
+    """Why no rollout engine starts; empty: one does."""
 
     @property
     def plan(self) -> Plan:
@@ -181,6 +186,7 @@ def _is_accepted(found: Search, candidate: Candidate, overrides: Sequence[str], 
         _surveyed([*overrides, *_pasted(candidate.changes)], config_name)
     except UserError as error:
         found.refuse(error)
+        found.fitting.remove(candidate)
         return False
     return True
 
@@ -230,12 +236,24 @@ def _in_turn(found: Search, placement: Changes, away: Changes) -> Iterator[tuple
     of_trainers = (away | sizes for sizes in trainer_sizes(plan, configs, plan.world_size - own))
     trainers = _weighed(found, own, of_trainers, engines=False)
     engines = _weighed(found, own, engine_sizes(plan, configs, own or plan.world_size), engines=True)
+    if not engines:
+        found.unstarted = _why_no_engine(found)
     if not trainers or not engines:
         return
     least = trainers[0][0]
     pairs = [(seconds + more - least, at, of) for seconds, at in trainers for more, of in engines]
     for seconds, sizes, engine in sorted(pairs, key=lambda pair: pair[0]):
         yield seconds, placement | sizes | engine
+
+
+def _why_no_engine(found: Search) -> str:
+    """What an engine of the most GPUs takes of each."""
+    plan, configs = _resized(found, 0, {ENGINE_TP: found.cfg.trainer.n_gpus_per_node})
+    one = max(engine_starts(plan, configs, found.gib), key=lambda one: one.least)
+    return (
+        f"an engine of the {one.model.dims.tp} GPUs of a machine takes {one.least / GIB:.1f} GiB of each for "
+        f"weights and one row, and may have {MOST_SHARE:g} of its {found.gib:g}"
+    )
 
 
 def _seconds(layout: tuple[float, Changes]) -> float:
@@ -256,7 +274,7 @@ def _weighed(
         found.weighed += 1
         plan, configs = _resized(found, own, sizes)
         seconds, most = _by_sizes(found, plan, configs, engines)
-        starts = all(one.starts for one in engine_starts(plan, configs, found.gib))
+        starts = all(one.can_start for one in engine_starts(plan, configs, found.gib))
         if starts if engines else most <= ROOM * found.gib * GIB:
             known.append((seconds, sizes))
             continue
@@ -381,7 +399,7 @@ def _compile_best(found: Search, layouts: Iterator[tuple[float, Changes]], away:
         if found.fits(peak):
             found.fitting.append(Candidate(_differing(found.cfg, sizes | budgets), time, peak))
             continue
-        found.too_large += 1
+        found.without_room += 1
         if least is None or peak.device < least:
             least = peak.device
             found.smallest = least, sizes | budgets, f"in {peak.node}"
@@ -450,8 +468,8 @@ def _text(found: Search, best: list[Candidate], said: list[str]) -> str:
     fits = "" if found.fits(peak) or found.own_problem else f": more than {100 * ROOM:.0f}% of a device"
     lines = [
         f"layouts for {world} x {kind} of {found.gib:g} GiB: {found.weighed} sizes weighed, "
-        f"{found.too_large} too large; {found.tried} layouts compiled, {refused} refused, "
-        f"{len(found.fitting)} fit",
+        f"{found.too_large} of them too large; {found.tried} layouts compiled, {refused} of them refused, "
+        f"{found.without_room} too large, {len(found.fitting)} fit",
         f"as it is: {as_it_is}{fits}",
     ]
     for position, candidate in enumerate(best, 1):
@@ -477,6 +495,8 @@ def _text(found: Search, best: list[Candidate], said: list[str]) -> str:
 
 
 def _why_none(found: Search) -> str:
+    if found.unstarted:
+        return f"none fits: {found.unstarted}. Larger devices, or a smaller model"
     if found.smallest is None:
         return "none fits: siirl plan says what takes the memory, and of which keys it would be less"
     num_bytes, sizes, where = found.smallest

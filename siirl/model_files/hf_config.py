@@ -6,6 +6,7 @@ has an override_config.
 
 import copy
 import importlib
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from siirl.config.values import closest
 from siirl.errors import ConfigError, DataError
 from siirl.model_files.directory import model_dir
 from siirl.models.config_json import config_json
+from siirl.models.families import OTHER_NAMES
 from siirl.models.overridden import PARTS, TURNING, TYPE, names, overridden
 
 if TYPE_CHECKING:
@@ -91,13 +93,18 @@ def check_overrides(cfg: Config, role: str) -> None:
 
 
 def _as_stored(model: ModelConfig) -> "PretrainedConfig":
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     if model.external_lib:
         importlib.import_module(model.external_lib)
     path = model_dir(model.path)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if raw.get("model_type") in OTHER_NAMES:
+            config = CONFIG_MAPPING[OTHER_NAMES[raw["model_type"]]].from_dict(config_json(model))
+            config.name_or_path = str(path)
+        else:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, *_not_built()) as error:
         raise DataError(
             f"{path / 'config.json'} describes no model that transformers can build: {error}. Correct it."

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from siirl.models.config_values import as_read
-from siirl.models.families import family_of
+from siirl.models.families import OTHER_NAMES, family_of
 from siirl.models.overridden import overridden
 
 PARTS = ("vision_config", "audio_config", "text_config")
@@ -24,12 +24,20 @@ class NamedModel(Protocol):
 
 
 def config_json(model: NamedModel, file: str = "config.json") -> dict[str, Any]:
-    """What the file of a model's directory says; nothing where it cannot be read."""
+    """What the file of a model's directory says; nothing where it cannot be read.
+
+    A type that transformers knows by another name has that, and no code of its own.
+    """
     try:
         raw = json.loads((Path(model.path).expanduser() / file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return raw if isinstance(raw, dict) else {}
+    if not isinstance(raw, dict):
+        return {}
+    if (kind := raw.get("model_type")) in OTHER_NAMES:
+        raw.pop("auto_map", None)
+        raw["model_type"] = OTHER_NAMES[kind]
+    return raw
 
 
 def as_built(model: NamedModel) -> Mapping[str, Any]:

@@ -57,23 +57,31 @@ class InVLLM:
 
     why_not: str = ""
     """What is the matter with it there; empty: it samples what is trained."""
-    windows: Literal["any layers", "all above", "every second below"] = "any layers"
+    windows: Literal["any layers", "all above", "every second below", "every second"] = "any layers"
     """Which layers may have a sliding window. Otherwise all have one there, or none has, and this says which
-    layers config.json gives one by max_window_layers where it does not list them."""
+    layers config.json gives one by max_window_layers where it does not list them; or each second has one,
+    from the first on."""
     shares_hidden: bool = False
     """A head is the share of the hidden size, whatever head_dim says: larger ones are cut silently."""
     in_place: bool = False
     """Updates in place were held against those by its loaders (rollout.replace_weights)."""
     vision_class: str = ""
     """ "module:Class" of one that sees images."""
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What config.json has to say so that it computes what transformers does whatever the file says."""
+    only: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Values of config.json that it computes with whatever the file says: other ones are refused."""
+    by_expert: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """What the files call tensors of all experts of a layer -> its name for that of one, by which its loader
+    tells what takes weights into an engine that runs; others it copies past that."""
+    copied: tuple[str, ...] = ()
+    """Ends of the names of other tensors that its loader copies past that."""
+    since: int = 24
+    """Minor version 0.x that takes weights into a running engine as it has to, CUDA graphs included."""
 
 
 _NO_MODEL = InVLLM("it has no model of this type")
 _NOT_SEEN = InVLLM("that it takes weights as they are trained has not been seen")
-_PAST_UPDATES = InVLLM(
-    "its loader of this model copies experts and sinks past what takes weights into an engine that runs, so "
-    "that they would not arrive"
-)
 
 
 @dataclass(frozen=True)
@@ -182,6 +190,30 @@ _GROUPED = Family(vllm=_NOT_SEEN, experts=Experts(groups="sigmoid", choice_bias=
 _GROUPED_SHARED = Family(
     vllm=_NOT_SEEN, experts=Experts(groups="sigmoid", shared="plain", choice_bias=True, replayed=False)
 )
+_LATENT = InVLLM(
+    values={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    only={"attention_bias": False, "rope_interleave": True, "hidden_act": "silu"},
+    since=32,
+)
+"""Its routers have a bias, and sigmoids, if config.json says so; transformers' always have."""
+_LATENT_SOFTMAX = InVLLM(
+    values={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
+    only={"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
+    since=32,
+)
+_SINKS = InVLLM(
+    windows="every second",
+    only={
+        **{"attention_bias": True, "rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        "tie_word_embeddings": False,
+    },
+    by_expert={
+        **{"gate_up_proj": "w13_weight", "gate_up_proj_bias": "w13_bias"},
+        **{"down_proj": "w2_weight", "down_proj_bias": "w2_bias"},
+    },
+    copied=(".sinks",),
+    since=32,
+)
 _DIVIDED = ("logits_scaling",)
 _STATES = InVLLM("what it computes of states of layers on a GPU has not been seen")
 _DECAYS = ("linear_attn.A_log",)
@@ -195,7 +227,7 @@ FAMILIES: dict[str, Family] = {
     "cwm": Family(BOTH, float8=True, counted=True, windows=True),
     "deepseek_v2": Family(
         BOTH,
-        vllm=_NOT_SEEN,
+        vllm=_LATENT_SOFTMAX,
         counted=True,
         latent=Latent(reads_kv_heads=True, turns_head_dim=False),
         experts=Experts(groups="softmax", shared="plain", replayed=False),
@@ -203,7 +235,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         BOTH,
-        vllm=_NOT_SEEN,
+        vllm=_LATENT,
         counted=True,
         latent=Latent(reads_kv_heads=False, turns_head_dim=True),
         experts=Experts(groups="sigmoid", shared="plain", choice_bias=True),
@@ -264,7 +296,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_bigcode": Family(float8=True, shares_hidden=True, tiny={"num_key_value_heads": 1}),
     "gpt_oss": Family(
         any_head=True,
-        vllm=_PAST_UPDATES,
+        vllm=_SINKS,
         mxfp4=True,
         counted=True,
         sinks=True,
@@ -421,20 +453,18 @@ WHY_NOT = {
         "whose layers have heads of two sizes, and may take keys and values of other layers: no cache of a "
         "rollout of siirl keeps these (Gemma 2 and Gemma 3 train)",
     ),
-    "kimi_k2": (
-        "which is a deepseek_v3 by another name: write that as model_type into a copy of its config.json, "
-        "without auto_map, and name the copy as model.path"
-    ),
     "nemotron_h": "some of whose layers are an MLP alone, for which no rollout of siirl has a cache",
 }
 """Types that are asked for -> why they are not trained."""
+OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
+"""What config.json calls a type -> what transformers calls it."""
 UNKNOWN = Family(strategies=())
 """What is known of all others: nothing was run."""
 
 
 def family_of(model_type: str | None) -> Family:
     """The row of a model_type; UNKNOWN for one that has none."""
-    return FAMILIES.get(model_type or "", UNKNOWN)
+    return FAMILIES.get(OTHER_NAMES.get(model_type or "", model_type or ""), UNKNOWN)
 
 
 def types_with(has: Callable[[Family], object]) -> tuple[str, ...]:

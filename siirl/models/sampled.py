@@ -13,6 +13,9 @@ from siirl.models.sizes import head_size, share_of_hidden
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Features of a head that its attention on a CPU has a kernel for, in any dtype and with any window."""
 
+CPU_LATENT = (512, 64)
+"""Features of a compressed vector, and of what positions turn beside it, that it has one for."""
+
 
 def why_not_in_vllm(config: Mapping[str, Any], on_cpu: bool) -> str:
     """Why vLLM does not sample a model as it is trained; empty if it does, or config.json does not tell."""
@@ -21,7 +24,13 @@ def why_not_in_vllm(config: Mapping[str, Any], on_cpu: bool) -> str:
     if vllm.why_not:
         return vllm.why_not
     if _windows_differ(config):
-        return "with sliding windows in some of its layers it computes others, it has them in all or in none"
+        kinds = "each second one" if vllm.windows == "every second" else "all or in none"
+        return f"with sliding windows in some of its layers it computes others, it has them in {kinds}"
+    for name, value in vllm.only.items():
+        if config.get(name, value) != value:
+            return f"with {name}={config[name]} it computes others, it has {value}"
+    if vllm.windows == "every second" and (rope := _rope_type(config)) != "yarn":
+        return f"with rope_type={rope} it computes others, it has yarn"
     if vllm.shares_hidden and size != share and share:
         return (
             f"with head_dim={size} it computes heads of {share} features, the hidden size over the heads, "
@@ -32,6 +41,14 @@ def why_not_in_vllm(config: Mapping[str, Any], on_cpu: bool) -> str:
 
 def why_not_on_cpu(config: Mapping[str, Any]) -> str:
     """Why vLLM's attention on a CPU does not take a model; empty if it does, or config.json does not tell."""
+    if family_of(config.get("model_type")).latent is not None:
+        sizes = tuple(config.get(name) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+        if sizes == CPU_LATENT:
+            return ""
+        return (
+            f"its attention on a CPU has a kernel for kv_lora_rank={CPU_LATENT[0]} with qk_rope_head_dim="
+            f"{CPU_LATENT[1]} alone, not for {sizes[0]} with {sizes[1]}"
+        )
     size = head_size(config)
     if size in (0, *CPU_HEAD_SIZES):
         return ""
@@ -47,6 +64,9 @@ def _windows_differ(config: Mapping[str, Any]) -> bool:
     windows, kinds = family_of(config.get("model_type")).vllm.windows, config.get("layer_types")
     if windows == "any layers":
         return False
+    if windows == "every second":
+        wanted = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(len(kinds or ()))]
+        return bool(kinds) and list(kinds) != wanted
     if kinds:
         return len(set(kinds)) > 1
     if not config.get("use_sliding_window") or config.get("sliding_window", 1) is None:
@@ -54,3 +74,9 @@ def _windows_differ(config: Mapping[str, Any]) -> bool:
     bound = config.get("max_window_layers", 28)  # both as transformers takes them
     layers = config.get("num_hidden_layers", 32)
     return bound > 0 if windows == "every second below" else 0 < bound < layers
+
+
+def _rope_type(config: Mapping[str, Any]) -> str:
+    """Of a gpt-oss, of which transformers makes yarn where config.json says nothing."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_type": "yarn"}
+    return rope.get("rope_type") or rope.get("type") or "default"

@@ -22,7 +22,7 @@ from siirl.data.completions import Completion, SamplingParams
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.errors import NotSupportedError
 from siirl.findings import refuse
-from siirl.models.families import known_types, types_with
+from siirl.models.families import family_of, known_types, types_with
 from siirl.models.trained import OWN_TYPE
 from siirl.parallel.dims import ParallelDims
 
@@ -30,12 +30,23 @@ VISION_MODELS = types_with(lambda row: row.sees_images)
 
 needed("vllm")
 ROLLOUT = "actor_rollout_ref.rollout"
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    "original_max_position_embeddings": 32,
+}
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 9, 8, 7], [11]]
 SIZES = {
     **{"hidden_size": 128, "head_dim": 32, "n_embd": 128, "d_model": 128, "word_embed_proj_dim": 128},
     **{"moe_intermediate_size": 64, "intermediate_size": 128},
 }
 """vLLM's attention on a CPU has no heads of fewer than 32 features."""
+LATENT = SIZES | {"head_dim": 64, "qk_rope_head_dim": 64, "kv_lora_rank": 512}
+"""And one size of compressed vectors."""
+OTHERS = {
+    "gpt_oss": {"sliding_window": 5, "rope_parameters": YARN | {"truncate": False}},
+    "deepseek_v3": {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+}
+"""What is tried where vLLM does not sample those of WINDOWS."""
 GEMMA = ("gemma", "gemma3_text")
 """Whose embeddings are scaled, and tied to the head: narrow and hot, or one token has all probability."""
 NEAR = 2e-5
@@ -65,9 +76,10 @@ def accepted(model: Path) -> bool:
 def made(folder: Path, kind: str, seed: int) -> Path | None:
     """A model of a type that check accepts, with sliding windows if it can be; None if there is none."""
     known = causal_lms.tiny_config(kind)
-    sizes = {name: size for name, size in SIZES.items() if hasattr(known, name)}
+    sizes = LATENT if family_of(kind).latent else SIZES
+    sizes = {name: size for name, size in sizes.items() if hasattr(known, name)}
     sizes |= {"hidden_size": 64} if kind in GEMMA else {}
-    for windows in (WINDOWS.get(kind, {}), {}):
+    for windows in (WINDOWS.get(kind, {}), OTHERS.get(kind, {})):
         causal_lms.write_model(folder, causal_lms.tiny_config(kind, **sizes, **windows), seed)
         if accepted(folder):
             return folder
@@ -121,9 +133,10 @@ def test_each_accepted_type_is_sampled_by_the_weights_that_came_last(kind, tmp_p
 
 
 @pytest.mark.slow
-def test_biases_of_routers_arrive_in_their_own_type(tmp_path):
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
+def test_biases_of_routers_arrive_in_their_own_type(kind, tmp_path):
     """As the trainer sends them: they are float32, whatever the rest is."""
-    folder = made(tmp_path / "a", "glm4_moe", 0)
+    folder = made(tmp_path / "a", kind, 0)
     assert folder is not None
     stored = load_file(folder / "model.safetensors")
     own = {name: tensor for name, tensor in stored.items() if name.endswith(OWN_TYPE)}

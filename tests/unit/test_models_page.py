@@ -171,7 +171,7 @@ def test_a_row_has_the_largest_distances_and_names_layouts_or_their_sizes():
     cases[CASE._replace(part=SAMPLED)] = Proof(7e-6, None, "abc")
     assert row_of(cases, "qwen3", "fsdp")[5:] == ["7.0e-6", "adapters, router loss: 5.0e-6"]
     assert row_of(cases, "qwen3", "megatron")[2:] == ["not run", "", "", "", ""]
-    assert row_of(cases, "gpt_oss", "fsdp")[5] == "refused"
+    assert row_of(cases, "afmoe", "fsdp")[5] == "refused"
     bound = {CASE._replace(device="H100"): Proof("<1e-4", None, "a test")}
     last = rows(models_page.table(cases | bound))[-1]
     assert last == ["qwen3", "fsdp", "H100, float32", TRAINING, ALONE, "<1e-4", ""]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from siirl.compiler.backends.base import ASKED, Backend, replicas
 from siirl.compiler.checks.model_checks import check_model_of_node
-from siirl.compiler.checks.other_engines import engine_sizes_that_hold
+from siirl.compiler.checks.other_engines import engine_sizes_that_divide, engine_sizes_that_hold
 from siirl.compiler.memory.engine_memory import engine_bytes, vllm_lines
 from siirl.compiler.memory.estimate import BYTES, MemoryLine, ModelShape, read_shape, teacher_lines
 from siirl.compiler.plan import ModelPlan
@@ -76,6 +76,7 @@ def check_ranks(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) 
         whole = count % dims.tp == 0 or (count == shape.kv_heads and dims.tp % count == 0)
         if not whole:
             fits = engine_sizes_that_hold(shape, cfg, dims.world)
+            fits = fits or engine_sizes_that_divide(shape, cfg, dims.world)[-1:]
             yield PlacementError(
                 f"{node}: {key} does not divide the model's {count} {what}: each GPU holds whole heads. "
                 f"Set it to {' or '.join(map(str, fits))}."
@@ -147,8 +148,8 @@ def scored_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) ->
     ]
 
 
-def vllm_version() -> str:
-    """The installed version. ConfigError: none, or one that siirl does not work with."""
+def vllm_version(kind: str = "") -> str:
+    """The installed version. ConfigError: none, or one that siirl does not work with, or not with a type."""
     for package in PACKAGES:
         try:
             version = importlib.metadata.version(package)
@@ -160,6 +161,11 @@ def vllm_version() -> str:
             raise ConfigError(
                 f"actor_rollout_ref.rollout.name=vllm: {package} {version} is installed, siirl works with "
                 f"{first[0]}.{first[1]} to {last[0]}.{last[1]}. Install one of these."
+            )
+        if number < (0, since := family_of(kind).vllm.since):
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name=vllm with a {kind}: {package} {version} is installed, which "
+                f"does not take all weights of such a model while it runs. Install 0.{since}."
             )
         return version
     raise ConfigError(
@@ -195,7 +201,7 @@ class VLLM(Backend):
         return dims.mesh_groups(ranks).get("tp", ())
 
     def packages(self, cfg: Config, role: str) -> str:
-        return vllm_version()
+        return vllm_version(model_type_of(cfg.actor_rollout_ref.model))
 
     def no_experts(self, cfg: Config) -> str:
         if cfg.trainer.device == "cpu":

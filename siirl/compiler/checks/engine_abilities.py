@@ -158,6 +158,12 @@ def check_kept_kv(plan: Plan, configs: Mapping[str, Config]) -> Iterator[UserErr
                 f"again, and keeps no keys and values of it for that. {off}"
             )
             continue
+        kind = model_type_of(configs[model.node].actor_rollout_ref.model)
+        if trainer.device == "cpu" and family_of(kind).latent is not None:
+            yield NotSupportedError(
+                f"not supported yet: {kept} for a {kind} on a CPU, where vLLM's attention over compressed "
+                f"keys and values has no prefix cache to find them in. {off}"
+            )
         if rollout.engine_kwargs.vllm.get("enable_prefix_caching") is False:
             yield ConfigError(
                 f"{kept} with rollout.engine_kwargs.vllm.enable_prefix_caching=false: the keys and values of "

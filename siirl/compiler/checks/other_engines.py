@@ -48,11 +48,11 @@ def engine_sizes_that_divide(shape: ModelShape, cfg: Config, ranks: int) -> list
 
 
 def engine_sizes_that_hold(shape: ModelShape, cfg: Config, ranks: int) -> list[int]:
-    """Those of them that hold the weights in their share of a device; where none does, the largest."""
+    """Those of them that hold the weights in their share of a device."""
     rollout, sizes = cfg.actor_rollout_ref.rollout, engine_sizes_that_divide(shape, cfg, ranks)
     room = rollout.device_share * _device_gib(cfg) * GIB
     whole = shape.params * BYTES[rollout.dtype]
-    return [size for size in sizes if whole / size < room or cfg.trainer.device == "cpu"] or sizes[-1:]
+    return [size for size in sizes if whole / size < room or cfg.trainer.device == "cpu"]
 
 
 def whole_weights_fit(cfg: Config, shape: ModelShape | str, copies: int) -> bool:
@@ -71,12 +71,11 @@ def _able(cfg: Config) -> Iterator[tuple[str, str]]:
     rollout, shape = cfg.actor_rollout_ref.rollout, read_shape(cfg, "actor")
     config, tensor = as_built(role_model(cfg, "actor")), rollout.tensor_model_parallel_size
     if not why_not_in_vllm(config, on_cpu=cfg.trainer.device == "cpu"):
+        ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+        fits = [tensor] if isinstance(shape, str) else engine_sizes_that_hold(shape, cfg, ranks)
         words = f"{ROLLOUT}.name=vllm"
-        if isinstance(shape, ModelShape):
-            ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
-            fits = engine_sizes_that_hold(shape, cfg, ranks)
-            words += "" if tensor in fits else f" {TENSOR}={fits[0]}"
-        yield "vllm", words
+        if fits:
+            yield "vllm", words if tensor in fits else f"{words} {TENSOR}={fits[0]}"
     if whole_weights_fit(cfg, shape, 1):
         words = [f"{ROLLOUT}.name=hf"] * (rollout.name != "hf") + [f"{TENSOR}=1"] * (tensor > 1)
         yield "hf", " ".join(words)

@@ -381,7 +381,7 @@ def _own(cfg: Config, rows: int) -> int:
 def _row_bytes(cfg: Config, shape: ModelShape, tp: int) -> float:
     """Keys and values of a token."""
     width = BYTES[cfg.actor_rollout_ref.rollout.dtype]
-    return 2 * shape.attending * shape.kv_width * width / min(tp, shape.kv_heads)
+    return shape.attending * (shape.cached or 2 * shape.kv_width / min(tp, shape.kv_heads)) * width
 
 
 def _weights_of_a_token(shape: ModelShape, width: int, together: float, flops_of_a_byte: float) -> float:

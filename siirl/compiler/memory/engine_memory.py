@@ -93,4 +93,5 @@ def engine_bytes(
     states = shape.nets.layers * shape.nets.state * BYTES["float32"] * at_once if shape.nets else 0
     adapter = adapter_params(cfg.actor_rollout_ref.model, shape) if model.base else 0
     params = (shape.params if model.base in (None, model.name) else 0) + adapter
-    return -(-params // tp) * width, -(-cache // tp) * width + states
+    shared = 1 if shape.cached else tp  # each of an engine's devices has all compressed vectors
+    return -(-params // tp) * width, -(-cache // shared) * width + states

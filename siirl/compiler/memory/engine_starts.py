@@ -49,6 +49,16 @@ class EngineStart:
         return self.weights + self.row <= self.room
 
     @property
+    def least(self) -> int:
+        """Bytes that it takes with the KV cache of one row."""
+        return self.weights + self.row + self.workspace
+
+    @property
+    def can_start(self) -> bool:
+        """With some share of the device."""
+        return self.least <= MOST_SHARE * self.device
+
+    @property
     def rows(self) -> int:
         """Rows of full length that the KV cache holds at once."""
         return max(0, self.room - self.weights - self.workspace) // max(1, self.row)
@@ -72,9 +82,8 @@ class EngineStart:
 
     @property
     def _advice(self) -> str:
-        held = (self.weights + self.row + self.workspace) / self.device
-        if held <= MOST_SHARE:
-            return f"Set {_SHARE}={math.ceil(100 * held) / 100:g}."
+        if self.can_start:
+            return f"Set {_SHARE}={math.ceil(100 * self.least / self.device) / 100:g}."
         for tensor, (weights, row) in sorted(self.sizes.items()):
             share = (weights + row + self.workspace) / self.device
             if tensor > self.model.dims.tp and share <= MOST_SHARE:

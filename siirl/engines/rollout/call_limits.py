@@ -10,6 +10,7 @@ from siirl.config import Config
 from siirl.data.completions import Completion, Key, Request, SamplingParams
 from siirl.engines.rollout.base import check_keys
 from siirl.errors import EpisodeFailed, RolloutError
+from siirl.models.families import family_of
 from siirl.models.sizes import head_size
 
 WeightState = Literal["empty", "loading", "ready", "sleeping"]
@@ -111,6 +112,8 @@ NUMBER_BYTES = 4
 def cache_bytes_per_token(hf_config: PretrainedConfig) -> int:
     """Bytes of a token's keys and values in all layers, in float32, of which a CPU's cache is at most."""
     text = hf_config.get_text_config()
+    if family_of(text.model_type).latent is not None:
+        return text.num_hidden_layers * (text.kv_lora_rank + text.qk_rope_head_dim) * NUMBER_BYTES
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = head_size(text.to_dict())
     return 2 * text.num_hidden_layers * heads * head_dim * NUMBER_BYTES

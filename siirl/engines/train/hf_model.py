@@ -93,8 +93,12 @@ def build_skeleton(
 
 def keep_float32(model: PreTrainedModel) -> None:
     """Have the weights of a model that are computed with in float32 be of it; and as transformers reads them
-    from files. No communication."""
+    from files, buffers too that it reads so. No communication."""
     ends = family_of(model.config.model_type).in_float32
+    read_so = set(type(model)._keep_in_fp32_modules_strict or ())
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] in read_so:
+            buffer.data = buffer.data.float()
     for name, param in model.named_parameters():
         if name.endswith(ends):
             param.data = param.data.float()

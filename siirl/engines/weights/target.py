@@ -13,7 +13,7 @@ from siirl.config import Config
 from siirl.engines.rollout.base import WeightPart
 from siirl.engines.train.adapters.lora import add_lora, plain_name
 from siirl.engines.train.base import TrainEngine
-from siirl.engines.train.hf_model import model_class
+from siirl.engines.train.hf_model import keep_float32, model_class
 from siirl.errors import DataError, WeightSyncError
 from siirl.model_files.directory import check_weight_files
 from siirl.model_files.file_parts import stored_parts
@@ -191,6 +191,7 @@ def weights_of_directory(hf_config: Any, cfg: Config, adapted: bool) -> tuple[We
         model = model_class(hf_config, "lm").from_config(
             hf_config, dtype=torch_dtype, trust_remote_code=source.trust_remote_code
         )
+    keep_float32(model)
     model.tie_weights()
     if adapted:
         add_lora(model, source, cfg.trainer.seed)

@@ -64,6 +64,8 @@ MODELS = {
     "gpt_neox": QWEN | GPT | {"model_type": "gpt_neox", "num_attention_heads": 8},
     "gpt_oss": QWEN
     | {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128},
+    "other bounds": QWEN
+    | {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 1.0},
     "sees images": QWEN
     | {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 1280, "depth": 32, "num_heads": 16}}
     | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
@@ -104,8 +106,10 @@ REFUSED = [
     ("qwen", [*ROUNDED, f"{ROLLOUT}.dtype=float32"]),
     ("qwen", [*ROUNDED, "trainer.device=cpu"]),
     # rollout engines and models
-    *((name, []) for name in ("windows", "cut heads", "gpt_neox", "gpt_oss", "Moonlight")),
-    *((name, [*MEGATRON]) for name in ("gpt_oss", "Moonlight")),
+    *((name, []) for name in ("windows", "cut heads", "gpt_neox", "other bounds")),
+    ("gpt_oss", [*MEGATRON]),
+    ("Moonlight", [*MEGATRON, f"{ENGINE}=3"]),
+    ("Moonlight", [LAG, f"{ROLLOUT}.keep_kv=true", "trainer.device=cpu", HF]),
     *((name, [SGLANG]) for name in ("experts", "gpt_neox", "Moonlight", "windows")),
     *((name, [SGLANG, f"{ENGINE}={tp}"]) for name, tp in (("qwen", 2), ("twelve heads", 3), ("72B", 8))),
     *((name, [HF, f"{ENGINE}={tp}"]) for name, tp in (("qwen", 2), ("qwen", 3), ("Moonlight", 8))),
@@ -163,7 +167,6 @@ REFUSED = [
     ("qwen", [*TAUGHT, f"{ACTOR}.distill.top_k=-1"]),
 ]
 NO_ENGINE = [
-    ("DeepSeek-V3", MANY),
     ("DeepSeek-V3", [*MANY, SGLANG]),
     ("DeepSeek-V3", [*MANY, HF, f"{ENGINE}=8"]),
 ]
@@ -257,9 +260,9 @@ def test_what_a_refusal_says_to_set_is_accepted(model, wrong, command):
         assert not after.keys() - known, (settings, message, after)
 
 
-@pytest.mark.parametrize(("model", "wrong"), NO_ENGINE, ids=["vllm", "sglang", "hf"])
+@pytest.mark.parametrize(("model", "wrong"), NO_ENGINE, ids=["sglang", "hf"])
 def test_no_engine_is_advised_where_none_holds_the_model(model, wrong, command):
-    """Of DeepSeek-V3 each rank would have 1.25 TiB in transformers, and vLLM was not seen to take it."""
+    """Of DeepSeek-V3 each rank would have 1.25 TiB in transformers, and 160 GiB in vLLM."""
     said = problems(command(model, wrong))
     assert any(
         "No other engine of siirl samples it" in message and "GiB of 80" in message for message in said

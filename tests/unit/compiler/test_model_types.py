@@ -9,9 +9,13 @@ import pytest
 from plan_cases import config
 
 from siirl.cli import main
+from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.compiler.compile import compile_plan, load_dag
+from siirl.config import with_overrides
 from siirl.config.common import STRATEGIES
 from siirl.errors import NotSupportedError, PlacementError
+from siirl.findings import refuse
+from siirl.model_files.hf_config import load_hf_config
 from siirl.models.families import known_types, types_with
 from siirl.models.trained import LENGTH_DEPENDENT, why_not, why_not_so_long
 
@@ -109,10 +113,24 @@ def test_layers_with_states_are_trained_as_far_as_they_were_compared(tmp_path, v
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_type_by_another_name_is_that_type_and_runs_no_code_of_its_own(tmp_path, strategy):
+    own = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    sizes = {"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "num_attention_heads": 64}
+    (tmp_path / "config.json").write_text(json.dumps(own | sizes))
+    keys = (f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.model.trust_remote_code=True")
+    cfg = config(*keys, f"{ACTOR}.strategy={strategy}", "actor_rollout_ref.rollout.name=vllm")
+    refuse(check_trained_model(cfg, "actor", "the policy"))
+    built = load_hf_config(cfg.actor_rollout_ref.model)
+    assert (built.model_type, built.n_routed_experts) == ("deepseek_v3", 384)
+    lora = with_overrides(cfg, {"actor_rollout_ref.model.lora_rank": 4})
+    with pytest.raises(NotSupportedError, match="compressed keys and values .deepseek_v3"):
+        refuse(check_trained_model(lora, "actor", "the policy"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("kimi_k2", "kimi_k2, which is a deepseek_v3 by another name: write that as model_type"),
         ("bailing_moe_v2", "bailing_moe_v2, of which transformers has no model"),
         ("nemotron_h", "nemotron_h, some of whose layers are an MLP alone"),
         ("gemma4", "gemma4, whose layers have heads of two sizes"),
@@ -168,12 +186,7 @@ def test_a_balancing_loss_is_for_experts(tmp_path, model, words):
 @pytest.mark.parametrize(
     ("kind", "key", "words"),
     [
-        (
-            "deepseek_v2",
-            "rollout.name=vllm actor_rollout_ref.actor.strategy=megatron",
-            "strategy=megatron: a deepseek_v2 in vLLM",
-        ),
-        ("deepseek_v3", "rollout.name=vllm", r"a deepseek_v3 in vLLM: .*has not been seen.*rollout\.name=hf"),
+        ("deepseek_v3", "rollout.name=vllm trainer.device=cpu", r"deepseek_v3 in vLLM: .*for 256 with 64"),
         ("deepseek_v2", "model.attention_kernels=flash_attn_4", r"flash_attn_4 in a deepseek_v2"),
         ("deepseek_v3", "model.lora_rank=4", "LoRA adapters on compressed keys"),
         ("gpt2", "model.lora_rank=4", "LoRA adapters of a gpt2, whose matrices are stored as"),
@@ -186,10 +199,12 @@ def test_a_balancing_loss_is_for_experts(tmp_path, model, words):
 )
 def test_what_a_type_has_not_been_seen_with_is_refused(tmp_path, kind, key, words):
     experts = {} if kind == "gpt2" else {"n_routed_experts": 8, "n_group": 2}
+    experts |= {"kv_lora_rank": 256} if "vllm" in key else {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **experts}))
     keys = f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=hf"
     compile_plan(load_dag(cfg := config(*keys)), cfg, 1)
-    cfg = config(*keys, *f"actor_rollout_ref.{key}".split())
+    first, *others = key.split()
+    cfg = config(*keys, f"actor_rollout_ref.{first}", *others)
     with pytest.raises(NotSupportedError, match=words):
         compile_plan(load_dag(cfg), cfg, 1)
 
@@ -210,7 +225,8 @@ OSS_20B = {
     ("rollout", "changes", "keys", "words"),
     [
         ("hf", {"swiglu_limit": 5.0}, (), ""),
-        ("vllm", {}, (), r"a gpt_oss in vLLM: .*would not arrive.*rollout\.name=hf"),
+        ("vllm", {}, (), ""),
+        ("vllm", {"swiglu_limit": 1.0}, (), r"a gpt_oss in vLLM: with swiglu_limit=1\.0 .*rollout\.name=hf"),
         ("hf", {}, ("model.attention_kernels=flash_attn_4",), r"flash_attn_4 for attention sinks \(gpt_oss"),
         ("hf", {}, ("actor.fsdp_config.expert_parallel_size=5",), "does not divide the 32 experts"),
         ("hf", {}, ("model.lora_rank=4",), "LoRA adapters on experts"),
@@ -234,11 +250,10 @@ def test_gpt_oss_is_trained_as_it_was_compared(tmp_path, rollout, changes, keys,
     ("model", "words"),
     [
         ({"model_type": "qwen3"}, ""),
-        (OSS_20B, r"a gpt_oss in vLLM: .*would not arrive.*teacher\.strategy=fsdp"),
-        (
-            {"model_type": "deepseek_v3", "n_routed_experts": 8},
-            "a deepseek_v3 in vLLM: .*has not been seen",
-        ),
+        (OSS_20B, ""),
+        (OSS_20B | {"swiglu_limit": 1.0}, r"a gpt_oss in vLLM: .*swiglu_limit.*teacher\.strategy=fsdp"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 2}, ""),
+        ({"model_type": "afmoe"}, "an? afmoe in vLLM: .*has not been seen"),
         ({"model_type": "bloom"}, "bloom is no model type whose results"),
         ({"model_type": "qwen3_vl"}, "a qwen3_vl with data.dataset_type=llm"),
     ],

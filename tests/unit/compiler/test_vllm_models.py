@@ -18,7 +18,8 @@ WHY_NOT = types_with(lambda row: row.vllm.why_not)
 
 VLLM, CPU = "actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu"
 HF = "actor_rollout_ref.rollout.name=hf"
-SAMPLED = [kind for kind in known_types("fsdp") if kind not in WHY_NOT]
+LATENT = types_with(lambda row: row.latent)
+SAMPLED = [kind for kind in known_types("fsdp") if kind not in (*WHY_NOT, *LATENT)]
 
 
 def compiled(folder, raw: dict, *keys: str) -> None:
@@ -50,6 +51,41 @@ def test_the_size_is_that_of_each_type_whatever_its_file_calls_it(kind):
     assert "heads of 24 features" in why_not_on_cpu(raw)
     assert "heads of 24 features" in why_not_in_vllm(raw, on_cpu=True)
     assert why_not_in_vllm(raw, on_cpu=False) == ""
+
+
+@pytest.mark.parametrize("kind", LATENT)
+def test_compressed_keys_and_values_have_a_kernel_of_one_size_on_a_cpu(kind):
+    raw = {"model_type": kind, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert why_not_in_vllm(raw, on_cpu=True) == ""
+    for other in ({"kv_lora_rank": 256}, {"qk_rope_head_dim": 32}):
+        assert "kv_lora_rank=512 with qk_rope_head_dim=64 alone" in why_not_in_vllm(raw | other, on_cpu=True)
+        assert why_not_in_vllm(raw | other, on_cpu=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "words"),
+    [
+        ("deepseek_v3", {"attention_bias": True}, "with attention_bias=True it computes others"),
+        ("deepseek_v3", {"rope_interleave": False}, "with rope_interleave=False it computes others"),
+        ("gpt_oss", {"swiglu_limit": 0.7}, "with swiglu_limit=0.7 it computes others, it has 7.0"),
+        (
+            "gpt_oss",
+            {"rope_parameters": {"rope_type": "default"}},
+            "with rope_type=default it computes others",
+        ),
+        ("gpt_oss", {"rope_scaling": {"rope_type": "linear"}}, "with rope_type=linear it computes others"),
+        (
+            "gpt_oss",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "it has them in each second one",
+        ),
+        ("gpt_oss", {"layer_types": ["sliding_attention", "full_attention"]}, ""),
+        ("gpt_oss", {"rope_scaling": {"rope_type": "yarn"}}, ""),
+    ],
+)
+def test_what_vllm_reads_of_no_file_is_refused_where_a_file_says_otherwise(kind, values, words):
+    problem = why_not_in_vllm({"model_type": kind, **values}, on_cpu=False)
+    assert words in problem and bool(words) == bool(problem)
 
 
 def test_a_teacher_in_vllm_on_a_cpu_has_such_heads_too(tmp_path):

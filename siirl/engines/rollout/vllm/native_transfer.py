@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from siirl.engines.weights.shared_buffer import open_buffer
+from siirl.models.families import family_of
 
 TRANSFER_BACKEND = "siirl"
 """Name under which vLLM finds BucketTransfer."""
@@ -50,6 +51,7 @@ class BucketTransfer(WeightTransferEngine):
         super().__init__(config, *others)
         self._source: tuple[str, Tensor] | None = None  # what is mapped, and the mapping
         self.saw: Callable[[str, Tensor], None] | None = None  # told of what is loaded
+        self._copied: dict[str, Tensor] = {}
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Nothing to meet."""
@@ -63,6 +65,7 @@ class BucketTransfer(WeightTransferEngine):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        self._load_copied()
 
     def receive_weights(self, update_info: BucketInfo, load_weights: Callable | None = None) -> None:
         """Load a bucket. The model keeps references until a layer is complete, so it gets copies."""
@@ -71,13 +74,39 @@ class BucketTransfer(WeightTransferEngine):
         if self.saw is not None:
             for copy in copies:
                 self.saw(*copy)
-        (load_weights or self.model.load_weights)(copies)
+        (load_weights or self.model.load_weights)(self._for_loaders(copies))
         if buffer.is_cuda:
             torch.cuda.synchronize()
 
     def shutdown(self) -> None:
         """Let go of the buffer."""
         self._source = None
+
+    def _for_loaders(self, weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights as vLLM's loaders take them into an engine that runs; those that they copy past that
+        are kept until `finish_weight_update`."""
+        row = family_of(self.model_config.hf_config.model_type).vllm
+        for name, weight in weights:
+            experts, _, part = name.rpartition(".")
+            if part in row.by_expert and experts.endswith(".experts"):
+                for number, of_one in enumerate(weight):
+                    yield f"{experts}.{number}.{row.by_expert[part]}", of_one
+            elif name.endswith(row.copied) if row.copied else False:
+                self._copied[name] = weight
+            else:
+                yield name, weight
+
+    def _load_copied(self) -> None:
+        """Load what was kept, and renew the copies that attention has of sinks."""
+        if not self._copied:
+            return
+        self.model.load_weights(self._copied.items())
+        self._copied = {}
+        for layer in self.model.modules():
+            sinks, attention = layer._parameters.get("sinks"), getattr(layer, "attn", None)
+            own = getattr(getattr(attention, "impl", None), "sinks", None)
+            if sinks is not None and own is not None and own.data_ptr() != sinks.data_ptr():
+                own.copy_(sinks)
 
     def _buffer(self, info: BucketInfo) -> Tensor:
         key = str(info.place)

@@ -14,7 +14,7 @@ from siirl.engines.weights.engine_loader import EngineWeights
 from siirl.engines.weights.in_place import WeightsInPlace
 from siirl.errors import NotSupportedError
 from siirl.model_files.directory import model_dir
-from siirl.models.config_json import as_built
+from siirl.models.config_json import as_built, model_type_of
 from siirl.models.sampled import why_not_on_cpu
 
 
@@ -31,7 +31,7 @@ class VLLMRollout(ServedRollout):
 
     def check_here(self, plan: ModelPlan, cfg: Config, device: torch.device) -> None:
         """See ServedRollout."""
-        vllm_version()
+        vllm_version(model_type_of(cfg.actor_rollout_ref.model))
         if _says_experts(plan, cfg) and device.type == "cpu":
             raise NotSupportedError(
                 "not supported yet: actor.router_replay.mode=R3 with rollout.name=vllm on a CPU, where vLLM "
