@@ -10,12 +10,14 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from siirl.agents.tools import ToolResponse
-from siirl.data.completions import PartialCompletion
-from siirl.data.seen import Seen
 from siirl.errors import EpisodeFailed
+
+if TYPE_CHECKING:
+    from siirl.data.completions import PartialCompletion
+    from siirl.data.seen import Seen
 
 REPLAYABLE = "replayable"
 """Attribute of an environment's class: the same seed and actions bring it to the same state."""
@@ -59,11 +61,15 @@ class Transcript:
         """The episode has ended: nothing comes again."""
         self._caught_up.set()
 
-    def turn(self, seed: int, prompt: Sequence[int], seen: Seen, most: int) -> PartialCompletion:
+    def turn(self, seed: int, prompt: Sequence[int], seen: "Seen", most: int) -> "PartialCompletion":
         """What there is of a turn, to be extended. most: tokens that it may have.
 
         EpisodeFailed if what is read before it is not what it was.
         """
+        from siirl.data.completions import (
+            PartialCompletion,  # here: commands read this file's constants without torch
+        )
+
         read, known = _hash(list(prompt), seen.images), self._turns.get(seed)
         if ("turn", seed) in self._expected and known is not None:
             whole = known[1].finish_reason is not None
@@ -115,6 +121,8 @@ class Transcript:
     @classmethod
     def of_state(cls, state: dict[str, Any] | None) -> "Transcript":
         """What `state` gave; an empty one of None."""
+        from siirl.data.completions import PartialCompletion
+
         made = cls()
         if state is not None:
             made._turns = {

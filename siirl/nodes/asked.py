@@ -21,7 +21,7 @@ from siirl.engines.train.packed.micro_batches import MicroBatchLimit
 from siirl.errors import ConfigError, UserError
 from siirl.guarded_files import write_own
 from siirl.nodes.context import LocalNode, OpContext
-from siirl.observe.spans import phase, waits_outside
+from siirl.observe.spans import phase, waiting, waits_outside
 from siirl.service import wire
 from siirl.service.commands import (
     Command,
@@ -40,7 +40,7 @@ from siirl.service.commands import (
     tokens_of,
 )
 from siirl.service.desk import Desk, Ticket
-from siirl.service.journal import Journal, Kept
+from siirl.service.request_journal import Journal, Kept
 from siirl.service.saved_weights import OPERATOR
 from siirl.service.service_endpoint import Served, ServiceEndpoint
 from siirl.service.snapshot_sampling import Sampler
@@ -93,7 +93,8 @@ class Service:
             box = [[one.command for one in tickets]]  # type: ignore[misc]
         group = self.tenants.engine.group
         if group.size() > 1:
-            dist.broadcast_object_list(box, group=group, group_src=0, device=torch.device("cpu"))
+            with waiting():
+                dist.broadcast_object_list(box, group=group, group_src=0, device=torch.device("cpu"))
         return tickets, box[0]
 
     def _alike(self, ticket: Ticket) -> list[Ticket]:

@@ -6,7 +6,7 @@ from siirl.errors import SandboxError
 from siirl.sandbox.sandboxes import KINDS, Build, Sandbox, SandboxSettings, missing_here
 
 CLASSES = {
-    "local": "siirl.sandbox.local:LocalSandbox",
+    "local": "siirl.sandbox.local_sandbox:LocalSandbox",
     "docker": "siirl.sandbox.container:ContainerSandbox",
     "podman": "siirl.sandbox.container:ContainerSandbox",
     "daytona": "siirl.sandbox.hosted:DaytonaSandbox",

@@ -40,7 +40,7 @@ from siirl.service.commands import (
     SaveState,
 )
 from siirl.service.desk import ComeBack, Desk, Ticket
-from siirl.service.journal import Kept
+from siirl.service.request_journal import Kept
 from siirl.service.rest_answers import TENANT, RestAnswers
 from siirl.service.saved_weights import OPERATOR, SavedWeights, labels_of, path_of
 from siirl.service.sessions import Model, Session, read_sessions, write_sessions

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from siirl.compiler.backends import backend_of
-from siirl.compiler.cost.in_flight import Flow, flow
+from siirl.compiler.cost.flow import Flow, flow
 from siirl.compiler.cost.lengths import RowTokens, decoding
 from siirl.compiler.memory.estimate import (
     BYTES,

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from siirl.compiler.cost.in_flight import Flow, Group, flow, may_end
+from siirl.compiler.cost.flow import Flow, Group, flow, may_end
 from siirl.compiler.cost.lengths import RowTokens, decoding, lengths_of
 from siirl.errors import ConfigError
 from siirl.nodes.deadlines import is_enough

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from siirl.engines.train.base import AdamStep
-from siirl.service import journal
+from siirl.service import request_journal as journal
 from siirl.service.commands import (
     AdapterSpec,
     CreateModel,
@@ -22,7 +22,7 @@ from siirl.service.commands import (
     SaveState,
 )
 from siirl.service.desk import Ticket
-from siirl.service.journal import Journal
+from siirl.service.request_journal import Journal
 
 pytestmark = pytest.mark.heavy
 MODELS = ("a:train:0", "b:train:0")
