@@ -435,16 +435,14 @@ class DAGWorker:
         cfg = self.node_cfg(plan.name)
         talks = [talk for talk in self.plan.interactions.values() if plan.agent in talk.homes]
         node = LocalNode(plan, cfg, self._tokenizer(cfg), env_rewards=any(x.gives_rewards for x in talks))
-        engines = {**self.train_engines, **self.rollout_engines}
-        shared = OnRank(engines, self.interactions)
+        shared = OnRank({**self.train_engines, **self.rollout_engines}, self.interactions)
         node.services = {name: SERVICES[name](node, shared) for name in plan.needs}
         self.ops[plan.name] = find_op(plan)
         return node
 
     def _build_loader(self, node: str, layout_id: str) -> LocalLoader:
         cfg, layout = self.node_cfg(node), self.plan.layouts[layout_id]
-        tokenizer, shard = self._tokenizer(cfg), layout.shard_of(self.rank)
-        trainer = cfg.trainer
+        tokenizer, shard, trainer = self._tokenizer(cfg), layout.shard_of(self.rank), cfg.trainer
         validates = trainer.val_only or trainer.val_before_train or trainer.test_freq > 0
         validates = validates and not cfg.actor_rollout_ref.rollout.gives_data
         shared = next((one.tools for one in self.interactions.values() if node in one.tools), {})

@@ -8,6 +8,7 @@ import contextlib
 import posixpath
 import shlex
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -45,28 +46,33 @@ class HostedSandbox(Sandbox):
         with _asked(self.service):
             self._box = self._create(settings, build)
         try:
-            if settings.workdir is not None and (made := self.exec(f"mkdir -p {settings.workdir}")).exit_code:
+            folder = settings.workdir
+            if folder is not None and (made := self.exec(f"mkdir -p {shlex.quote(folder)}")).exit_code:
                 raise SandboxError(f"{self.service} cannot make {settings.workdir}: {made.output[-500:]}")
             self._workdir = settings.workdir or self.exec("pwd").output.strip() or "/"
         except BaseException:
             self.close()
             raise
 
+    @abstractmethod
     def _create(self, settings: SandboxSettings, build: Build | None) -> Any:
-        raise NotImplementedError
+        """Start one at the service."""
 
+    @abstractmethod
     def _run(self, command: str, env: dict[str, str], time_s: float) -> tuple[int, str]:
         """Exit code and output. Whatever it raises is the service's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(self, path: str) -> bytes | None:
-        raise NotImplementedError
+        """A file; None if there is none."""
 
+    @abstractmethod
     def _write(self, path: str, data: bytes) -> None:
-        raise NotImplementedError
+        """Write a file, whose folder is there."""
 
+    @abstractmethod
     def _end(self) -> None:
-        raise NotImplementedError
+        """End it at the service."""
 
     def exec(
         self,

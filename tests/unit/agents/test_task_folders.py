@@ -69,7 +69,7 @@ def test_a_dockerfile_that_copies_says_which_files_and_where(tmp_path):
 ENV ONE=1 \\
     TWO="2 3"
 ENV THREE three words
-WORKDIR /work/here
+WORKDIR /srv/here
 COPY data/first.txt hint.txt ./in/
 COPY --chown=me hint.txt renamed
 ADD data /else
@@ -80,13 +80,13 @@ CMD ["bash"]
     of = read_task(harbor(tmp_path, dockerfile=text)).dockerfile
     assert of is not None and of.files is not None
     assert {name: data.decode() for name, data in of.files.items()} == {
-        "/work/here/in/first.txt": "1st",
-        "/work/here/in/hint.txt": "a colour",
-        "/work/here/renamed": "a colour",
+        "/srv/here/in/first.txt": "1st",
+        "/srv/here/in/hint.txt": "a colour",
+        "/srv/here/renamed": "a colour",
         "/else/first.txt": "1st",
         "/many/hint.txt": "a colour",
     }
-    assert of.env == {"ONE": "1", "TWO": "2 3", "THREE": "three words"} and of.workdir == "/work/here/deeper"
+    assert of.env == {"ONE": "1", "TWO": "2 3", "THREE": "three words"} and of.workdir == "/srv/here/deeper"
     for more in ("RUN make", "COPY --from=base /x /y", "ADD https://a.b/c /c"):
         (tmp_path / "environment/Dockerfile").write_text(f"{text}\n{more}\n")
         assert read_task(tmp_path).dockerfile.files is None
