@@ -30,6 +30,7 @@ from siirl.cleanup import owned_folder, sweep
 from siirl.config import Config
 from siirl.errors import ConfigError
 from siirl.launch.process import end_with_parent
+from siirl.launch.ray_cluster import Node
 from siirl.sandbox.linux import PR_SET_PDEATHSIG, prctl
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -42,8 +43,8 @@ NAME = "siirl-torchrun-{}-{}-{}"
 NAMED = re.compile(r"siirl-torchrun-(\d+)-(\d+)-(\d+)")
 OF_AGENT = b"TORCHELASTIC_RUN_ID="
 """In the environment of all that an agent starts, and not in its own."""
-ANSWER_S = 10.0
-"""For an actor of Ray to answer."""
+OPEN_S, ANSWER_S = 120.0, 10.0
+"""For an actor of Ray to start; to answer."""
 LOOK_S, WORKERS_S = 0.5, 3.0
 """WORKERS_S: in which they end when the agent is gone, and may still write."""
 START_FIELD, STATE_FIELD = 19, 0
@@ -230,10 +231,10 @@ class RayMemory:
         self._actors: dict[str, Any] = {}
         self._folders: dict[str, str] = {}
 
-    def open(self, nodes: Sequence[str], gather: Callable[[list[Any]], list[str]]) -> None:
-        """Have a folder on each of these machines, by their ids in Ray.
+    def open(self, nodes: Sequence[Node], gather: Callable[..., list[str]]) -> None:
+        """Have a folder on each of these machines.
 
-        gather: waits for what actors answer. Other machines keep theirs: they may come back.
+        gather: waits for what actors answer, see RayTrainer. Other machines keep theirs: they may come back.
         """
         if not keeps_in_memory(self._cfg):
             return
@@ -242,13 +243,15 @@ class RayMemory:
 
         self._forget_lost()
         actor_class = ray.remote(MemoryActor)
-        for node in dict.fromkeys(nodes):
-            if node not in self._actors:
-                where = NodeAffinitySchedulingStrategy(node, soft=False)
+        machines = {node.node_id: node for node in nodes}
+        for node_id in machines:
+            if node_id not in self._actors:
+                where = NodeAffinitySchedulingStrategy(node_id, soft=False)
                 actor = actor_class.options(num_cpus=0, scheduling_strategy=where, **self._options)
-                self._actors[node] = actor.remote(self._cfg)
-        refs = [actor.folder.remote() for actor in self._actors.values()]
-        self._folders = dict(zip(self._actors, gather(refs), strict=True))
+                self._actors[node_id] = actor.remote(self._cfg)
+        refs = [self._actors[node_id].folder.remote() for node_id in machines]
+        what = f"keep checkpoints in memory ({KEY})"
+        self._folders = dict(zip(machines, gather(what, machines.values(), refs, OPEN_S), strict=True))
 
     def folder_on(self, node: str) -> str:
         return self._folders.get(node, "")

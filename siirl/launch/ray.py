@@ -11,30 +11,47 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from siirl.command_line import EXIT_USER_ERROR
 from siirl.config import Config
 from siirl.deadline import Deadline
 from siirl.errors import ConfigError, PlacementError, UserError, joined
 from siirl.launch.attempts import Attempts, Ended
+from siirl.launch.failure import Death
 from siirl.launch.job import Job
-from siirl.launch.memory_checkpoints import KEY, RayMemory
+from siirl.launch.memory_checkpoints import RayMemory
 from siirl.launch.outcome import Stop, catch_signals
 from siirl.launch.output_relay import ConsoleWriter
 from siirl.launch.process import KILL_GRACE_S, TERM_GRACE_S
 from siirl.launch.ray_actor import Launch, RankActor, forwarded_environment
-from siirl.launch.ray_cluster import HeadLost, Need, Stopped, bundle_nodes, connected, reserve
+from siirl.launch.ray_cluster import (
+    HeadLost,
+    HeadWatch,
+    MachineLost,
+    Need,
+    Node,
+    Stopped,
+    bundle_nodes,
+    connected,
+    require_alive,
+    reserve,
+)
 from siirl.launch.ray_watch import Rank, RankWatch
 from siirl.launch.run_record import command_line
 from siirl.launch.scaled import Scaled
 from siirl.observe.position import record_end
 
+if TYPE_CHECKING:
+    from ray.exceptions import RayError
+
 log = logging.getLogger(__name__)
 TICK_S = 0.2
+LOOK_S = 1.0
 RESERVE_S = 5.0
 START_S = 120.0  # a machine's first actor imports Python packages, perhaps from a network disk
 REACH_S = 10.0
+NOTICED_S = 3.0  # Ray sees that an actor is gone before it sees why
 KEPT_CHILDREN = {"runtime_env": {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}}}
 """Of an actor: Ray would kill the worker before the end of its actor reaches it, and what the worker started
 would go on; and what looks after the folder of checkpoints in memory."""
@@ -51,6 +68,7 @@ class RayTrainer:
         self.job, self.cfg = job, cfg
         self._stop = Stop()
         self._actors: list[Any] = []
+        self._nodes: list[Node] = []  # of each of them
         self._ranks: list[Rank] = []
         self._scaled = Scaled(cfg)
         self._memory = RayMemory(cfg, KEPT_CHILDREN)
@@ -80,32 +98,48 @@ class RayTrainer:
         """Reserve, place, check, start, watch; release everything whatever happens."""
         from ray.util import remove_placement_group
 
-        console = None
+        console = watch = None
         self.job = job
-        self._actors, self._ranks = [], []
+        self._actors, self._nodes, self._ranks = [], [], []
         job.prepare()
         group = self._reserve()
+        offsets = self._log_sizes()
         try:
             self._place(group)
-            self._memory.open([rank.node.node_id for rank in self._ranks], self._gather_memory)
+            self._memory.open(self._nodes, self._gather)
             port = self._check()
             console = ConsoleWriter(self.job.log_path(0))
             self._start(port, console)
             watch = RankWatch(self.job, self._ranks, console, self._stop)
-            try:
-                deaths = watch.until_ended()
-            except HeadLost as error:
-                self._leave(error)
-            finally:
-                self._end_workers()
-                watch.fetch_rest()
+            deaths = watch.until_ended()
+        except MachineLost as lost:
+            deaths = [self._death_by(lost)]
+        except HeadLost as error:
+            self._leave(error)
         finally:
+            self._end_workers()
+            if watch is not None:
+                watch.fetch_rest()
             self._end_actors()
             remove_placement_group(group)
             if console is not None:
                 console.close()
                 console.show_cursor()
-        return Ended(self.job, deaths, {rank.rank: rank.log_offset for rank in self._ranks})
+        return Ended(self.job, deaths, offsets)
+
+    def _log_sizes(self) -> dict[int, int]:
+        """Where this attempt begins in the log of each rank."""
+        paths = {rank: self.job.log_path(rank) for rank in range(self.job.world_size)}
+        return {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
+
+    def _death_by(self, lost: MachineLost) -> Death:
+        """Of the first rank of the machine that was lost before the workers ran."""
+        if lost.node is None:
+            return Death(0, 1, time.time(), None, None, "a machine of the Ray cluster", str(lost))
+        gone = [rank for rank, node in enumerate(self._nodes) if node.node_id == lost.node.node_id]
+        for rank in self._ranks:
+            rank.lost = rank.lost or rank.rank in gone
+        return Death(gone[0], 1, time.time(), None, None, lost.node.host, str(lost))
 
     def _reserve(self) -> Any:
         """Reserve the machines, or as many as there are of them, and make the job that of so many.
@@ -155,19 +189,18 @@ class RayTrainer:
             "max_concurrency": 4,
             **KEPT_CHILDREN,
         }
-        nodes = []
         for bundle, node in bundle_nodes(group, ray.get_runtime_context().get_node_id()):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            nodes += [node] * per_node
+            self._nodes += [node] * per_node
             for _ in range(per_node):
                 self._actors.append(actor_class.options(**options, scheduling_strategy=strategy).remote())
         refs = [actor.describe.remote() for actor in self._actors]
-        names = [f"{node.host} ({node.ip})" for node in nodes]
-        hosts = self._gather("start an actor; siirl must be installed there, as here", names, refs, START_S)
-        for start in range(0, len(nodes), per_node):
+        hosts = self._gather("start an actor", self._nodes, refs, START_S)
+        for start in range(0, len(hosts), per_node):
             here = range(start, start + per_node)
             for index in sorted(here, key=lambda index: [(len(gpu), gpu) for gpu in hosts[index].gpus]):
-                self._ranks.append(Rank(len(self._ranks), self._actors[index], nodes[index], hosts[index]))
+                rank = Rank(len(self._ranks), self._actors[index], self._nodes[index], hosts[index])
+                self._ranks.append(rank)
 
     def _check(self) -> int:
         """Check the files of every machine, and that it reaches rank 0, which opens a port; the port."""
@@ -176,25 +209,27 @@ class RayTrainer:
         first, firsts = self._ranks[0], self._ranks[:: self.job.local_world_size]
         if first.node.node_id != ray.get_runtime_context().get_node_id():
             log.info("rank 0 runs on %s: the run writes below %s there", first.place, self.job.output_dir)
-        names = [rank.place for rank in firsts]
+        nodes = [rank.node for rank in firsts]
         deadline_s = self.cfg.trainer.deadline_s
         checks = [rank.actor.check.remote(self._launch_of(rank, 0), deadline_s) for rank in firsts]
-        found = self._gather("check its files", names, checks, deadline_s + START_S)
+        found = self._gather("check its files", nodes, checks, deadline_s + START_S)
         if any(found):
-            raise ConfigError(_of_machines(dict(zip(names, found, strict=True))))
+            places = [rank.place for rank in firsts]
+            raise ConfigError(_of_machines(dict(zip(places, found, strict=True))))
         claim = first.actor.claim.remote(self._launch_of(first, 0), command_line())
-        if problem := self._gather("open its output folder", names[:1], [claim], START_S)[0]:
-            raise ConfigError(f"on {names[0]}: {problem}")
+        if problem := self._gather("open its output folder", nodes[:1], [claim], START_S)[0]:
+            raise ConfigError(f"on {first.place}: {problem}")
         address = self._meeting_address()
-        (port,) = self._gather("open a port", names[:1], [first.actor.open_store.remote(address)], START_S)
+        (port,) = self._gather("open a port", nodes[:1], [first.actor.open_store.remote(address)], START_S)
         reaches = [rank.actor.reach.remote(address, port, REACH_S) for rank in firsts]
-        for name, problem in zip(
-            names, self._gather("reach rank 0", names, reaches, REACH_S + START_S), strict=True
-        ):
+        problems = self._gather("reach rank 0", nodes, reaches, REACH_S + START_S)
+        if any(problems):
+            self._gather("answer", nodes[:1], [first.actor.describe.remote()], START_S)
+        for rank, problem in zip(firsts, problems, strict=True):
             if problem:
                 raise ConfigError(
-                    f"{name} does not reach port {port} of {first.place}, where rank 0 would wait for it: "
-                    f"{problem}. Workers talk to each other on ports that the system picks: open them "
+                    f"{rank.place} does not reach port {port} of {first.place}, where rank 0 would wait for "
+                    f"it: {problem}. Workers talk to each other on ports that the system picks: open them "
                     "between the machines."
                 )
         return port
@@ -204,11 +239,9 @@ class RayTrainer:
         window = console.window_size() if console.is_tty else b""
         refs = []
         for rank in self._ranks:
-            path = self.job.log_path(rank.rank)
-            rank.log_offset = path.stat().st_size if path.exists() else 0
             launch = self._launch_of(rank, port, window if rank.rank == 0 else b"")
             refs.append(rank.actor.start.remote(launch))
-        self._gather("start a worker", [rank.place for rank in self._ranks], refs, START_S)
+        self._gather("start a worker", [rank.node for rank in self._ranks], refs, START_S)
 
     def _meeting_address(self) -> str:
         """Where rank 0 is found: nobody else comes there where all ranks are on its machine."""
@@ -271,25 +304,44 @@ class RayTrainer:
                 return True
         raise Stopped
 
-    def _gather_memory(self, refs: list[Any]) -> list[str]:
-        names = ["a machine of the Ray cluster"] * len(refs)
-        return self._gather(f"keep checkpoints in memory ({KEY})", names, refs, START_S)
+    def _gather(self, what: str, nodes: Sequence[Node], refs: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The results of calls to actors on these machines.
 
-    def _gather(self, what: str, names: Sequence[str], refs: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The results of calls to machines, by their names; PlacementError for one that fails or is late."""
+        MachineLost: a machine or its actor has gone away. PlacementError: one is late, or the call fails.
+        """
         import ray
         from ray.exceptions import RayError
 
-        wait = Deadline(timeout_s)
-        for name, ref in zip(names, refs, strict=True):
-            if not self._wait(ref, max(TICK_S, wait.left_s)):
-                raise PlacementError(f"{name} did not {what}: no answer within {timeout_s:g} s.")
+        wait, head = Deadline(timeout_s), HeadWatch(ray.get_runtime_context().gcs_address)
+        for node, ref in zip(nodes, refs, strict=True):
+            while not self._wait(ref, LOOK_S):
+                head.look()
+                require_alive(nodes, what)
+                if wait.over:
+                    raise PlacementError(f"{node.place} did not {what}: no answer within {timeout_s:g} s.")
             try:
                 ray.get(ref)
             except RayError as error:
-                reason = str(error).strip().splitlines()[-1]
-                raise PlacementError(f"{name} could not {what}: {reason}") from error
+                failed = _failed_call(what, node, error)
+                if isinstance(failed, MachineLost):
+                    self._wait(None, NOTICED_S)
+                    require_alive(nodes, what)
+                raise failed from error
         return ray.get(list(refs))
+
+
+def _failed_call(what: str, node: Node, error: "RayError") -> Exception:
+    """What is raised where a call to an actor fails: it ran and raised, or the actor went away under it."""
+    from ray.exceptions import RayActorError, RaySystemError, WorkerCrashedError
+
+    reason = str(error).strip().splitlines()[-1]
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        return PlacementError(
+            f"{node.place} could not {what}; siirl must be installed there, as here: {reason}"
+        )
+    if isinstance(error, (RayActorError, RaySystemError, WorkerCrashedError)):
+        return MachineLost(f"its actor on {node.place} ended when it was to {what}: {reason}", node)
+    return PlacementError(f"{node.place} could not {what}: {reason}")
 
 
 def _of_machines(problems: dict[str, str]) -> str:

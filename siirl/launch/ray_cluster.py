@@ -11,7 +11,7 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,10 +77,23 @@ class Node:
     cpus: float
     gpus: float
 
+    @property
+    def place(self) -> str:
+        return f"{self.host} ({self.ip})"
+
     def lacks(self, need: Need, gpus: int) -> str:
         """What it has too little of, or an empty string."""
         few = ["GPUs"] * (self.gpus < gpus) + ["logical CPUs"] * (self.cpus < need.cpus_per_node)
         return "too few " + " and ".join(few) if few else ""
+
+
+class MachineLost(Exception):
+    """A machine left the cluster, or what ran there for this run ended, before the workers ran."""
+
+    def __init__(self, what: str, node: Node | None = None):
+        """node: which, if that is known."""
+        super().__init__(what)
+        self.node = node
 
 
 def alive_nodes() -> list[Node]:
@@ -99,6 +112,14 @@ def alive_nodes() -> list[Node]:
         if item["Alive"]
     ]
     return sorted(nodes, key=lambda node: (_address_key(node.ip), node.node_id))
+
+
+def require_alive(nodes: Iterable[Node], what: str) -> None:
+    """MachineLost for the first of these machines that has left, as it was to do `what`."""
+    alive = {node.node_id for node in alive_nodes()}
+    for node in nodes:
+        if node.node_id not in alive:
+            raise MachineLost(f"its machine {node.place} left the Ray cluster when it was to {what}", node)
 
 
 def shortage(need: Need, nodes: list[Node]) -> str:
@@ -274,6 +295,8 @@ def reserve(need: Need, wait_s: float, await_one: Callable[[object, float], bool
     try:
         if await_one(group.ready(), max(wait_s, LOOK_EVERY_S)):
             return group
+        if problem := shortage(need, alive_nodes()):
+            raise PlacementError(problem)
         free, whole = ray.available_resources(), ray.cluster_resources()
         shown = ", ".join(f"{free.get(kind, 0):g} of {whole.get(kind, 0):g} {kind}s" for kind in bundle)
         raise PlacementError(
@@ -287,13 +310,18 @@ def reserve(need: Need, wait_s: float, await_one: Callable[[object, float], bool
 
 
 def bundle_nodes(group: "PlacementGroup", first: str) -> list[tuple[int, Node]]:
-    """(bundle, machine) in the order of ranks: machine `first` if it takes part, then by address."""
+    """(bundle, machine) in the order of ranks: machine `first` if it takes part, then by address.
+
+    MachineLost: one has left since it was reserved.
+    """
     from ray.util import placement_group_table
 
     places = placement_group_table(group)["bundles_to_node_id"]
-    order = {node.node_id: index for index, node in enumerate(alive_nodes())}
-    nodes = {node.node_id: node for node in alive_nodes()}
-    placed = [(int(bundle), nodes[node_id]) for bundle, node_id in places.items()]
+    nodes = alive_nodes()
+    order = {node.node_id: index for index, node in enumerate(nodes)}
+    if any(node_id not in order for node_id in places.values()):
+        raise MachineLost("a machine left the Ray cluster as soon as it was reserved")
+    placed = [(int(bundle), nodes[order[node_id]]) for bundle, node_id in places.items()]
     return sorted(placed, key=lambda item: (item[1].node_id != first, order[item[1].node_id]))
 
 

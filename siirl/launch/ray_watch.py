@@ -40,7 +40,6 @@ class Rank:
     actor: Any
     node: Node
     host: Host
-    log_offset: int = 0
     fetched: int = 0
     """Bytes of output that have arrived."""
     replied_s: float = field(default_factory=time.monotonic)

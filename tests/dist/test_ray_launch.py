@@ -236,6 +236,91 @@ def test_a_model_that_one_machine_lacks_is_named_with_the_machine(connection, ho
     assert nothing_is_reserved()
 
 
+@pytest.mark.parametrize(
+    "when",
+    [
+        "start an actor",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("check its files", "start a worker")),
+    ],
+)
+def test_a_machine_that_is_lost_before_the_workers_run_is_named_and_the_run_starts_again(
+    cluster, connection, homes, tmp_path, capfd, monkeypatch, when
+):
+    def lose_one():
+        cluster.remove_node(cluster.list_all_nodes()[1], allow_graceful=False)
+        cluster.add_node(num_cpus=2, env_vars={"HOME": str(homes[1])})
+
+    lost = once(monkeypatch, when, lose_one)
+    assert launch(make_job(tmp_path, "finish", *TWO, *AGAIN)) == 0 and lost
+    errors = capfd.readouterr().err
+    named = r"attempt 1 failed: rank 1 on \S+, in before its first node: its machine .* left the Ray cluster"
+    assert re.search(named, errors) and "installed" not in errors, errors
+    (attempt,) = map(json.loads, (tmp_path / "out" / "attempts.jsonl").read_text().splitlines())
+    assert attempt["rank"] == 1 and attempt["next"] == "the start"
+    assert nothing_is_reserved()
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_lost_as_its_actor_starts_and_stays_away_is_done_without(
+    cluster, connection, homes, tmp_path, capfd, monkeypatch
+):
+    def lose_one():
+        cluster.remove_node(cluster.list_all_nodes()[1], allow_graceful=False)
+
+    lost = once(monkeypatch, "start an actor", lose_one)
+    make_tiny_model_dir(tmp_path / "model")
+    steps = ("trainer.total_training_steps=1", "trainer.val_before_train=False")
+    try:
+        assert (
+            launch(real_plan(tmp_path, tmp_path / "model", *AGAIN, *steps, "trainer.nnodes=1:2")) == 0
+            and lost
+        )
+    finally:
+        cluster.add_node(num_cpus=2, env_vars={"HOME": str(homes[1])})
+    errors = capfd.readouterr().err
+    assert "the run does with 1 of 2 machines (1 rank)" in errors and "installed" not in errors, errors
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["step"] == 1
+    assert json.loads((tmp_path / "out" / "job.json").read_text())["world_size"] == 1
+
+
+def once(monkeypatch, when: str, happens) -> list[str]:
+    """`happens` is called as the launcher first waits for machines to do `when`; told in what is returned."""
+    gather, happened = RayTrainer._gather, []
+
+    def gathered(trainer, what, *of):
+        if what == when and not happened:
+            happened.append(what)
+            happens()
+        return gather(trainer, what, *of)
+
+    monkeypatch.setattr(RayTrainer, "_gather", gathered)
+    return happened
+
+
+WITHOUT_SIIRL = """
+import sys
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name == "siirl":
+            raise ModuleNotFoundError("No module named 'siirl'")
+
+sys.meta_path.insert(0, Without())
+"""
+
+
+def test_a_machine_without_siirl_is_named(cluster, connection, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_SIIRL)
+    bare = cluster.add_node(num_cpus=3, env_vars={"PYTHONPATH": str(tmp_path)})
+    try:
+        with pytest.raises(PlacementError, match="could not start an actor; siirl must be installed there"):
+            launch(make_job(tmp_path, "finish", *TWO, "trainer.nnodes=1", "trainer.n_gpus_per_node=3"))
+    finally:
+        cluster.remove_node(bare, allow_graceful=False)
+    assert nothing_is_reserved()
+
+
 STOPS = {
     "Ctrl-C": ("wait_politely", signal.SIGINT, 130),
     "SIGTERM that workers ignore": ("wait_stubbornly", signal.SIGTERM, 143),
@@ -347,13 +432,13 @@ def test_workers_get_settings_threads_and_a_terminal(cluster, tmp_path):
         assert f"rank {rank} was here, local rank {rank % 2} of 2, NOTE=7 HF_NOTE=8" in text
 
 
-def real_plan(folder: Path, model: str) -> Job:
+def real_plan(folder: Path, model: str | Path, *more: str) -> Job:
     """The main job's plan on two machines, with a model that is looked for on each of them."""
     from siirl.compiler.compile import compile_plan, load_dag
     from siirl.config import load_config, to_dict
 
     inputs = Inputs.make(folder / "inputs")
-    settings = [*TWO, f"actor_rollout_ref.model.path={model}"]
+    settings = [*TWO, f"actor_rollout_ref.model.path={model}", *more]
     cfg = load_config(overrides(inputs, folder / "out", *settings))
     plan, _ = compile_plan(load_dag(cfg), cfg, 2)
     return Job(to_dict(cfg), plan.to_json(), str(folder / "out"), 2, 1)
