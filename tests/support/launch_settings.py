@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 FILE = Path(__file__).parents[1] / "unit" / "launch_settings.txt"
 SHORT = {
     "AM": "actor_rollout_ref.actor.megatron",
@@ -39,9 +41,24 @@ def _full(name: str) -> str:
     return re.sub(r"^(\+?)([A-Z]{1,2})\.", lambda found: f"{found[1]}{SHORT[found[2]]}.", name)
 
 
-@cache
 def launches() -> dict[tuple[str, str], Launch]:
-    """(siirl, verl or bases; name) -> its settings."""
+    """(siirl or verl, name) -> its settings."""
+    return {key: item for key, item in _entries().items() if key[0] in ("siirl", "verl")}
+
+
+def write_files(root: Path) -> None:
+    """Make the YAML files that scripts name, where they lie in a repository at `root`."""
+    for (kind, name), launch in _entries().items():
+        if kind == "files":
+            path = (root / name).with_suffix(".yaml")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            config = OmegaConf.from_dotlist(launch.words())
+            path.write_text("defaults: [ppo_trainer, _self_]\n" + OmegaConf.to_yaml(config))
+
+
+@cache
+def _entries() -> dict[tuple[str, str], Launch]:
+    """(siirl, verl, bases or files; name) -> its settings."""
     found: dict[tuple[str, str], Launch] = {}
     launch = Launch()
     for line in FILE.read_text().splitlines():
@@ -63,4 +80,4 @@ def launches() -> dict[tuple[str, str], Launch]:
             for word in shlex.split(line):
                 name, _, value = word.partition("=")
                 launch.arguments[_full(name)] = value
-    return {key: item for key, item in found.items() if key[0] != "bases"}
+    return found

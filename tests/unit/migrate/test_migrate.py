@@ -2,10 +2,11 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from launch_settings import launches
+from launch_settings import launches, write_files
 from megatron_cases import MODELS
 
 from siirl.cli import main
@@ -20,6 +21,7 @@ from siirl.errors import ConfigError, UserError
 from siirl.migrate.defaults import OWN, names_vision_model
 from siirl.migrate.document import with_lists
 from siirl.migrate.foreign_files import page
+from siirl.migrate.hydra_files import Composed, with_named_file
 from siirl.migrate.translate import translate
 from siirl.migrate.translation import Translation, scalar, typed
 
@@ -133,9 +135,17 @@ def in_brief(cannot: tuple[str, ...], why: str) -> str:
 @pytest.fixture(scope="module")
 def translations(tmp_path_factory) -> dict[tuple[str, str], tuple[list[str], Translation]]:
     """Script -> its settings, with config.json of most models, and what becomes of them."""
-    folder = tmp_path_factory.mktemp("models")
-    words = {key: with_models(launch.words(), folder) for key, launch in launches().items()}
-    return {key: (own, translate(key[0], own)) for key, own in words.items()}
+    folder, root = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("repository")
+    write_files(root)
+    found = {}
+    for (origin, name), launch in launches().items():
+        words, composed = with_models(launch.words(), folder), Composed()
+        whole: Sequence[str] = words
+        if origin == "verl":
+            whole, composed = with_named_file(words, root / f"{name}.sh")
+        assert not composed.missing, name
+        found[origin, name] = (words, translate(origin, whole))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +224,12 @@ def test_the_lists_of_the_document_are_current():
     """`make docs` writes them."""
     reference = (ROOT / "docs" / "migration_reference.md").read_text()
     assert with_lists(reference) == reference
+
+
+def test_what_only_a_file_of_verls_sets_is_in_the_command(translations):
+    _, translation = translations["verl", "sglang_multiturn/run_qwen2_5_3b_gsm8k_multiturn_fsdp"]
+    multi = "actor_rollout_ref.rollout.multi_turn"
+    assert f"{multi}.max_assistant_turns=5" in command(translation)
 
 
 def test_no_script_that_runs_unchanged_is_lost_by_its_migration(outcomes):
