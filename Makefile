@@ -88,10 +88,11 @@ plan: .venv/.base  ## print and draw the plan of the quickstart job on 8 GPUs
 bench: .venv/.dev  ## siirl against TRL's GRPOTrainer on CPU
 	$(PY) benchmarks/grpo_cpu.py
 
-docs: .venv/.base  ## regenerate the configuration reference, the lists of docs/migration_reference.md and the tables of docs/models.md
+docs: .venv/.base  ## regenerate the configuration reference, the lists of docs/migration_reference.md, the tables of docs/models.md, outputs in docs/tuning.md
 	$(PY) -m siirl.config.reference docs/configuration
 	$(PY) -m siirl.migrate.document docs/migration_reference.md
 	$(PY) tools/models_page.py
+	$(PY) tools/tuning_page.py
 
 # Anew each time: pages that Sphinx does not write again lose their index entries, which the search shows first.
 site: .venv/.python  ## the documentation as a site: outputs/site/index.html

@@ -67,12 +67,17 @@ def search(overrides: Sequence[str], config_name: str, device: str | None, token
         layouts = [_in_turn(found, placement, away) for placement in _placements(found)]
         if not found.fitting:
             _compile_best(found, heapq.merge(*layouts, key=_seconds), away)
-    ranked = sorted(found.fitting, key=lambda one: (one.time.step_s, len(one.changes), one.peak.device))
+    ranked = sorted(found.fitting, key=_told_order)
     best: list[Candidate] = []
     for candidate in ranked:
         if len(best) < SHOWN and _is_accepted(found, candidate, overrides, config_name):
             best.append(candidate)
     return text_of(found, best, said)
+
+
+def _told_order(one: Candidate) -> tuple[float, int, float, int]:
+    """By time; of those that differ by less than the prediction can tell, first what changes fewest keys."""
+    return float(f"{one.time.step_s:.3g}"), len(one.changes), one.time.step_s, one.peak.device
 
 
 def _first_accepted(overrides: Sequence[str], config_name: str) -> tuple[Survey, UserError | None]:
