@@ -108,32 +108,38 @@ class Draft:
         lines = memory_lines(self.plan, self.configs)
         return f"no estimate of larger ones: {lines}" if isinstance(lines, str) else "larger ones do not fit"
 
-    def fits_text(self, needs: float) -> str:
-        """What a weighed change takes, in words."""
-        gib = self.machine.gib or needs
-        return "{} of {} GiB".format(*gib_texts(needs, gib)) if needs >= 1 else "little memory"
+    def weigh(self, model: ModelPlan, changes: Changes) -> str | None:
+        """What a model's ranks take with these changes, in words: their fullest phase. None where it is more
+        than a device has, or not known.
 
-    def weigh(self, model: ModelPlan, changes: Changes) -> float | None:
-        """GiB of the fullest phase on a model's ranks, with these changes; None where that is more than a
-        device has, or is not known. A phase of other nodes that was too full before may stay so."""
+        A phase that was too full before may stay so. It is left out if it is of other nodes and some fit.
+        """
         return self.weigh_all([(model, changes)])
 
-    def weigh_all(self, drafts: Sequence[tuple[ModelPlan, Changes]]) -> float | None:
+    def weigh_all(self, drafts: Sequence[tuple[ModelPlan, Changes]]) -> str | None:
         """`weigh` of changes of several models."""
-        own = {node for model, _ in drafts if model.generates for node in model.nodes}
+        nodes = {node for model, _ in drafts for node in model.nodes}
+        sampled = {node for model, _ in drafts if model.generates for node in model.nodes}
         configs, here = self.configs, set[int]()
         for model, changes in drafts:
             configs, here = self._with(model, changes, configs), here | {*model.ranks}
         peaks = self._weighed(configs)
-        if peaks is None or self.machine.gib is None:
+        gib = self.machine.gib
+        if peaks is None or gib is None:
             return None
-        most = FITS * self.machine.gib * GIB
-        before = self._peaks or {}
+        most, before = FITS * gib * GIB, self._peaks or {}
         if any(
-            size > most and (phase[0] in own or size > before.get(phase, 0)) for phase, size in peaks.items()
+            size > most and (phase[0] in sampled or size > before.get(phase, 0))
+            for phase, size in peaks.items()
         ):
             return None
-        return max((size for (_, ranks), size in peaks.items() if here & {*ranks}), default=0) / GIB
+        found = [(size / GIB, node) for (node, ranks), size in peaks.items() if here & {*ranks}]
+        fitting = [one for one in found if one[0] <= gib]
+        own = [one for one in found if one[1] in nodes and one not in fitting]
+        needs, node = max(own or fitting or found, default=(0.0, ""))
+        if needs > gib:
+            return "{2} takes {0} of {1} GiB even so".format(*gib_texts(needs, gib), node)
+        return "{} of {} GiB".format(*gib_texts(needs, gib)) if needs >= 1 else "little memory"
 
     def take(self, model: ModelPlan, changes: Changes, reason: str = "") -> None:
         """Choose values for a model; without a reason as a first draft, of which nothing is said."""

@@ -121,11 +121,10 @@ def _choose_micro_batch(draft: Draft, model: ModelPlan, keys: BatchKeys) -> None
         if needs is None and rows > 1:
             continue
         what = "training" if keys is ROLES[model.role].train else "computing log-probs or values"
-        fits = f"; {draft.fits_text(needs)}" if needs is not None else f"; {draft.unknown}"
+        fits = f"; {needs}" if needs is not None else f"; {draft.unknown}"
         more = "" if rows == most or needs is None else f"; {most} rows do not fit"
-        draft.take(
-            model, changes, f"{what} takes {rows} rows of {row} tokens (the longest) at once{more}{fits}"
-        )
+        takes = f"{rows} row{'s' * (rows > 1)} of {row} tokens (the longest)"
+        draft.take(model, changes, f"{what} takes {takes} at once{more}{fits}")
         return
 
 
@@ -189,7 +188,7 @@ def _choose_checkpointing(draft: Draft, model: ModelPlan) -> None:
     changes = {key: False}
     beside = _micro_batch(draft, model, keys, rows) if keys in [*_free_batches(draft, model)] else {}
     if (needs := draft.weigh(model, changes | beside)) is not None:
-        draft.take(model, changes, f"activations fit: {draft.fits_text(needs)}")
+        draft.take(model, changes, f"activations fit: {needs}")
     elif draft.machine.gib is not None and draft.weigh(model, {}) is not None:
         draft.take(model, {key: True}, "activations of the backward pass would not fit")
 
@@ -206,5 +205,5 @@ def _choose_gathered(draft: Draft, model: ModelPlan) -> None:
     if isinstance(shape, str) or stays_whole(shape.params, model.dims.weight_shards, fsdp):
         return
     if (needs := draft.weigh(model, {key: False})) is not None:
-        reason = f"weights stay gathered for a mini-batch: {draft.fits_text(needs)}"
+        reason = f"weights stay gathered for a mini-batch: {needs}"
         draft.take(model, {key: False}, reason)

@@ -44,7 +44,7 @@ def choose_graphs(draft: Draft) -> None:
         if needs is None and draft.is_known:
             draft.take(model, {EAGER: True}, "CUDA graphs would not fit beside the trainer")
         else:
-            fits = "" if needs is None else f"; {draft.fits_text(needs)}"
+            fits = "" if needs is None else f"; {needs}"
             draft.take(model, {EAGER: False}, f"{why}{fits}")
 
 
@@ -144,7 +144,7 @@ def _choose_resident(draft: Draft, smaller: Sequence[tuple[ModelPlan, Changes]])
             model, changes, f"{tokens} tokens at once, so that the rollout engine stays resident beside"
         )
     for model, changes in found:
-        draft.take(model, changes, f"it stays resident between rollouts: {draft.fits_text(needs)}")
+        draft.take(model, changes, f"it stays resident between rollouts: {needs}")
     return True
 
 
@@ -181,5 +181,5 @@ def _choose_share(draft: Draft, model: ModelPlan) -> None:
         if needs is not None:
             if share != rollout.device_share:
                 rows = "all rows of a step" if share >= needed else "some of the rows of a step at once"
-                draft.take(model, {SHARE: share}, f"it holds {rows}; {draft.fits_text(needs)}")
+                draft.take(model, {SHARE: share}, f"it holds {rows}; {needs}")
             return

@@ -129,7 +129,7 @@ def _verdicts(plan: Plan, configs: Configs, gib: float) -> list[str]:
         where = f"ranks {format_ranks(ranks)}: " if len(fullest) > 1 else ""
         room = _room_gib(plan, configs, gib)
         taken, of = gib_texts(peak.device / GIB, room)
-        fits = f"fits {_room_text(configs, of)}: yes, {taken} in {peak.node}"
+        fits = f"fits {_room_text(configs, of)}: yes, {taken} GiB in {peak.node}"
         lines.append(
             where + (fits if peak.device <= room * GIB else _too_much(plan, configs, ranks, peak, gib))
         )
@@ -139,7 +139,7 @@ def _verdicts(plan: Plan, configs: Configs, gib: float) -> list[str]:
 def _too_much(plan: Plan, configs: Configs, ranks: Ranks, peak: PhasePeak, gib: float) -> str:
     need, room = gib_texts(peak.device / GIB, _room_gib(plan, configs, gib))
     advice = _advice(plan, configs, ranks, gib)
-    return f"does not fit {_room_text(configs, room)}: {need} in {peak.node}. {advice}"
+    return f"does not fit {_room_text(configs, room)}: {need} GiB in {peak.node}. {advice}"
 
 
 def _room_text(configs: Configs, room: str) -> str:
@@ -162,7 +162,7 @@ def _advice(plan: Plan, configs: Configs, ranks: Ranks, gib: float) -> str:
         peak, text, configs = best
         name = text.partition("=")[0]
         chosen = [item for item in chosen if item.partition("=")[0] != name] + [text]
-    reached = f"{gib_texts(peak.device / GIB, room / GIB)[0]} in {peak.node}"
+    reached = f"{gib_texts(peak.device / GIB, room / GIB)[0]} GiB in {peak.node}"
     if peak.device <= room:
         return f"With {' '.join(chosen)}: {reached}."
     tried_all = f"Even with {' '.join(chosen)}: {reached}. " if chosen else ""
@@ -185,7 +185,7 @@ def _sharded_further(plan: Plan, configs: Configs, ranks: Ranks, gib: float) -> 
             resized, keys = found
             peak = _fullest(resized, configs, gib)[ranks]
             if peak.device <= gib * GIB and all(one.starts for one in engine_starts(resized, configs, gib)):
-                return f"With {' '.join(keys)}: {gib_texts(peak.device / GIB, gib)[0]} in {peak.node}."
+                return f"With {' '.join(keys)}: {gib_texts(peak.device / GIB, gib)[0]} GiB in {peak.node}."
         times *= 2
     return (
         f"{_MOST_DEVICES} devices are too few. Take a smaller model (actor_rollout_ref.model.path), or "

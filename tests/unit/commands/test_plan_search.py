@@ -82,7 +82,7 @@ def printed_is_accepted(capsys, keys, layouts):
         assert main(["plan", "--explain", "--device", "h200", *command]) == 0
         assert f"step: {seconds:.1f} s" in capsys.readouterr().out
         assert main(["plan", *command]) == 0
-        verdicts = re.findall(r"fits 139.8 GiB: yes, (\d+) in", capsys.readouterr().out)
+        verdicts = re.findall(r"fits 139.8 GiB: yes, (\d+) GiB in", capsys.readouterr().out)
         assert max(map(int, verdicts)) == gib
 
 

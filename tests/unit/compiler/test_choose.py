@@ -1,6 +1,7 @@
 """Keys of speed and memory that nobody set are chosen by the plan; what somebody set is never touched."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,6 +165,23 @@ def test_auto_takes_back_what_a_preset_or_a_node_has_set():
 def test_choices_follow_the_machine(tmp_path, machine, key, value):
     size = "1.7B" if machine.gib == 16.0 else "0.6B"
     assert chosen(planned(machine, model(tmp_path, size))[0]).get(key) == value
+
+
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [
+        (80.0, r"; \d\d of 80 GiB$"),
+        (20.0, r"; [\d.]+ of 20 GiB$"),
+        (8.0, r"; actor_train takes \d\d of 8 GiB even so$"),
+    ],
+)
+def test_a_choice_says_what_fits_or_that_it_does_not(tmp_path, gib, said):
+    """What is too full in phases of other nodes is no part of it."""
+    plan, _ = planned(Machine("cuda", gib), model(tmp_path))
+    reasons = {key: choice.reason for choice in plan.choices for key in choice.keys}
+    assert re.search(said, reasons[TOKENS]), reasons
+    for taken, there in re.findall(r"([\d.]+) of ([\d.]+) GiB$", "\n".join(reasons.values()), re.M):
+        assert float(taken) <= float(there)
 
 
 def test_kernels_are_chosen_only_where_they_were_compared(tmp_path):

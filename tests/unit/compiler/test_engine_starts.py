@@ -92,7 +92,7 @@ def test_a_model_on_devices_that_cannot_train_it_is_refused_with_numbers_and_key
         ]
         asked = command(tmp_path, QWEN_72B, 1, gib, *own)
         assert main(asked) == 2
-        told = re.search(r"does not fit (80|288) GiB: \d{4} in \w+(.*)", capsys.readouterr().err)
+        told = re.search(r"does not fit (80|288) GiB: \d{4} GiB in \w+(.*)", capsys.readouterr().err)
         assert told
         keys = re.findall(r"[\w.]+=[\w.]+\b", told[2].rpartition("With ")[2])
         assert any(key.startswith("trainer.n_gpus_per_node=") for key in keys), told[2]

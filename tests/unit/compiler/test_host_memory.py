@@ -34,7 +34,7 @@ def test_a_model_of_70b_is_refused_on_a_laptop_with_numbers(tmp_path, laptop, ca
         assert main(words(tmp_path, QWEN_72B, verb, *keys)) == 2
         said = capsys.readouterr().err
         needs = re.search(
-            r"does not fit the 32 GiB of this machine, which has no GPU: (\d+) in actor_train", said
+            r"does not fit the 32 GiB of this machine, which has no GPU: (\d+) GiB in actor_train", said
         )
         assert needs, said
         assert int(needs[1]) > 72e9 * 16 / 2**30, "fp32 weights, gradients and both moments of Adam"
