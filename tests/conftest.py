@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,28 @@ from dist_harness import start_by_forks
 from forked_starts import asks, in_the_way
 
 start_by_forks()
-VLLM = {
-    *("test_adapter_alone_job", "test_kept_tokens", "test_moe_main_job", "test_native_draws"),
-    *("test_native_places", "test_native_slots", "test_native_tokens", "test_rollout_engine_contract"),
-    *("test_vllm_heads", "test_vllm_job", "test_vllm_leftovers", "test_vllm_restarts"),
-}
-"""Files of `make test` that import vLLM, in this process or in those that they start."""
+SCOPES = dict.fromkeys(
+    (
+        *("test_config_keys_are_read", "test_field_docs", "test_glossary", "test_messages_page"),
+        *("test_observe_docs", "test_op_table", "test_trace_job", "test_waiting"),
+    ),
+    "sources",
+) | dict.fromkeys(
+    (
+        *("test_adapter_alone_job", "test_engine_keeper", "test_kept_tokens", "test_moe_main_job"),
+        *("test_native_draws", "test_vllm_process"),
+        *("test_native_places", "test_native_slots", "test_native_tokens", "test_rollout_engine_contract"),
+        *("test_vllm_heads", "test_vllm_job", "test_vllm_leftovers", "test_vllm_restarts"),
+    ),
+    "vLLM",
+)
+"""Files of `make test` that share what takes seconds: the package's sources, parsed; vLLM, imported in their
+worker or in what it starts."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Workers take whole files, and one of them all that import vLLM: it takes each that does 20 s."""
+    """Workers take whole files, and one of them all that parse the package, or import vLLM: 20 s for each."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -37,7 +49,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByImports(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "vLLM" if Path(file).stem in VLLM else file
+            return SCOPES.get(Path(file).stem, file)
 
     return ByImports(config, log)
 
@@ -62,12 +74,24 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def starts_import_where_they_are_told_to(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With the mark `real_starts`, the commands that a test starts are no forks. Variables that packages have
-    left as they were imported would stand in the way of those of later tests: they are set back."""
+    """With the mark `real_starts`, the commands that a test starts are no forks."""
     asks.real = request.node.get_closest_marker("real_starts") is not None
+    with variables_set_back():
+        yield
+    asks.real = False
+
+
+@pytest.fixture(autouse=True, scope="module")
+def variables_of_a_file_are_set_back() -> Iterator[None]:
+    with variables_set_back():
+        yield
+
+
+@contextmanager
+def variables_set_back() -> Iterator[None]:
+    """Those that packages have left as they were imported would stand in the way of forks of later tests."""
     before = dict(os.environ)
     yield
-    asks.real = False
     for name in in_the_way(os.environ, before):
         os.environ.pop(name, None)
         os.environ.update({name: before[name]} if name in before else {})

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from chaos_cases import CASES, CUT, DISKS, FILES, NAMED, OUT_OF_MEMORY, PHASES, Case
-from chaos_runs import CONTROL_GROUPS, Chaos, Result
+from chaos_runs import CONTROL_GROUPS, STEPS, Chaos, Result
 from document import TIMES
 from job_harness import Inputs
 from ray_machines import can_lay_cables, side_by_side, with_a_cable
 
-Undisturbed = Callable[[str], Result]
+Undisturbed = Callable[..., Result]
 
 
 def chains_of(file: str) -> pytest.MarkDecorator:
@@ -68,17 +68,19 @@ def needs(chain: list[Case]) -> list[pytest.MarkDecorator]:
 CANNOT_MOUNT = os.system("unshare -m true 2> /dev/null") != 0
 
 
-def take(chain: list[Case], inputs: Inputs, undisturbed: Undisturbed, folder: Path) -> None:
+def take(
+    chain: list[Case], inputs: Inputs, undisturbed: Undisturbed, folder: Path, steps: int = STEPS
+) -> None:
     """Strike a run as the cases say: it comes back each time and ends as if nothing had been, or says why."""
     kind, with_clock = chain[0].job, any(case.who == "clock" for case in chain)
     disk = DISKS.get(chain[0].who, "")
     machines = side_by_side if chain[0].how != CUT else with_a_cable
     with machines() if kind == "Ray" else contextlib.nullcontext() as cluster:
-        chaos = Chaos(inputs, folder, disk, with_clock=with_clock, kind=kind, cluster=cluster)
+        chaos = Chaos(inputs, folder, disk, with_clock, kind, cluster, steps)
         if chain[0].then == NAMED:
             chaos.run_to_the_cause(chain[0])
         else:
-            chaos.run(chain).check_equal(undisturbed(kind))
+            chaos.run(chain).check_equal(undisturbed(kind, steps))
     note_times(chain, chaos.took_s)
 
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 from chaos_chains import Undisturbed
-from chaos_runs import Chaos, Result, make_inputs
+from chaos_runs import STEPS, Chaos, Result, make_inputs
 from job_harness import Inputs
 
 
@@ -18,7 +18,7 @@ def undisturbed(inputs, tmp_path_factory) -> Undisturbed:
     """What a job of a kind gives that nobody strikes; on Ray and with standbys, that of any local one."""
 
     @functools.cache
-    def of(kind: str) -> Result:
-        return Chaos(inputs, tmp_path_factory.mktemp("undisturbed"), kind=kind).run()
+    def of(kind: str, steps: int) -> Result:
+        return Chaos(inputs, tmp_path_factory.mktemp("undisturbed"), kind=kind, steps=steps).run()
 
-    return lambda kind: of("local" if kind in ("Ray", "standby") else kind)
+    return lambda kind, steps=STEPS: of("local" if kind in ("Ray", "standby") else kind, steps)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from chaos_cases import CASES, FILES
 from chaos_chains import take
-from chaos_runs import STEPS, Result
+from chaos_runs import FEW_STEPS, STEPS, Result
 from document import PAGE, TIMES, with_table
 
 
@@ -45,4 +45,4 @@ def test_results_are_equal_but_for_what_rounding_changes(metric, differs_by, equ
 
 @pytest.mark.timeout(900)
 def test_four_strikes_in_one_run_change_nothing(inputs, undisturbed, tmp_path):
-    take([case for case in CASES if case.fast], inputs, undisturbed, tmp_path)
+    take([case for case in CASES if case.fast], inputs, undisturbed, tmp_path, FEW_STEPS)

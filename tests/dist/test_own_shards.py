@@ -89,8 +89,8 @@ def peak_bytes(rank: int, world: int, path: str) -> int:
 def test_no_rank_has_the_whole_model_in_memory():
     with tempfile.TemporaryDirectory() as root:
         make_tiny_model_dir(f"{root}/small")
-        large = make_tiny_model_dir(f"{root}/large", hidden=1024, mlp=4096, layers=4, heads=8)
+        large = make_tiny_model_dir(f"{root}/large", hidden=1024, mlp=4096, layers=2, heads=8)
         size = tensor_bytes(large)
         grown = run_workers(peak_bytes, 4, root, deadline_s=240)
-    assert size > 200e6
+    assert size > 100e6
     assert max(grown) < 0.8 * size, "a quarter of the file, and as much in the shards"

@@ -10,12 +10,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from job_harness import Finished
+from script_python import script_python
 
 from siirl.runs.run_state import read_run
 
 pytestmark = pytest.mark.timeout(400)
 SIIRL = [sys.executable, "-m", "siirl.cli"]
-ENVIRONMENT = os.environ | {"SIIRL": " ".join(SIIRL), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 SHORT = [
     "trainer.save_freq=2",
     "trainer.test_freq=2",
@@ -25,7 +25,8 @@ SHORT = [
 
 
 def told(command, folder, **more) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=ENVIRONMENT, **more)
+    own = {"SIIRL": f"{script_python()} -m siirl.cli", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | own, **more)
 
 
 def said(command, folder, **more) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from job_harness import Inputs, overrides, run_job
+from package_sources import package_nodes
 
 from siirl.observe.metrics import todays_name
 
@@ -159,8 +160,8 @@ def test_every_metric_of_a_run_is_documented(run):
 def reported() -> set[str]:
     """Names that the source gives to metrics, as far as they are written out."""
     found = set()
-    for file in (ROOT / "siirl").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for in_file in package_nodes().values():
+        for node in in_file:
             match node:
                 case ast.Call(func=ast.Attribute(attr="mean" | "sum" | "max" | "min"), args=[name, *_]):
                     if isinstance(name, ast.Constant) and isinstance(name.value, str):

@@ -1,6 +1,7 @@
 """Every workflow that comes with siirl compiles on 1, 2, 8 and 16 ranks with the keys that it asks for."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ ASKS_FOR = {
 """What a workflow cannot be run without: algorithm, samples to compare, reward model, environment."""
 
 
+@functools.cache
 def shipped() -> dict[str, str]:
     """Name -> the key that chooses it: templates, and DAG files and functions among the examples."""
     files = [*TEMPLATES.glob("*.yaml"), *ROOT.glob("examples/**/*.yaml")]

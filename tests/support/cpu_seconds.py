@@ -20,7 +20,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def seconds_below(root: int) -> float:
-    """Of a process, those below it, and those that any of them has waited for."""
+    """Of those below a process, and those that any of them has waited for."""
     used, below = {}, defaultdict(list)
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -29,7 +29,7 @@ def seconds_below(root: int) -> float:
             continue
         below[int(fields[1])].append(int(name))
         used[int(name)] = sum(map(int, fields[11:15]))
-    total, left = 0, [root]
+    total, left = 0, below[root]
     while left:
         pid = left.pop()
         total += used.get(pid, 0)
@@ -38,21 +38,28 @@ def seconds_below(root: int) -> float:
 
 
 class CpuSeconds:
-    """Adds a line for each test to a file: its name, CPU seconds, seconds, and how many commands of siirl it
-    started that imported for themselves (forked_starts.py), seconds each."""
+    """Adds a line for each test to a file: its name, CPU seconds, seconds, how many commands of siirl it
+    started that imported for themselves (forked_starts.py), seconds each, and why."""
 
     def __init__(self, file: str) -> None:
         self.file = file
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        before, began_s, imported = seconds_below(os.getpid()), time.monotonic(), asks.imported
+        below_s, began_s, imported = seconds_below(os.getpid()), time.monotonic(), len(asks.imported)
+        own_s = seconds_of_this()  # what the looks at others take is no part of it
         found = yield
-        took_s = time.monotonic() - began_s
-        row = (item.nodeid, seconds_below(os.getpid()) - before, took_s, asks.imported - imported)
+        own_s, took_s = seconds_of_this() - own_s, time.monotonic() - began_s
+        why = asks.imported[imported:]
+        row = (item.nodeid, own_s + seconds_below(os.getpid()) - below_s, took_s, len(why), "; ".join(why))
         with open(self.file, "a") as out:
-            out.write("{}\t{:.2f}\t{:.2f}\t{}\n".format(*row))
+            out.write("{}\t{:.3f}\t{:.2f}\t{}\t{}\n".format(*row))
         return found
+
+
+def seconds_of_this() -> float:
+    """Of this process and of those that it has waited for."""
+    return time.process_time() + sum(os.times()[2:4])
 
 
 def table(file: str, longest: int = 60) -> str:

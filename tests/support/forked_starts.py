@@ -5,8 +5,8 @@ its own Python, that is asked of a nursery below it; all else, and what differs 
 started as ever. The new process is a child of who asked, with the descriptors, the session, the folder, the
 variables and the command line that it would have, in /proc too. It starts others in the same way.
 
-SIIRL_TEST_STARTS=real, or the mark `real_starts` of a test, lets all of them import for themselves; =tell
-prints which variables stood in the way of a fork.
+SIIRL_TEST_STARTS=real, or the mark `real_starts` of a test, lets all of them import for themselves. Which
+others did, and why, is in what SIIRL_TEST_CPU writes (cpu_seconds.py).
 """
 
 import atexit
@@ -28,21 +28,24 @@ import tempfile
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-MODULES = {
+MODULES: dict[str, str | None] = {
     "siirl.main_dag": "starts",
     "siirl.cli": "starts",
+    "siirl.launch.machine_probes": None,
     "siirl.launch.worker_entry": "starts",
     "siirl.engines.rollout.served.server": "starts",
     "torch.distributed.run": "starts",
     "launch_written_job": "starts",
     "multiprocessing.spawn": "starts",
+    "prepare.py": "starts",
+    "pytest": "starts",
     "execnet": "orders",
 }
-"""That are forked -> what a process below serves them with, if they start others of them."""
+"""That are forked, modules and a script -> what a process below serves them with, if they start others."""
 TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 TEXTS = {
     "from multiprocessing.spawn import spawn_main": "multiprocessing.spawn",
@@ -59,13 +62,16 @@ MAY_DIFFER = frozenset(
         "COLUMNS", "LINES", "TERM", "NO_COLOR", "PYTORCH_NVML_BASED_CUDA_CHECK",
         "CUDA_DEVICE_MAX_CONNECTIONS", "LD_LIBRARY_PATH",  # imports of vLLM and Megatron leave them
         "LAZY_LEGACY_OP", "LD_PRELOAD", "NUMEXPR_MAX_THREADS",  # and an engine of vLLM these, see `preloaded`
+        "DRY_RUN", "MODEL_PATH", "N_GPUS_PER_NODE", "NODE_WAIT_S", "OUTPUT_DIR", "SCRIPT", "SHARED", "SIIRL",
+        "TEST_DATA_PATH", "TRAIN_DATA_PATH",  # of scripts, as those of examples/
+        *(f"{path.name.upper()}_DIR" for path in Path(__file__).parents[2].joinpath("examples").iterdir()),
         "GOMP_SPINCOUNT",  # read as torch is imported, and for threads that wait: a test's process has one
     }
 )  # fmt: skip
 MAY_DIFFER_FROM = (
-    "_MLFLOW_", "AITER_", "CHAOS_", "GLOO_", "GROUP_", "LOCAL_", "MASTER_", "NCCL_", "NVTE_", "PYGAME_",
-    "PYTEST_", "RAY_", "ROLE_", "SGLANG_", "SIIRL_", "TORCHELASTIC_",
-    "TILELANG_", "TORCHINDUCTOR_", "TORCH_GLOO_", "TORCH_NCCL_", "TRITON_", "VLLM_",
+    "_ARGCOMPLETE", "_MLFLOW_", "AITER_", "CHAOS_", "COMP_", "GLOO_", "GROUP_", "LOCAL_", "MASTER_", "NCCL_",
+    "NVTE_", "PET_", "PYGAME_", "PYTEST_", "RAY_", "ROLE_", "SGLANG_", "SIIRL_", "SKYPILOT_", "SLURM_",
+    "TORCHELASTIC_", "TILELANG_", "TORCHINDUCTOR_", "TORCH_GLOO_", "TORCH_NCCL_", "TRITON_", "VLLM_",
 )  # fmt: skip
 """Variables that nothing reads as it is imported."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -73,6 +79,8 @@ HIGH = 600
 """No process of a test has so many descriptors: given ones wait above it for their places."""
 LONGEST = 100_000
 TITLE, PADDING = "siirl-test-nursery", 16_384
+PYTHON = sys.executable
+"""As it is, whatever a test has others start in its place."""
 REAL, REAL_SPAWN = subprocess.Popen, multiprocessing.util.spawnv_passfds
 _libc = ctypes.CDLL(None)
 
@@ -87,8 +95,8 @@ class Asks:
         """Of a process, by its id: a fork has none of its own."""
         self.nursery = 0
         """The process that serves there."""
-        self.imported = 0
-        """How many starts of `MODULES` were no forks."""
+        self.imported: list[str] = []
+        """Of each start of `MODULES` that was no fork: what stood in the way."""
 
     def lost(self, words: Sequence[str]) -> None:
         """Nobody serves there any more: the next time somebody else is asked."""
@@ -155,7 +163,7 @@ class ForkingPopen(REAL):
                 self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
                 return
         if not isinstance(args, str | bytes | os.PathLike) and _module(list(args)) in MODULES:
-            asks.imported += 1
+            asks.imported.append(_why_not(plain, environment))
         super()._execute_child(
             args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
             p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
@@ -181,14 +189,22 @@ def is_forked(args: Any, environment: Mapping[str, str]) -> bool:
     return _module(list(args)) in MODULES and fits(environment)
 
 
+def _why_not(plain: bool, environment: Mapping[str, str]) -> str:
+    """Why a start of `MODULES` is no fork."""
+    if asks.real or not plain:
+        return "a test wants it so" if asks.real else "options of the start"
+    return f"variables {other}" if (other := others(environment)) else "nobody answered"
+
+
 def fits(environment: Mapping[str, str]) -> bool:
     """Whether it is that of the nursery but for what nothing reads as it is imported."""
-    other = in_the_way(environment, base)
-    if preloaded(environment) != preloaded(base):
-        other.append("LD_PRELOAD")
-    if other and os.environ.get("SIIRL_TEST_STARTS") == "tell":
-        print(f"no fork, for the variables {other}", file=sys.stderr)
-    return not other
+    return not others(environment)
+
+
+def others(environment: Mapping[str, str]) -> list[str]:
+    """The variables that stand in the way of a fork."""
+    more = ["LD_PRELOAD"] if preloaded(environment) != preloaded(base) else []
+    return in_the_way(environment, base) + more
 
 
 def in_the_way(environment: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
@@ -204,12 +220,14 @@ def preloaded(environment: Mapping[str, str]) -> list[str]:
 
 
 def _module(words: list[Any]) -> Any:
-    if words[:1] != [sys.executable]:
+    if words[:1] != [PYTHON]:
         return None
     rest = words[2:] if words[1:2] == ["-u"] else words[1:]
     if rest[:1] == ["-c"]:
         return next((module for text, module in TEXTS.items() if rest[1].startswith(text)), None)
-    return rest[1] if rest[:1] == ["-m"] and len(rest) > 1 else None
+    if rest[:1] == ["-m"]:
+        return rest[1]
+    return os.path.basename(rest[0]) if rest else None
 
 
 def _ask(order: Mapping[str, Any], given: Sequence[int]) -> int | None:
@@ -356,10 +374,12 @@ def _reset(words: Sequence[str], environment: Mapping[str, str], cwd: str) -> No
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    start = next(place for place, word in enumerate(words) if word in ("-m", "-c"))
-    sys.argv[:] = [words[start], *words[start + 2 :]]
+    start = 2 if words[1] == "-u" else 1
+    script = not words[start].startswith("-")
+    sys.argv[:] = words[start:] if script else [words[start], *words[start + 2 :]]
     sys.orig_argv[:] = words
-    sys.path[:] = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *Nursery.path]
+    first = os.path.dirname(os.path.abspath(words[start])) if script else cwd
+    sys.path[:] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *Nursery.path]
     sys.path_importer_cache.clear()
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ImportError):
@@ -395,14 +415,16 @@ def _run(module: str, words: Sequence[str]) -> None:
     """Run a module as `python -m` does, or a text as `python -c` does, and end the process."""
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.modules["__main__"].__dict__["__builtins__"] = __builtins__
-    if "-m" in words[1:3]:
+    if named := "-m" in words[1:3]:
         sys.modules.pop(module, None)
     code, by_signal = 0, False
     try:
         if "-c" in words[1:3]:
             exec(words[words.index("-c") + 1], sys.modules["__main__"].__dict__)
-        else:
+        elif named:
             runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if not isinstance(ended.code, int | None):
@@ -427,6 +449,8 @@ def order(channel: socket.socket, service: str, branch: str, end: int) -> None:
     socket.send_fds(channel, [json.dumps({"service": service, "branch": branch}).encode()], [end])
 
 
-def needs(words: Collection[str]) -> str:
+def needs(words: Sequence[str]) -> str:
     """The branch of the nursery for a command line."""
+    if words[3:4] == ["check"]:
+        return ""
     return "vllm" if any("vllm" in word or word.endswith("served.server") for word in words) else ""

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from dist_harness import run_workers
 from fixtures_tiny import make_arithmetic_parquet, make_tiny_model_dir
+from script_python import script_python
 
 ROOT = Path(__file__).parents[2]
 REWARD = '''
@@ -134,18 +134,18 @@ def run_example(
     folder: Path,
     *arguments: str,
     example: str = "multi_agent",
-    python: str = sys.executable,
+    python: str = "",
     fails: bool = False,
     timeout_s: float = 870,
     script: str = "run.sh",
 ) -> str:
     """Run examples/EXAMPLE/SCRIPT, whose files go below `folder`; what it prints.
 
-    python: the program that it calls; "echo" prints the command lines. fails: it must, and its errors are
-    returned.
+    python: the program that it calls, if not Python; "echo" prints the command lines. fails: it must, and its
+    errors are returned.
     """
     environment = {
-        "PYTHON": python,
+        "PYTHON": python or script_python(),
         "PYTHONPATH": str(ROOT),
         f"{example.upper()}_DIR": str(folder),
         "OMP_NUM_THREADS": "1",

@@ -1,6 +1,5 @@
 """Tokens drawn by the Triton kernels against float64: on a GPU, or interpreted on a CPU."""
 
-import itertools
 import random
 
 import torch
@@ -9,7 +8,6 @@ from siirl.engines.rollout.sampling import uniforms
 from siirl.engines.rollout.served.draw_triton import draw
 
 ROWS = 24
-VOCABULARIES = (1, 5, 4095, 4096, 4097, 9000)
 
 
 def check_draws(vocab, dtype, device):
@@ -50,6 +48,8 @@ def check_what_is_no_number():
 
 
 def main():
-    for vocab, dtype in itertools.product(VOCABULARIES, (torch.float32, torch.bfloat16)):
-        check_draws(vocab, dtype, "cpu")
+    """Interpreted, which takes long: vocabularies of less and of more than a program takes."""
+    for vocab in (1, 4095, 4097):
+        check_draws(vocab, torch.float32, "cpu")
+    check_draws(9000, torch.bfloat16, "cpu")
     check_what_is_no_number()

@@ -2,22 +2,11 @@
 
 import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from package_sources import PACKAGE, package_nodes
 
 pytestmark = pytest.mark.heavy
-
-PACKAGE = Path(__file__).parents[2] / "siirl"
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-def classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
-    """Dataclasses, and what else has typed fields."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            yield node
 
 
 def listed(node: ast.ClassDef) -> list[str]:
@@ -30,9 +19,9 @@ def listed(node: ast.ClassDef) -> list[str]:
 def test_no_docstring_lists_the_fields_of_a_dataclass():
     found = {
         f"{file.relative_to(PACKAGE)}: {node.name}": names
-        for file in FILES
-        for node in classes(ast.parse(file.read_text()))
-        if (names := listed(node))
+        for file, in_file in package_nodes().items()
+        for node in in_file
+        if isinstance(node, ast.ClassDef) and (names := listed(node))
     }
     assert found == {}
 
@@ -40,5 +29,5 @@ def test_no_docstring_lists_the_fields_of_a_dataclass():
 def test_the_scan_finds_such_lists():
     doc = '"""A thing. one: the first; two, three: others. four is\n    five: last."""'
     names = "".join(f"    {name}: int\n" for name in ("one", "two", "three", "four", "five"))
-    tree = ast.parse(f"@dataclass\nclass A:\n    {doc}\n{names}")
-    assert [listed(node) for node in classes(tree)] == [["one", "two", "three", "five"]]
+    (node,) = ast.parse(f"@dataclass\nclass A:\n    {doc}\n{names}").body
+    assert listed(node) == ["one", "two", "three", "five"]

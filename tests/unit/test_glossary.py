@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from package_sources import package_nodes
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "glossary.md").read_text()
 FIELD = "## Words of the field"
@@ -27,9 +29,9 @@ def code() -> tuple[dict[str, str], list[tuple[str, str]]]:
     words that is no docstring)."""
     found: dict[str, str] = {}
     said: list[tuple[str, str]] = []
-    for path in sorted((ROOT / "siirl").rglob("*.py")):
+    for path, in_file in package_nodes().items():
         file, documentation = str(path.relative_to(ROOT)), set()
-        for node in ast.walk(ast.parse(path.read_text())):  # what is around a node comes before it
+        for node in in_file:
             if isinstance(node, ast.Expr):
                 documentation.add(node.value)
             text = node.value if isinstance(node, ast.Constant) else None
@@ -64,8 +66,8 @@ def given_up_in_the_field() -> list[str]:
 
 def names_of_keys() -> set[str]:
     """What users write in a configuration: those that are older than a word of the field stay."""
-    trees = (ast.parse(path.read_text()) for path in (ROOT / "siirl" / "config").glob("*.py"))
-    fields = (node.target for tree in trees for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
+    files = (in_file for path, in_file in package_nodes().items() if path.parent == ROOT / "siirl" / "config")
+    fields = (node.target for in_file in files for node in in_file if isinstance(node, ast.AnnAssign))
     return {field.id for field in fields if isinstance(field, ast.Name)}
 
 

@@ -88,7 +88,7 @@ CHANGEABLE = {
 
 
 BY_EVAL = ("config", "a stranger's code", "a folder above")
-"""With `eval`, which asks as `resume` does and takes longer; the others are slow."""
+"""Started for who trusts it, too, and also with `eval`, which asks as `resume` does; the others are slow."""
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,8 @@ def test_a_folder_that_others_can_change_is_started_for_who_trusts_it(what, comm
     assert words in refused and (str(path) in refused or what == "a folder above")
     for named in ("custom_reward_function.path=reward.py", "external_lib=evil", "trust_remote_code=True"):
         assert named in refused, named
+    if what not in BY_EVAL:
+        return
     cli.main([command, str(run), "--trust"])
     (job,) = started
     said = capsys.readouterr().err

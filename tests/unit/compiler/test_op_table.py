@@ -5,6 +5,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+from package_sources import package_nodes
 from plan_cases import config
 
 from siirl.compiler.compile import compile_plan
@@ -16,7 +17,6 @@ from siirl.errors import DagError, NotSupportedError, UserError
 from siirl.nodes import services
 from siirl.user_code.signatures import Call, misfits
 
-ROOT = Path(__file__).parents[3]
 WRAPPERS = ("filter", "custom")
 INSIDE = ("environment",)
 
@@ -41,8 +41,8 @@ def test_what_ops_need_is_built_by_one_table():
 def test_nobody_asks_an_op_its_name():
     """A file that compares a node's op with a name knows something that the op's row should say."""
     asked = []
-    for file in (ROOT / "siirl").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file, in_file in package_nodes().items():
+        for node in in_file:
             if isinstance(node, ast.Compare):
                 texts = [x.value for x in ast.walk(node) if isinstance(x, ast.Constant)]
                 names = [x.attr for x in ast.walk(node) if isinstance(x, ast.Attribute)]

@@ -15,6 +15,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
+from package_sources import PACKAGE, package_nodes
 
 from siirl.config.algorithm_table import ESTIMATORS, LOSSES
 from siirl.config.keys import has_one_value
@@ -22,7 +23,6 @@ from siirl.config.resolve import FOLLOWS, REFERENCE, status
 from siirl.config.roles import ROLES
 from siirl.config.root import Config, all_groups, all_keys, get_group_class
 
-PACKAGE = Path(__file__).parents[3] / "siirl"
 SUFFIXES = ("_cfg", "_config", "_options", "_keys", "_params")
 
 
@@ -38,7 +38,7 @@ def module_nodes(package: Path, leave_out: tuple[str, ...] = ("config",)) -> Ite
     readers = [package / "config" / name for name in names]
     for file in sorted(package.rglob("*.py")):
         if file in readers or file.relative_to(package).parts[0] not in leave_out:
-            yield list(ast.walk(ast.parse(file.read_text())))
+            yield package_nodes()[file] if package == PACKAGE else list(ast.walk(ast.parse(file.read_text())))
 
 
 def names_of(node: ast.expr) -> set[str]:

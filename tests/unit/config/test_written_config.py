@@ -1,6 +1,7 @@
 """The configuration that a run writes, run_config.yaml, starts it again, though it sets all keys."""
 
 import pytest
+from some_cases import some
 
 from siirl.config import load_config, print_config
 from siirl.config.algorithm_table import ESTIMATORS, LOSSES
@@ -28,7 +29,10 @@ def problems(cfg) -> set[str]:
     return {str(problem) for problem in found.problems}
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = ("as it is", "grpo", "gae", "vanilla", "gspo", "dpo", "lag", "megatron", "a conversation")
+
+
+@pytest.mark.parametrize("name", some(RUNS, *QUICK))
 def test_the_written_configuration_is_accepted_as_the_command_line_was(name, tmp_path):
     given = load_config([f"{ROLLOUT}.n=4", f"{ROLLOUT}.name=hf", *RUNS[name]])
     file = tmp_path / "run_config.yaml"

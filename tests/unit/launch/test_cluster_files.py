@@ -39,8 +39,8 @@ def test_slurm_starts_the_script_on_every_machine(tmp_path):
     )
     shown = 'echo "task $PET_NODE_RANK of $PET_NNODES, head $MASTER_ADDR"\n'
     shown += 'for word; do [[ $word != trainer.nnodes=* ]] || echo "$word"; done\n'
-    tool(tmp_path, "python", f'{shown}exec {sys.executable} "$@"\n')
     env = script_environment(tmp_path, SCRIPT, DRY_RUN="1", SLURM_NNODES="2", SLURM_JOB_NODELIST="node-[a-b]")
+    tool(tmp_path, "python", f'{shown}exec {env["PYTHON"]} "$@"\n')
     env |= {"PATH": f"{tmp_path}:{env['PATH']}", "PYTHON": str(tmp_path / "python")}
     command = ["bash", str(CLUSTER / "slurm.sbatch"), "trainer.total_epochs=1"]
     told = checked(command, env | {"SLURM_CPUS_ON_NODE": "96"})

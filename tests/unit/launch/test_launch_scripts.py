@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from held_ports import held_port
 from launch_jobs import ROOT, environment
+from script_python import script_python
 
 pytestmark = pytest.mark.heavy
 
@@ -71,7 +72,11 @@ def script_environment(folder: Path, script: str, **more: str) -> dict[str, str]
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(MODELS[name]))
     keep = {name: value for name, value in environment().items() if not name.startswith(("PET_", "MASTER_"))}
-    paths = {"MODEL_PATH": str(folder / "model"), "OUTPUT_DIR": str(folder / "out"), "PYTHON": sys.executable}
+    paths = {
+        "MODEL_PATH": str(folder / "model"),
+        "OUTPUT_DIR": str(folder / "out"),
+        "PYTHON": script_python(),
+    }
     return keep | paths | more
 
 

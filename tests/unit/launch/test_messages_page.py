@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from package_texts import texts
+from package_sources import texts
 
 from siirl.checkpoint import files
 from siirl.cli import main

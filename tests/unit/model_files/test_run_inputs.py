@@ -1,6 +1,7 @@
 """What a run reads of the user's is known by its content, and code stays what it was when the run began."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -90,6 +91,7 @@ def project(tmp_path_factory):
     return folder
 
 
+@functools.cache
 def configured(project):
     cfg = load_config(
         [

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from package_texts import texts
+from package_sources import texts
 
 from siirl.config.root import TOP_GROUPS, all_groups, all_keys
 

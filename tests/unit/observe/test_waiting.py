@@ -2,20 +2,19 @@
 
 import ast
 import threading
-from pathlib import Path
 
 import pytest
+from package_sources import PACKAGE, package_nodes
 
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, observing, waiting
 
-ROOT = Path(__file__).parents[3] / "siirl"
 ROOMS = (
     *("nodes", "data", "dag_worker", "checkpoint"),
     *("engines/weights/link.py", "engines/weights/planned_sync.py", "engines/train/stepping.py"),
 )
 FILES = sorted(
-    file for room in ROOMS for file in [ROOT / room, *(ROOT / room).rglob("*.py")] if file.is_file()
+    file for room in ROOMS for file in [PACKAGE / room, *(PACKAGE / room).rglob("*.py")] if file.is_file()
 )
 COUNTED = ("waiting()", "self.named(")  # the second is RouteTalk's, which counts and names the route
 OUTSIDE = ("common_zero_s", "_ask", "join_on_first", "_receive")
@@ -38,13 +37,13 @@ def meetings(tree: ast.AST, waits: bool = False):
         yield from meetings(node, waits or inside)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_every_collective_counts_as_waiting(file):
-    assert [line for line, waits in meetings(ast.parse(file.read_text())) if not waits] == []
+    assert [line for line, waits in meetings(package_nodes()[file][0]) if not waits] == []
 
 
 def test_the_rooms_have_collectives():
-    assert sum(len(list(meetings(ast.parse(file.read_text())))) for file in FILES) > 20
+    assert sum(len(list(meetings(package_nodes()[file][0]))) for file in FILES) > 20
 
 
 def test_what_another_thread_waits_for_does_not_hold_up_the_loop():
