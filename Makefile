@@ -64,7 +64,7 @@ quickstart: .venv/.base  ## make a tiny model and dataset, train it on CPU, expo
 # Workers take whole files, those that start processes first: tests/unit fills the gaps at the end.
 PYTEST := $(TEST_ENV) $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 
-test: .venv/.dev  ## the test suite (about 17 minutes on 2 cores)
+test: .venv/.dev  ## the test suite (its minutes: CONTRIBUTING.md)
 	$(PYTEST) -n 3 --ignore tests/gpu --durations 15 -m 'not slow and not gpu'
 
 test-fast: .venv/.dev  ## what needs no processes, for the inner loop (under 90 s on 2 cores)

@@ -1,285 +1,41 @@
-"""Episodes that go on from step to step: nothing is lost, trained twice, too old, cut, or begun again."""
+"""Episodes that go on from step to step, beside what test_in_flight.py has of them: what is too old, engines
+on devices of their own, environments and errors."""
 
 import _thread
 import asyncio
-import json
-import random
 import signal
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 
 import pytest
-from episode_cases import END, Letters, speaker, stage
+from episodes_in_flight_cases import (
+    AT_ONCE,
+    PLAY,
+    POLICIES,
+    TALK,
+    Decoder,
+    Episodes,
+    Table,
+    draw,
+    game_of,
+    said,
+    sampled,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_flight_cases import CASES
 
-from siirl.agents.environments import HostedEnvironment, StepResult
-from siirl.agents.episode import Episode
-from siirl.agents.runner import Game, turn_seed
 from siirl.agents.stream_client import StreamClient
-from siirl.compiler.plan import AgentStage, EnvStage, InteractionPlan
 from siirl.data.completions import Completion
-from siirl.data.loader import PromptLoader
 from siirl.engines.rollout.base import RolloutEngine, WaveStream
-from siirl.errors import DataError, RolloutError, UserCodeError
+from siirl.errors import RolloutError, UserCodeError
 from siirl.nodes.episodes_in_flight import EpisodesInFlight
 
 pytestmark = pytest.mark.heavy
-
-POLICIES = ("agent_0.rollout", "agent_1.rollout")
-
-
-class Prompts:
-    """A dataset whose prompt number i is the token i + 1."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def rows(self, indices):
-        return [{"prompt_ids": [int(i) + 1], "prompt_length": 1, "sample_index": int(i)} for i in indices]
-
-
-def draw(*what):
-    return int.from_bytes(blake2b(repr(what).encode(), digest_size=4).digest(), "big")
-
-
-def said(seed):
-    """The turn of a seed: a few are long."""
-    length = 30 if draw(seed) % 5 == 0 else 1 + draw(seed) % 4
-    return [*(97 + draw(seed, i) % 26 for i in range(length)), END]
-
-
-SAMPLED = {}  # seed of a turn -> the version of each of its tokens
-
-
-def sampled(ask, tokens, version):
-    """Note what was sampled of a turn; gives the tokens."""
-    SAMPLED[ask.seed] = SAMPLED.get(ask.seed, [])[: ask.start] + [version] * len(tokens)
-    return tokens
-
-
-class Decoder:
-    """A stream that gives each of its turns up to two tokens at a time."""
-
-    def __init__(self, version, rng):
-        self.version, self.rng, self.pending = version, rng, {}
-
-    @property
-    def num_pending(self):
-        return len(self.pending)
-
-    def submit(self, asks):
-        for ask in asks:
-            assert ask.key not in self.pending
-            assert ask.prompt[len(ask.prompt) - ask.start :] == said(ask.seed)[: ask.start]
-            assert ask.kv_version < self.version if ask.start else ask.kv_version is None
-            self.pending[ask.key] = [ask, ask.start]
-
-    def collect(self, timeout_s):
-        for entry in self.pending.values():
-            entry[1] += self.rng.randint(0, 2)
-        ended = [key for key, (ask, end) in self.pending.items() if end >= len(said(ask.seed))]
-        return [self.answer(key, "stop") for key in ended]
-
-    def answer(self, key, reason):
-        ask, end = self.pending.pop(key)
-        tokens = said(ask.seed)[ask.start : end]
-        assert len(tokens) <= ask.params.max_tokens
-        return key, Completion(sampled(ask, tokens, self.version), [-1.0] * len(tokens), reason, self.version)
-
-    def pause(self):
-        return [self.answer(key, "paused") for key in list(self.pending)]
-
-    def close(self):
-        self.pending = {}
-
-
-class Table:
-    """What an environment says and how often it is begun; a turn that is "bad" ends its episode."""
-
-    begun = closed = 0
-
-    def reset(self, task, seed):
-        Table.begun += 1
-        self.seed, self.steps = seed, 0
-        return "go"
-
-    def step(self, actions):
-        self.steps += 1
-        if draw(self.seed, "fails") % 7 == 0:
-            raise ValueError("no more")
-        return StepResult(f"step {self.steps}", 1.0, draw(self.seed, self.steps) % 3 == 0)
-
-    def close(self):
-        Table.closed += 1
-
-
-TALK = [
-    stage("a", 0, following="b"),
-    stage("b", 1, back_to="a", max_turns=3, until="over"),
-]
-AT_ONCE = [  # with one policy, so that its engine has several turns of an episode
-    stage("a", 0, beside=("b",)),
-    stage("b", 1, policy=0, beside=("a",), back_to=("a", "b"), max_turns=3, until="over"),
-]
-PLAY = [stage("a", 0, following="table"), stage("table", None, back_to="a", max_turns=3)]
-
-
-def check_versions(row, episode_seed, agent):
-    """Each token that an agent said has the version that sampled it, what it read has none."""
-    assert [turn < 0 for turn in row.turn_ids] == [version < 0 for version in row.versions]
-    for turn in set(row.turn_ids) - {-1}:
-        said_in = [version for version, at in zip(row.versions, row.turn_ids, strict=True) if at == turn]
-        assert said_in == SAMPLED[turn_seed(episode_seed, agent, turn)]
-
-
-def over(episode):
-    return episode.seed % 3 < episode.visits["b"]
-
-
-def game_of(stages, functions):
-    def game(lines):
-        spoken = [one for one in stages if isinstance(one, AgentStage)]
-        speakers = {one.node: speaker(lines[POLICIES[one.policy]][0]) for one in spoken}
-        acts = any(isinstance(one, EnvStage) for one in stages)
-        make_env = (lambda: HostedEnvironment(Table, "Table")) if acts else None
-        return Game(InteractionPlan("a", tuple(stages), POLICIES, 9), speakers, functions, make_env, 5.0)
-
-    return game
-
-
-class Job:
-    """The interactions of a run on some shards, without the rest of it."""
-
-    exact = True
-    """The staleness that is told is that of the oldest token; else at least that."""
-
-    def __init__(
-        self, shards, batch, n, max_lag, surplus, steps, stages=TALK, functions=None, speed=1, stale="wait"
-    ):
-        self.shards, self.batch, self.n, self.steps = shards, batch, n, steps
-        self.stages = stages
-        self.policy_of = {one.agent: one.policy for one in stages if isinstance(one, AgentStage)}
-        self.game = game_of(stages, functions or {"over": over})
-        self.loaders = [PromptLoader(Prompts(64), batch, s, shards, seed=3) for s in range(shards)]
-        self.kept = [EpisodesInFlight(max_lag, surplus, batch, stale=stale) for _ in range(shards)]
-        self.rng = random.Random(speed)
-        self.step, self.trained, self.lags, self.partial, self.restarted = 0, [], [], 0, 0
-        self.dropped = 0
-
-    def begin(self, prompts, batches):
-        found = []
-        rows = zip(prompts["sample_index"].tolist(), prompts["group_id"].tolist(), batches, strict=True)
-        for prompt, slot, batch in rows:
-            task = {"raw_prompt": [{"role": "user", "content": f"{prompt}"}]}
-            tokens = Letters().encode(f"u:{prompt}{chr(END)}a:")
-            seeds = [draw(batch, slot, sample) for sample in range(self.n)]
-            found.append(
-                [(Episode(slot * self.n + i, slot, i, seed, task), tokens) for i, seed in enumerate(seeds)]
-            )
-        return found
-
-    def stream_clients(self):
-        return {name: (StreamClient(lambda: Decoder(self.step, self.rng), name, 10.0),) for name in POLICIES}
-
-    def open_clients(self):
-        return nullcontext(self.stream_clients())
-
-    def versions(self):
-        """Of the engines' weights, where that is known."""
-        return {}
-
-    def advance(self):
-        """One step; the rows of all shards, as (prompt, conversation of each episode)."""
-        self.step += 1
-        ids, both = [], list(zip(self.loaders, self.kept, strict=True))
-        missing = max(kept.num_missing(loader, self.step, self.steps) for loader, kept in both)
-        for loader, kept in both:
-            kept.admit(kept.load(loader, missing), self.step)
-            self.dropped += len(kept.drain_dropped())
-            left = kept.play(self.open_clients, self.game, self.begin, self.step, self.versions())
-            self.partial, self.restarted = (
-                self.partial + left.num_partial,
-                self.restarted + left.num_restarted,
-            )
-            ids += left.prompts["group_id"].tolist()
-            self.check(left)
-        assert sorted(ids) == list(range(self.batch)), "group ids of a step are those of a batch"
-
-    def check(self, left):
-        self.lags += left.staleness
-        for at, prompt in enumerate(left.prompts["sample_index"].tolist()):
-            group = left.played[at * self.n : at * self.n + self.n]
-            slot = int(left.prompts["group_id"][at])
-            assert [one.episode.episode_id for one in group] == [slot * self.n + i for i in range(self.n)]
-            assert {one.episode.group_id for one in group} == {slot}
-            said = [tuple(m.content for m in one.episode.messages) for one in group]
-            assert all(one[0] == f"{prompt}" for one in said)
-            self.trained.append((prompt, *said))
-        for lag, one in zip(left.staleness, left.played, strict=True):
-            versions = [v for context in one.contexts.values() for row in context.rows for v in row.versions]
-            age = self.step - min(v for v in versions if v >= 0)
-            assert age == lag or (age < lag and not self.exact), "that of the oldest token"
-            for agent, context in one.contexts.items():
-                for row in context.rows:
-                    steps = left.step_of[POLICIES[self.policy_of[agent]]]
-                    assert all(steps[version] == version for version in row.versions if version >= 0)
-                    check_versions(row, one.episode.seed, agent)
-
-    def state(self):
-        return json.dumps([[kept.state() for kept in self.kept], self.loaders[0].state_dict()])
-
-    def resume(self, step, text):
-        states, position = json.loads(text)
-        self.step = step
-        for shard, (kept, loader) in enumerate(zip(self.kept, self.loaders, strict=True)):
-            kept.load_state(states, shard, self.shards)
-            loader.load_state_dict(position)
-
-    def close(self):
-        for kept in self.kept:
-            kept.close()
-
-    def finish(self):
-        while self.step < self.steps:
-            self.advance()
-        self.close()
-        return self
-
-
-CASES = st.tuples(
-    st.integers(1, 2),
-    st.integers(1, 5),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.floats(0, 1),
-    st.integers(1, 6),
-)
-
-
-@settings(max_examples=12, deadline=None)
-@given(CASES, st.sampled_from([TALK, AT_ONCE]))
-def test_all_that_is_loaded_is_trained_once_within_the_bound_and_uncut(case, stages):
-    shards, batch, n, max_lag, share, steps = case
-    plain = Job(shards, batch, n, 1, 0.0, steps, stages).finish()
-    assert set(plain.lags) <= {0} and not plain.partial, "without a surplus every step ends what it begins"
-    lagging = Job(shards, batch, n, max_lag, share * max_lag, steps, stages, speed=2).finish()
-    assert Counter(lagging.trained) == Counter(plain.trained)
-    assert max(lagging.lags) <= max_lag and lagging.restarted == 0
-    assert all(not len(kept.orders()) for kept in lagging.kept)
-
-
-def test_long_episodes_go_on_and_short_ones_do_not_wait():
-    lagging = Job(2, 8, 2, 2, 2.0, 10).finish()
-    assert {0, 1, 2} == set(lagging.lags) and lagging.partial
 
 
 @settings(max_examples=8, deadline=None)
@@ -288,7 +44,7 @@ def test_episodes_that_are_too_old_begin_anew_or_are_given_up(case, stale, stage
     """Within the bound, each prompt once; environments end with their episodes."""
     shards, batch, n, max_lag, share, steps = case
     Table.begun = Table.closed = 0
-    job = Job(shards, batch, n, max_lag, share * max_lag, steps, stages, speed=3, stale=stale)
+    job = Episodes(shards, batch, n, max_lag, share * max_lag, steps, stages, speed=3, stale=stale)
     while job.step < steps:
         job.advance()
     waiting = sum(len(kept.orders()) for kept in job.kept)
@@ -298,11 +54,11 @@ def test_episodes_that_are_too_old_begin_anew_or_are_given_up(case, stale, stage
     assert Table.begun == Table.closed
     if stale == "drop":
         read = job.kept[0].state()["last_batch"] * batch
-        assert job.restarted == 0 and read == len(prompts) + waiting + job.dropped
+        assert job.restarted == 0 and read == len(prompts) + waiting + job.given_up
         assert max(Counter(prompts).values()) <= 1 + (read - 1) // (64 // batch * batch)
     else:
-        plain = Job(shards, batch, n, 1, 0.0, steps, stages).finish()
-        assert Counter(job.trained) == Counter(plain.trained) and waiting == job.dropped == 0
+        plain = Episodes(shards, batch, n, 1, 0.0, steps, stages).finish()
+        assert Counter(job.trained) == Counter(plain.trained) and waiting == job.given_up == 0
 
 
 class Stuck(Decoder):
@@ -321,14 +77,14 @@ class Stuck(Decoder):
 
 @pytest.mark.parametrize("stale", ["restart", "drop"])
 def test_a_step_does_not_wait_for_episodes_that_it_restarts_or_drops(stale):
-    job = Job(1, 6, 1, 1, 1.0, 8, PLAY, stale=stale)
+    job = Episodes(1, 6, 1, 1, 1.0, 8, PLAY, stale=stale)
     job.stream_clients = lambda: {
         name: (StreamClient(lambda: Stuck(job.step, job.rng), name, 10.0),) for name in POLICIES
     }
     for _ in range(8):
         job.advance()
     job.close()
-    assert (job.dropped if stale == "drop" else job.restarted) > 1
+    assert (job.given_up if stale == "drop" else job.restarted) > 1
 
 
 class Waves(RolloutEngine):
@@ -365,7 +121,7 @@ class Waves(RolloutEngine):
 
 def in_waves(stages, *arguments):
     """A job of one shard whose engine works inside `collect`, and the engine."""
-    job, engine = Job(1, *arguments, stages), Waves()
+    job, engine = Episodes(1, *arguments, stages), Waves()
 
     def stream_clients():
         engine.weight_version = job.step
@@ -390,7 +146,7 @@ def test_an_engine_that_works_in_waves_ends_one_when_the_step_may_be_over(stages
     assert sum(engine.num_steps for _, engine in several) < 2 * 0.8 * waiting.num_steps
 
 
-class Apart(Job):
+class Apart(Episodes):
     """A job whose engines have devices of their own: they go on while others train."""
 
     exact = False
@@ -446,7 +202,7 @@ def test_episodes_that_go_on_while_others_train_are_trained_once_within_the_boun
     assert Table.begun == Table.closed and max(job.lags) <= max_lag
     assert len(job.trained) == steps * batch
     if stale != "drop":
-        plain = Job(1, batch, n, 1, 0.0, steps, stages).finish()
+        plain = Episodes(1, batch, n, 1, 0.0, steps, stages).finish()
         assert Counter(job.trained) == Counter(plain.trained) and waiting == 0
 
 
@@ -481,35 +237,17 @@ def test_an_error_between_two_steps_ends_the_next_one():
 def test_environments_are_begun_and_closed_once_and_one_that_fails_costs_its_episode():
     Table.begun = Table.closed = 0
     several = [
-        Job(1, 6, 2, 2, 2.0, 8, PLAY).finish() for _ in range(4)
+        Episodes(1, 6, 2, 2, 2.0, 8, PLAY).finish() for _ in range(4)
     ]  # threads: in one all may end in time
     assert Table.begun == Table.closed == 4 * 6 * 2 * 8 and sum(one.partial for one in several) > 5
-    plain = Job(1, 6, 2, 1, 0.0, 8, PLAY).finish()
+    plain = Episodes(1, 6, 2, 1, 0.0, 8, PLAY).finish()
     assert all(Counter(one.trained) == Counter(plain.trained) for one in several)
-
-
-def test_another_batch_size_is_refused():
-    job = Job(1, 8, 2, 1, 1.0, 6)
-    job.advance()
-    job.close()
-    with pytest.raises(DataError, match=r"batches of 8, data\.train_batch_size is 4"):
-        Job(1, 4, 2, 1, 1.0, 6).resume(1, job.state())
-
-
-def test_prompts_in_flight_that_do_not_say_how_many_have_left_are_refused():
-    job = Job(1, 8, 2, 1, 1.0, 6)
-    job.advance()
-    job.close()
-    states, position = json.loads(job.state())
-    untold = [{name: value for name, value in state.items() if name != "num_given"} for state in states]
-    with pytest.raises(DataError, match=r"not how many have left.*resume_mode=disable"):
-        Job(1, 8, 2, 1, 1.0, 6).resume(1, json.dumps([untold, position]))
 
 
 def test_an_error_of_the_users_code_ends_the_step_and_all_environments():
     Table.begun = Table.closed = 0
     routed = [PLAY[0], replace(PLAY[1], until="over")]
-    job = Job(1, 4, 2, 1, 1.0, 3, routed, {"over": lambda episode: 1 / 0})
+    job = Episodes(1, 4, 2, 1, 1.0, 3, routed, {"over": lambda episode: 1 / 0})
     with pytest.raises(UserCodeError, match="ZeroDivisionError"):
         job.advance()
     assert Table.begun == Table.closed > 0
@@ -520,7 +258,7 @@ def test_an_error_of_an_engine_ends_the_step():
         def collect(self, timeout_s):
             raise RolloutError("engine 'x' died")
 
-    job = Job(1, 4, 2, 1, 1.0, 3)
+    job = Episodes(1, 4, 2, 1, 1.0, 3)
     job.stream_clients = lambda: {
         name: (StreamClient(lambda: Dead(1, job.rng), name, 10.0),) for name in POLICIES
     }
@@ -550,7 +288,7 @@ def test_an_interruption_by_the_user_is_prompt_and_closes_the_environments(aslee
 
     once = threading.Lock()
     Table.begun = Table.closed = 0
-    job = Job(1, 4, 2, 1, 1.0, 3, PLAY)
+    job = Episodes(1, 4, 2, 1, 1.0, 3, PLAY)
     stream_clients = {name: (StreamClient(lambda: Silent(1, job.rng), name, 10.0),) for name in POLICIES}
     job.stream_clients = lambda: stream_clients
     with pytest.raises(KeyboardInterrupt):

@@ -1,7 +1,11 @@
-"""Responses that go on from step to step: nothing is lost, nothing is trained twice, nothing is too old."""
+"""What goes on from step to step: nothing is lost, nothing is trained twice, nothing is too old.
 
+First what holds of responses and of episodes alike, then what is of responses alone; what is of episodes
+alone is in test_episodes_in_flight.py.
+"""
+
+import functools
 import json
-import pickle
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -9,15 +13,15 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+from episodes_in_flight_cases import AT_ONCE, Episodes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from in_flight_cases import CASES
+from rollouts_in_flight_cases import MOST, OwnDevices, Rollouts, cut, is_kept
 
 from siirl.config.load import load_config
-from siirl.data.completions import Completion, SamplingParams
 from siirl.data.loader import PromptLoader
 from siirl.dialect.dialect import Dialect, StopToken
-from siirl.engines.rollout.base import RolloutEngine, RolloutStream, WaveStream
-from siirl.engines.rollout.sampling import derive_seed, later_seed, uniforms
 from siirl.errors import DataError, EpisodeFailed, RolloutError
 from siirl.nodes.context import OpContext, StepInfo
 from siirl.nodes.generate import rollout
@@ -25,188 +29,54 @@ from siirl.nodes.rollouts_in_flight import RolloutsInFlight
 from siirl.observe.metrics import Metrics
 
 pytestmark = pytest.mark.heavy
-
-MOST = 40
-PARAMS = SamplingParams(max_tokens=MOST)
-
-
-class Prompts:
-    """A dataset whose prompt number i is the token i + 1."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def rows(self, indices):
-        return [{"prompt_ids": [int(i) + 1], "prompt_length": 1, "sample_index": int(i)} for i in indices]
+KINDS = {
+    "responses": Rollouts,
+    "episodes": Episodes,
+    "turns at once": functools.partial(Episodes, stages=AT_ONCE),
+}
 
 
-def cut(completion, length):
-    if len(completion.token_ids) <= length:
-        return completion
-    return replace(
-        completion,
-        token_ids=completion.token_ids[:length],
-        log_probs=completion.log_probs[:length],
-        finish_reason="paused",
-    )
-
-
-class FakeEngine(RolloutEngine):
-    """Draws tokens from the seed alone; a response ends at a token below its prompt's chance to stop."""
-
-    name, weight_version, num_steps, works_alone = "fake", 0, 0, False
-
-    def new_stream(self, interrupt):
-        """Of an engine that works alone, what has completed is told at once."""
-        return WaveStream(self, self.wave, (lambda keys: True) if self.works_alone else interrupt)
-
-    def __init__(self):
-        self.sampled = {}  # (prompt, number of the response) -> the version of each token
-        self.begun = {}  # (seed, sample) of a response -> version that sampled its first token
-
-    def wave(self, requests, interrupt):
-        """See SampleWave."""
-        parts = self.parts(requests, interrupt)
-        for request, part in zip(requests, parts, strict=True):
-            versions = self.sampled.setdefault((request.prompt[0], request.sample), [])
-            versions += [self.weight_version] * len(part.token_ids)
-        return parts
-
-    def parts(self, requests, interrupt):
-        """One token of each at a time."""
-        for request in requests:
-            begun = self.begun.setdefault((request.seed, request.sample), self.weight_version)
-            if request.start:
-                assert request.kv_version is not None and request.kv_version <= begun
-            else:
-                assert request.kv_version is None
-                self.begun[request.seed, request.sample] = self.weight_version
-        whole = [self.one(request) for request in requests]
-        for done in range(1, MOST + 1):
-            self.num_steps += any(len(one.token_ids) >= done for one in whole)
-            both = zip(requests, whole, strict=True)
-            ended = [request.key for request, one in both if len(one.token_ids) == done]
-            if ended and interrupt(ended):
-                return [cut(one, done) for one in whole]
-        return whole
-
-    def one(self, request):
-        most = request.params.max_tokens
-        seed = later_seed(derive_seed(request.seed, request.sample), request.start)
-        numbers = uniforms([seed], most)[:, 0]
-        chance = 0.02 if request.prompt[0] % 5 == 0 else 0.3  # a long tail
-        length = next((i + 1 for i, u in enumerate(numbers) if u < chance), None)
-        tokens = [int(u * 1e9) for u in numbers[:length]]
-        reason = "length" if length is None else "stop"
-        return Completion(tokens, [0.0] * len(tokens), reason, self.weight_version)
-
-    def weight_specs(self):
-        return {}
-
-    def load_weights(self, weights, version):
-        self.weight_version = version
-
-
-class Job:
-    """The rollouts of a run on some shards, without the rest of it.
-
-    read: prompts that the loader gives at once; chance: with dynamic sampling, that a group is kept; more: of
-    RolloutsInFlight.
-    """
-
-    def __init__(self, shards, batch, n, max_lag, surplus, steps, prompts=64, read=None, chance=None, **more):
-        self.lag, self.chance = (n, max_lag, surplus, read or batch, batch), chance
-        self.shards, self.batch, self.steps, batch = shards, batch, steps, read or batch
-        self.loaders = [PromptLoader(Prompts(prompts), batch, s, shards, seed=3) for s in range(shards)]
-        self.engines = [FakeEngine() for _ in range(shards)]
-        self.kept = [RolloutsInFlight(engine, *self.lag, **more) for engine in self.engines]
-        for engine in self.engines:
-            engine.works_alone = more.get("runs_in_background", False)
-        self.step, self.trained, self.lags, self.restarted, self.dropped = 0, [], [], 0, []
-        self.given_up = 0
-
-    def advance(self):
-        """One step, in as many rounds as it takes."""
-        self.step += 1
-        end = len(self.trained) + self.batch
-        while len(self.trained) < end:
-            self.sample(end - len(self.trained))
-        assert len(self.trained) == end, "a group would wait for the next step"
-
-    def sample(self, wanted):
-        """One round; the rows of all shards, as (prompt, tokens of each response)."""
-        ids, both = [], list(zip(self.loaders, self.kept, strict=True))
-        missing = max(kept.num_missing(loader, self.step, self.steps, wanted) for loader, kept in both)
-        for loader, kept, engine in zip(self.loaders, self.kept, self.engines, strict=True):
-            engine.weight_version = self.step
-            rows = kept.load(loader, missing)
-            self.given_up += len(kept.drain_dropped())
-            kept.admit(rows, self.step, lambda batch, slot: 1000 * batch + slot)
-            taken = pickle.loads(pickle.dumps(kept.sample(PARAMS, self.step)))
-            self.restarted += taken.num_restarted
-            groups = kept.give(taken)
-            ids += groups["group_id"].tolist()
-            n = self.lag[0]
-            for at, prompt in enumerate(groups["sample_index"].tolist()):
-                responses = taken.responses[at * n : at * n + n]
-                group = (prompt, *(tuple(one.token_ids) for one in responses))
-                (self.trained if is_kept(group, self.chance) else self.dropped).append(group)
-                self.lags += [self.step - one.first_step for one in responses]
-                for one in responses:
-                    assert one.versions == sorted(one.versions) == one.steps
-        assert sorted(ids) == list(range(wanted)), "group ids of a round are those of what it gives"
-
-    def state(self):
-        return json.dumps([[kept.state() for kept in self.kept], self.loaders[0].state_dict()])
-
-    def resume(self, step, text):
-        states, position = json.loads(text)
-        self.step = step
-        for shard, (kept, loader) in enumerate(zip(self.kept, self.loaders, strict=True)):
-            kept.load_state(states, shard, self.shards)
-            loader.load_state_dict(position)
-
-
-def is_kept(group, chance):
-    """Whether dynamic sampling keeps it: as its tokens say."""
-    return chance is None or hash(group) % 100 < 100 * chance
-
-
-def whole_run(*arguments, **more):
-    job = Job(*arguments, **more)
-    while job.step < job.steps:
-        job.advance()
-    return job
-
-
-CASES = st.tuples(
-    st.integers(1, 3),
-    st.integers(1, 7),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.floats(0, 1),
-    st.integers(1, 9),
-)
-
-
-@settings(max_examples=12, deadline=None)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=8, deadline=None)
 @given(CASES)
-def test_all_that_is_loaded_is_trained_once_within_the_bound_and_uncut(case):
+def test_all_that_is_loaded_is_trained_once_within_the_bound_and_uncut(kind, case):
     shards, batch, n, max_lag, share, steps = case
-    plain = whole_run(shards, batch, n, 1, 0.0, steps)
-    assert set(plain.lags) <= {0}, "without a surplus every step ends what it begins"
-    lagging = whole_run(shards, batch, n, max_lag, share * max_lag, steps)
+    plain = KINDS[kind](shards, batch, n, 1, 0.0, steps).finish()
+    assert set(plain.lags) <= {0} and not plain.partial, "without a surplus every step ends what it begins"
+    more = {} if kind == "responses" else {"speed": 2}
+    lagging = KINDS[kind](shards, batch, n, max_lag, share * max_lag, steps, **more).finish()
     assert Counter(lagging.trained) == Counter(plain.trained)
     assert max(lagging.lags) <= max_lag and lagging.restarted == 0
     assert all(not len(kept.orders()) for kept in lagging.kept)
 
 
-def test_long_responses_go_on_and_short_ones_do_not_wait():
-    lagging = whole_run(2, 8, 2, 2, 2.0, 12)
-    assert {0, 1, 2} == set(lagging.lags)
+@pytest.mark.parametrize("kind", ["responses", "episodes"])
+def test_long_ones_go_on_and_short_ones_do_not_wait(kind):
+    lagging = KINDS[kind](2, 8, 2, 2, 2.0, 10).finish()
+    assert {0, 1, 2} == set(lagging.lags) and lagging.partial
+
+
+@pytest.fixture(params=["responses", "episodes"])
+def begun_run(request):
+    """After a step: what makes such runs, and the state of one."""
+    job = KINDS[request.param](1, 8, 2, 1, 1.0, 6)
+    job.advance()
+    job.close()
+    return KINDS[request.param], job.state()
+
+
+def test_another_batch_size_is_refused(begun_run):
+    make, state = begun_run
+    with pytest.raises(DataError, match=r"batches of 8, data\.train_batch_size is 4"):
+        make(1, 4, 2, 1, 1.0, 6).resume(1, state)
+
+
+def test_prompts_in_flight_that_do_not_say_how_many_have_left_are_refused(begun_run):
+    make, state = begun_run
+    states, position = json.loads(state)
+    untold = [{name: value for name, value in one.items() if name != "num_given"} for one in states]
+    with pytest.raises(DataError, match=r"not how many have left.*resume_mode=disable"):
+        make(1, 8, 2, 1, 1.0, 6).resume(1, json.dumps([untold, position]))
 
 
 @settings(max_examples=12, deadline=None)
@@ -214,14 +84,14 @@ def test_long_responses_go_on_and_short_ones_do_not_wait():
 def test_a_run_that_is_killed_and_resumed_on_any_number_of_shards_trains_the_same(case, other_shards, rng):
     shards, batch, n, max_lag, share, steps = case
     arguments = (batch, n, max_lag, share * max_lag, steps)
-    whole = whole_run(shards, *arguments)
-    job, saved = Job(shards, *arguments), (0, None, [])
+    whole = Rollouts(shards, *arguments).finish()
+    job, saved = Rollouts(shards, *arguments), (0, None, [])
     for _ in range(rng.randint(1, steps)):
         job.advance()
         if rng.random() < 0.5:
             saved = (job.step, job.state(), list(job.trained))
     for resumed_shards in (shards, other_shards):
-        resumed = Job(resumed_shards, *arguments)
+        resumed = Rollouts(resumed_shards, *arguments)
         if saved[1] is not None:
             resumed.resume(*saved[:2])
         while resumed.step < steps:
@@ -233,21 +103,21 @@ def test_a_run_that_is_killed_and_resumed_on_any_number_of_shards_trains_the_sam
 
 
 def test_a_smaller_bound_after_a_resume_begins_what_is_too_old_anew():
-    job = Job(1, 8, 2, 3, 3.0, 12)
+    job = Rollouts(1, 8, 2, 3, 3.0, 12)
     for _ in range(6):
         job.advance()
-    resumed = Job(1, 8, 2, 1, 1.0, 12)
+    resumed = Rollouts(1, 8, 2, 1, 1.0, 12)
     resumed.resume(6, job.state())
     while resumed.step < 12:
         resumed.advance()
     assert resumed.restarted > 0 and max(resumed.lags) <= 1
-    assert Counter(job.trained + resumed.trained) == Counter(whole_run(1, 8, 2, 3, 3.0, 12).trained)
+    assert Counter(job.trained + resumed.trained) == Counter(Rollouts(1, 8, 2, 3, 3.0, 12).finish().trained)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
 def test_each_token_has_the_version_that_sampled_it_and_padding_has_none(max_lag):
     n, steps = 2, 6
-    job = Job(1, 8, n, max_lag or 1, max_lag, steps)
+    job = Rollouts(1, 8, n, max_lag or 1, max_lag, steps)
     (engine,), (kept,), (loader,) = job.engines, job.kept, job.loaders
     keys = (f"n={n}", f"response_length={MOST}", f"max_lag={max_lag}")
     cfg = load_config([f"actor_rollout_ref.rollout.{key}" for key in keys])
@@ -270,54 +140,11 @@ def test_each_token_has_the_version_that_sampled_it_and_padding_has_none(max_lag
     assert (several > 0) == (max_lag > 0)
 
 
-class OwnDevices(FakeEngine):
-    """Decodes whether or not anybody collects, and tells of a response when it is complete."""
-
-    def new_stream(self, interrupt):
-        return Decoding(self)
-
-
-class Decoding(RolloutStream):
-    def __init__(self, engine):
-        super().__init__()
-        self.engine, self.running = engine, {}
-
-    @property
-    def num_pending(self):
-        return len(self.running)
-
-    def submit(self, requests):
-        self.running |= {r.key: (self.engine.one(r), r, []) for r in requests}
-
-    def decode(self):
-        """A token of each request that is not complete."""
-        for whole, _, versions in self.running.values():
-            if len(versions) < len(whole.token_ids):
-                versions.append(self.engine.weight_version)
-
-    def collect(self, timeout_s):
-        self.decode()
-        ended = [key for key, (whole, _, done) in self.running.items() if len(done) == len(whole.token_ids)]
-        return [self.told(key, None) for key in ended]
-
-    def told(self, key, reason):
-        whole, request, versions = self.running.pop(key)
-        self.engine.sampled.setdefault((request.prompt[0], request.sample), []).extend(versions)
-        part = cut(whole, len(versions))
-        return key, replace(part, versions=versions, finish_reason=reason or whole.finish_reason)
-
-    def pause(self, keys=None):
-        return [self.told(key, "paused") for key in list(self.running) if keys is None or key in keys]
-
-    def close(self):
-        self.running = {}
-
-
 @pytest.mark.parametrize("max_lag", [1, 2])
 def test_what_decodes_on_while_others_train_is_trained_once_within_the_bound(max_lag):
     """The age of a response of which nothing is told yet is that of its request."""
     batch, n, steps, decoded_on = 8, 2, 7, 0
-    job = Job(1, batch, n, max_lag, max_lag, steps)
+    job = Rollouts(1, batch, n, max_lag, max_lag, steps)
     engine = job.engines[0] = OwnDevices()
     job.kept = [RolloutsInFlight(engine, *job.lag, runs_in_background=True)]
     while job.step < steps:
@@ -329,23 +156,20 @@ def test_what_decodes_on_while_others_train_is_trained_once_within_the_bound(max
         job.advance()
     assert decoded_on > 20 and max(job.lags) <= max_lag and job.restarted == 0
     assert len(job.trained) == batch * steps
-    assert Counter(job.trained) == Counter(whole_run(1, batch, n, 1, 0.0, steps).trained)
+    assert Counter(job.trained) == Counter(Rollouts(1, batch, n, 1, 0.0, steps).finish().trained)
 
 
-def test_another_number_of_responses_begins_groups_anew_and_another_batch_is_refused():
-    job = Job(1, 8, 2, 1, 1.0, 6)
+def test_another_number_of_responses_begins_groups_anew():
+    job = Rollouts(1, 8, 2, 1, 1.0, 6)
     job.advance()
-    more = Job(1, 8, 3, 1, 1.0, 6)
+    more = Rollouts(1, 8, 3, 1, 1.0, 6)
     more.resume(1, job.state())
     more.advance()
     assert all(len(responses) == 3 for _, *responses in more.trained)
-    other = Job(1, 4, 2, 1, 1.0, 6)
-    with pytest.raises(DataError, match=r"batches of 8, data\.train_batch_size is 4"):
-        other.resume(1, job.state())
 
 
 def test_what_the_engine_cannot_run_ends_the_step():
-    job = Job(1, 2, 1, 1, 1.0, 3)
+    job = Rollouts(1, 2, 1, 1, 1.0, 3)
     job.engines[0].check_requests = lambda requests, pending: {
         requests[0].key: EpisodeFailed("its prompt has 9 tokens too many", kind="request")
     }
@@ -392,8 +216,8 @@ def prompts_of(groups):
 def test_dynamic_sampling_with_a_lag_keeps_what_it_keeps_without_and_within_the_bound(case, rounds):
     shards, batch, n, max_lag, share, steps = case
     how = {"read": rounds[0], "chance": rounds[1], "prompts": 2000}
-    plain = whole_run(shards, batch, n, 1, 0.0, steps, **how)
-    lagging = whole_run(shards, batch, n, max_lag, share * max_lag, steps, **how)
+    plain = Rollouts(shards, batch, n, 1, 0.0, steps, **how).finish()
+    lagging = Rollouts(shards, batch, n, max_lag, share * max_lag, steps, **how).finish()
     assert Counter(lagging.trained) == Counter(plain.trained)
     assert Counter(lagging.dropped) == Counter(plain.dropped)
     assert max(lagging.lags) <= max_lag and lagging.restarted == 0
@@ -416,14 +240,14 @@ def test_dynamic_sampling_that_is_killed_and_resumed_loses_none_and_trains_none_
     shards, batch, n, max_lag, share, steps = case
     arguments = (batch, n, max_lag, share * max_lag, steps)
     how = {"read": rounds[0], "chance": rounds[1], "prompts": 2000}
-    whole = whole_run(shards, *arguments, **how)
-    job, saved = Job(shards, *arguments, **how), (0, None, [], [])
+    whole = Rollouts(shards, *arguments, **how).finish()
+    job, saved = Rollouts(shards, *arguments, **how), (0, None, [], [])
     for _ in range(rng.randint(1, steps)):
         job.advance()
         if rng.random() < 0.5:
             saved = (job.step, job.state(), list(job.trained), list(job.dropped))
     for resumed_shards in (shards, other_shards):
-        resumed = Job(resumed_shards, *arguments, **how)
+        resumed = Rollouts(resumed_shards, *arguments, **how)
         if saved[1] is not None:
             resumed.resume(*saved[:2])
         while resumed.step < steps:
@@ -444,10 +268,10 @@ def test_what_was_begun_leaves_first_when_it_is_dealt_to_other_shards(shards, ot
     begun_before = 0
     for batch, read, max_lag in product((2, 3), (3, 5, 6), (1, 2)):
         how = {"read": read, "prompts": 200}
-        job = Job(shards, batch, 1, max_lag, max_lag, 3, **how)
+        job = Rollouts(shards, batch, 1, max_lag, max_lag, 3, **how)
         job.advance()
         begun_before += begun(job)
-        resumed = Job(others, batch, 1, max_lag, max_lag, 3, **how)
+        resumed = Rollouts(others, batch, 1, max_lag, max_lag, 3, **how)
         resumed.resume(1, job.state())
         assert begun(resumed) == begun(job)
         while resumed.step < 3:
@@ -457,7 +281,7 @@ def test_what_was_begun_leaves_first_when_it_is_dealt_to_other_shards(shards, ot
 
 
 def test_rows_of_a_step_of_several_rounds_are_as_old_as_they_may_be():
-    lagging = whole_run(2, 8, 2, 2, 2.0, 12, prompts=2000, read=5, chance=0.5)
+    lagging = Rollouts(2, 8, 2, 2, 2.0, 12, prompts=2000, read=5, chance=0.5).finish()
     assert {0, 1, 2} == set(lagging.lags) and len(lagging.dropped) > 50
 
 
@@ -469,14 +293,16 @@ def test_what_is_restarted_is_within_the_bound_and_trained_once(
     """Killed at random steps: also on other shards, which keep or drop other ones of the last batch only."""
     shards, batch, n, max_lag, share, steps = case
     how = {"read": rounds[0], "chance": rounds[1], "prompts": 2000}
-    plain = whole_run(shards, batch, n, 1, 0.0, steps, **how)
+    plain = Rollouts(shards, batch, n, 1, 0.0, steps, **how).finish()
     arguments = (batch, n, max_lag, share * max_lag, steps)
-    restarting = Job(shards, *arguments, **how, stale="restart", runs_in_background=runs_in_background)
+    restarting = Rollouts(shards, *arguments, **how, stale="restart", runs_in_background=runs_in_background)
     while restarting.step < steps:
         restarting.advance()
         if rng.random() < 0.3:
             shards = rng.choice([shards, other_shards])
-            resumed = Job(shards, *arguments, **how, stale="restart", runs_in_background=runs_in_background)
+            resumed = Rollouts(
+                shards, *arguments, **how, stale="restart", runs_in_background=runs_in_background
+            )
             resumed.resume(restarting.step, restarting.state())
             resumed.trained, resumed.dropped = restarting.trained, restarting.dropped
             resumed.lags = restarting.lags
@@ -495,7 +321,7 @@ def test_what_is_restarted_is_within_the_bound_and_trained_once(
 @pytest.mark.parametrize("runs_in_background", [False, True])
 def test_a_step_does_not_wait_for_what_it_restarts(runs_in_background):
     more = {"runs_in_background": runs_in_background}
-    waiting, restarting = (Job(1, 8, 2, 1, 1.0, 12, stale=x, **more) for x in ("wait", "restart"))
+    waiting, restarting = (Rollouts(1, 8, 2, 1, 1.0, 12, stale=x, **more) for x in ("wait", "restart"))
     for _ in range(11):
         waiting.advance()
         restarting.advance()
@@ -521,13 +347,13 @@ def test_what_is_dropped_is_replaced_and_nothing_is_trained_twice(
         "runs_in_background": runs_in_background,
     }
     arguments = (batch, n, max_lag, share * max_lag, steps)
-    whole = whole_run(shards, *arguments, **how)
-    job = Job(shards, *arguments, **how)
+    whole = Rollouts(shards, *arguments, **how).finish()
+    job = Rollouts(shards, *arguments, **how)
     while job.step < steps:
         job.advance()
         if rng.random() < 0.3:
             shards = rng.choice([shards, other_shards])
-            resumed = Job(shards, *arguments, **how)
+            resumed = Rollouts(shards, *arguments, **how)
             resumed.resume(job.step, job.state())
             resumed.trained, resumed.dropped, resumed.lags = job.trained, job.dropped, job.lags
             resumed.given_up = job.given_up
@@ -548,7 +374,7 @@ def test_what_is_dropped_is_replaced_and_nothing_is_trained_twice(
 @pytest.mark.parametrize("runs_in_background", [False, True])
 def test_a_step_does_not_wait_for_what_it_drops(runs_in_background):
     more = {"runs_in_background": runs_in_background, "prompts": 2000}
-    patient, dropping = (Job(2, 8, 2, 1, 1.0, 12, stale=x, **more) for x in ("wait", "drop"))
+    patient, dropping = (Rollouts(2, 8, 2, 1, 1.0, 12, stale=x, **more) for x in ("wait", "drop"))
     for _ in range(12):
         patient.advance()
         dropping.advance()
@@ -560,7 +386,7 @@ def test_a_step_does_not_wait_for_what_it_drops(runs_in_background):
 
 def test_a_shard_that_drops_nothing_reads_what_the_other_one_needs_and_keeps_it_for_later():
     """Responses of all lengths on one shard, equal ones on the other."""
-    job = Job(2, 4, 1, 1, 1.0, 10, prompts=2000, stale="drop")
+    job = Rollouts(2, 4, 1, 1, 1.0, 10, prompts=2000, stale="drop")
     one = job.engines[1].one
     job.engines[1].one = lambda request: replace(cut(one(request), 1), finish_reason="stop")
     while job.step < 10:
