@@ -84,6 +84,16 @@ def test_each_version_of_vllm_has_what_is_replaced():
     assert {"logits", "sampling_metadata"} <= set(inspect.signature(first.Sampler.forward).parameters)
 
 
+def test_weights_reach_the_loader_of_a_version_whose_transfer_knows_no_model():
+    transfer = pytest.importorskip("siirl.engines.rollout.vllm.native_transfer")
+    of_024 = object.__new__(transfer.BucketTransfer)  # has no model_config
+    weights = [
+        ("model.layers.0.mlp.experts.gate_up_proj", torch.ones(2, 1)),
+        ("lm_head.weight", torch.ones(1)),
+    ]
+    assert list(of_024._for_loaders(weights)) == weights
+
+
 def test_the_first_runner_draws_by_how_often_it_drew_for_a_request():
     native_draws = pytest.importorskip("siirl.engines.rollout.vllm.native_draws")
     seeds = [5, 1 << 63]

@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from siirl.engines.weights.shared_buffer import open_buffer
-from siirl.models.families import family_of
+from siirl.models.families import InVLLM, family_of
 
 TRANSFER_BACKEND = "siirl"
 """Name under which vLLM finds BucketTransfer."""
@@ -85,7 +85,8 @@ class BucketTransfer(WeightTransferEngine):
     def _for_loaders(self, weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The weights as vLLM's loaders take them into an engine that runs; those that they copy past that
         are kept until `finish_weight_update`."""
-        row = family_of(self.model_config.hf_config.model_type).vllm
+        config = getattr(self, "model_config", None)  # 0.24 has none here; InVLLM.since refuses what needs it
+        row = InVLLM() if config is None else family_of(config.hf_config.model_type).vllm
         for name, weight in weights:
             experts, _, part = name.rpartition(".")
             if part in row.by_expert and experts.endswith(".experts"):

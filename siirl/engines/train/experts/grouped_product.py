@@ -4,14 +4,16 @@ Legend: S rows, E experts, D input and O output features.
 """
 
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-expert_kernels: ModuleType | None = None
-"""The kernels on a GPU (hf_experts)."""
+if torch.cuda.is_available():
+    from siirl.engines.train.experts import expert_kernels
+else:
+    expert_kernels = None
+
 GROUPED_MULTIPLE = 8
 """What the sides of the weights of torch's grouped product are multiples of: 16 bytes."""
 

@@ -16,8 +16,11 @@ from siirl.engines.train.experts.expert_lora import adapted
 from siirl.engines.train.experts.expert_parallel import computed_elsewhere, held, ranks_of
 from siirl.engines.train.experts.grouped_product import GROUPED_MULTIPLE, GroupedProduct, expert_by_expert
 
-expert_kernels: ModuleType | None = None
-"""Kernels for a GPU. They have run in Triton's interpreter alone: benchmarks and tests set the module."""
+if torch.cuda.is_available():
+    from siirl.engines.train.experts import expert_kernels
+else:
+    expert_kernels = None
+
 GROUPED_EXPERTS = "siirl_grouped"
 """Name under which transformers finds `grouped_experts`."""
 KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -27,8 +30,8 @@ SILU = type(ACT2FN["silu"]), nn.SiLU
 def grouped_experts(experts: nn.Module, hidden_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
     """What the experts of each token make of it, by the router's weights: [N, D].
 
-    Collective where experts are sharded over ranks (expert_parallel). With `expert_kernels` on a GPU tokens
-    come to the order of their experts and back by kernels of one pass each, which sum in float32.
+    Collective where experts are sharded over ranks (expert_parallel). On a GPU tokens come to the order of
+    their experts and back by kernels of one pass each, which sum in float32.
 
     experts: a module whose weights transformers has fused, [E, ...]. Every expert gets a gradient, of zeros
     if no token has chosen it, so that all ranks reduce the same tensors.
