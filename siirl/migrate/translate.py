@@ -196,8 +196,8 @@ def _translate_one(sign: str, name: str, value: str | None, result: Translation)
     if name in GLOBAL_SIZES:
         result.add("changed", there, name=name, value=value)
         return
-    if name in all_groups():
-        result.add("impossible", there, f"{name} is a group of keys: set the keys below it")
+    if "@" in name or name in all_groups():
+        result.add("impossible", there, "it picks a file of a group of keys: set the keys that the file sets")
         return
     _keep(name, value, there, "", result)
 

@@ -516,6 +516,18 @@ def test_the_other_defaults_differ_from_ours():
             ["reward_model.reward_loop_source"],
         ),
         (
+            "verl",  # its names between two of its releases, and files that its package alone has
+            [
+                "reward_model.enable=True",
+                "reward_model.model_path=/m/scores",
+                "reward_model.inference.name=vllm",
+                "actor@actor_rollout_ref.actor=ds_actor",
+                "actor_rollout_ref.actor.deepspeed.zero_stage=2",
+            ],
+            ["reward_model.model.path=/m/scores"],
+            ["actor@actor_rollout_ref.actor", "actor_rollout_ref.actor.deepspeed.zero_stage"],
+        ),
+        (
             "verl",  # their groups: off, and on
             [
                 "actor_rollout_ref.model.mtp.enable=False",
