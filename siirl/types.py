@@ -151,6 +151,14 @@ FIELDS: dict[str, FieldSpec] = _fields(
         pad_value=-1,
     ),
     FieldSpec(
+        "branch_id",
+        ("T",),
+        "int64",
+        "the candidates of a turn that the token's turn is one of, or follows one of: branch_id() of the "
+        "episode and the turn where it branches; -1: of none",
+        pad_value=-1,
+    ),
+    FieldSpec(
         "env_reward",
         ("T",),
         "float32",
@@ -201,6 +209,21 @@ EXPERT_FIELDS = ("prompt_experts", "response_experts")
 
 INTERACTION_FIELDS = ("episode_id", "speaker", "turn_id", "env_reward", "conversation")
 """What a rollout in an interaction adds to these: one row per token context of an (episode, agent)."""
+
+BRANCH_FIELDS = ("branch_id",)
+"""What it adds besides where episodes branch."""
+
+_MOST_TURNS = 1 << 20
+
+
+def branch_id(episode_id: int, turn: int) -> int:
+    """The id of the candidates of a turn, by the episode that branches there."""
+    return episode_id * _MOST_TURNS + turn
+
+
+def branching_turn(branch: int) -> tuple[int, int]:
+    """The episode and the turn of a branch_id."""
+    return divmod(branch, _MOST_TURNS)
 
 
 @dataclass(frozen=True, order=True)

@@ -29,6 +29,31 @@ class Doors:
         return StepResult({0: f"door {self.doors[0]}"}, rewards, False)
 
 
+class Luck:
+    """Two turns: any first word, which draws a door and luck; then the door is to be named.
+
+    What is earned is that luck, of deviation 3, and 1 for the right door. So episodes with other first words
+    say little of the second one. info: whether that was right.
+    """
+
+    replayable = True
+
+    def reset(self, task, seed):
+        """Nothing is shown."""
+        self.seed, self.door = seed, None
+        return Observation("")
+
+    def step(self, actions):
+        """The player has spoken."""
+        word = " ".join(actions[0].split()[:1])
+        if self.door is None:
+            rng = random.Random(f"{self.seed} {word}")
+            self.luck, self.door = rng.gauss(0, 3), str(rng.randrange(4))
+            return StepResult(f"door {self.door}")
+        right = float(word == self.door)
+        return StepResult("", self.luck + right, True, {"right": right})
+
+
 OPPONENTS = {
     "random": lambda pile, rng: rng.randint(1, min(2, pile)),
     "perfect": lambda pile, rng: pile % 3 or 1,

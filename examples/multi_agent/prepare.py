@@ -90,6 +90,11 @@ def doors(rng: random.Random) -> list[dict]:
     return [row("reasoner_actor", "play", f"{a} {b}", first=str(a), second=str(b)) for a, b in pairs]
 
 
+def luck(rng: random.Random) -> list[dict]:
+    """The same task sixty times: its worlds are drawn by seed."""
+    return [row("tree", "play", number) for number in range(60)]
+
+
 def shop(rng: random.Random) -> list[dict]:
     """A request and the prices of today: different digits."""
     days = [(request, rng.sample(range(6), len(WANTED))) for request in WANTED for _ in range(10)]
@@ -115,6 +120,7 @@ def nim(rng: random.Random, num_rows: int) -> tuple[list[dict], list[dict]]:
 TASKS = {
     "numbers": numbers(6),
     "reasoner_actor": Tasks(["play", "door", "?", *"0123"], shuffled(doors), 0.06),
+    "tree": Tasks(["play", "door", "?", *"0123"], shuffled(luck), 0.06),
     "planner_worker": Tasks(
         ["red", "green", "yellow", "fruit", "vegetable", "?", *"012345", *WANTED.values()]
         + [call("price", item=item) for item in WANTED.values()],

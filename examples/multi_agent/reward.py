@@ -10,13 +10,22 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     if "conversation" not in extra_info:
         team = float(solution_str.strip() == ground_truth)
         return {"score": team, "team": team}
-    score = {"reasoner_actor": of_doors, "planner_worker": of_shop}.get(data_source, of_nim)
+    known = {"reasoner_actor": of_doors, "planner_worker": of_shop, "tree": of_luck}
+    score = known.get(data_source, of_nim)
     return score(extra_info["conversation"], extra_info["agent"], ground_truth, extra_info)
 
 
 def of_doors(conversation, agent, ground_truth, extra_info):
     """team: the share of doors that were opened, which is what the environment gave the actor."""
     return {"score": 0.0, "team": sum(m["reward"] for m in conversation if m["agent"] == 1)}
+
+
+def of_luck(conversation, agent, ground_truth, extra_info):
+    """right: whether the door was named; luck is not told."""
+    shown, said = (
+        [m["content"].split() for m in conversation if (m["agent"] is None) == other] for other in (1, 0)
+    )
+    return {"score": 0.0, "right": float(said[-1][:1] == shown[-1][1:2])}
 
 
 def of_shop(conversation, agent, ground_truth, extra_info):

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Train an example of several agents on CPU, from scratch: bash examples/multi_agent/run.sh NAME [alone] [key=value ...]
-# NAME: reasoner_actor, planner_worker, self_play, solver_verifier or debate. alone: the agent that answers hears nothing from the other one.
+# NAME: reasoner_actor, planner_worker, self_play, solver_verifier, debate or tree. alone: the agent that answers hears nothing from the
+# other one; of tree: as many episodes, none of which branches.
 # MULTI_AGENT_DIR (outputs/multi_agent) holds inputs and results, SEED (0) draws models, data and samples.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
 HERE=examples/multi_agent
-NAME=${1:?name an example: reasoner_actor, planner_worker, self_play, solver_verifier or debate}
+NAME=${1:?name an example: reasoner_actor, planner_worker, self_play, solver_verifier, debate or tree}
 shift
 RUN=team
 if [[ ${1-} == alone ]]; then RUN=alone; shift; fi
@@ -55,6 +56,17 @@ case $NAME in
       dag.node_config.game.env_path=$HERE/games.py:Nim
     )
     ;;
+  tree)
+    keys+=(
+      data.train_batch_size=8
+      dag.node_config.world.env_path=$HERE/games.py:Luck
+    )
+    if [[ $RUN == alone ]]; then
+      keys+=(dag.node_config.player.rollout.agent.branch.candidates=1 dag.node_config.advantage_player.credit.group_by='[task,agent,turn]')
+    else
+      keys+=(actor_rollout_ref.rollout.n=4)
+    fi
+    ;;
   solver_verifier | debate)
     keys+=(trainer.total_training_steps=60)
     if [[ $RUN == alone ]]; then # one agent in all, which sees what the solver sees
@@ -74,7 +86,7 @@ case $NAME in
     fi
     ;;
   *)
-    echo "run.sh: unknown example $NAME: name one of reasoner_actor, planner_worker, self_play, solver_verifier, debate" >&2
+    echo "run.sh: unknown example $NAME: name one of reasoner_actor, planner_worker, self_play, solver_verifier, debate, tree" >&2
     exit 2
     ;;
 esac

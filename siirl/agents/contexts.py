@@ -82,6 +82,13 @@ class TokenSequence:
         self.experts = longer(self.experts, turn.experts)
         self._add(turn.token_ids, True, turn.log_probs, number, turn.token_versions)
 
+    def read_before(self, turn: int) -> None:
+        """The tokens of earlier turns are read, not produced: they are those of another episode's row."""
+        for place, number in enumerate(self.turn_ids):
+            if number < turn:
+                self.assistant_mask[place], self.turn_ids[place], self.versions[place] = False, -1, -1
+                self.log_probs[place] = self.rewards[place] = 0.0
+
     def seen_after(self, seen: Seen) -> Seen:
         """The images of the row, and those among tokens that follow."""
         return self.seen.joined(seen.after(len(self.prompt_ids) + len(self.ids)))
@@ -261,6 +268,12 @@ class Context:
         """Add what the environment gave for a turn, at its last token."""
         row, position = self._where[turn]
         row.rewards[position] += value
+
+    def keep_from(self, turn: int) -> None:
+        """Of the rows, those with this turn or later ones, of which alone they are."""
+        for row in self.rows:
+            row.read_before(turn)
+        self.rows = [row for row in self.rows if any(row.assistant_mask)]
 
     def reward_rows(self, value: float) -> None:
         """Add what an episode as a whole is worth, at the end of each row, which is that of a turn."""

@@ -18,7 +18,7 @@ from siirl.agents.shown import Shown, read_shown, shows_images
 from siirl.agents.transcript import REPLAYABLE
 from siirl.agents.user_thread import CallSlots, Hung, Raised, UserThread
 from siirl.errors import DagError, DataError, EpisodeFailed
-from siirl.user_code.extras import EXTRAS, env_package, missing_extra
+from siirl.user_code.extras import EXTRAS, REPLAYABLE_PACKAGES, env_package, missing_extra
 from siirl.user_code.load_object import load_object
 
 Texts = str | Shown | dict[int, str | Shown]
@@ -256,7 +256,7 @@ def load_environment(
     kwargs = dict(env_kwargs or {})
     if packaged := env_package(reference):
         adapter, name, places = check_packaged(reference, who, kwargs), packaged[1], CallSlots(max_concurrent)
-        again = getattr(adapter, REPLAYABLE, False)
+        again = packaged[0] in REPLAYABLE_PACKAGES
         return lambda: HostedEnvironment(lambda: adapter(name, **kwargs), name, places, again)
     cls = load_object(reference, who, "class")
     if not inspect.isclass(cls):

@@ -45,7 +45,8 @@ class Episode:
     """What user functions (until, route, pre- and post-processing, tools) get; `state` is theirs to write."""
 
     episode_id: int
-    """group_id * samples + sample, the same for all agents."""
+    """group_id * samples + sample, the same for all agents; where episodes branch, times the most that one
+    sample may have, plus the number of the branch."""
     group_id: int
     sample: int
     seed: int
@@ -72,6 +73,8 @@ class Episode:
     """Why it was over, in words; empty if it went to its last node."""
     error: str | None = None
     """Why it was dropped."""
+    path: tuple[tuple[int, int], ...] = ()
+    """Of a branch, see branches.py."""
     env_seed: int | None = None
     """That of its environment, by default the same, in validation whatever the step."""
 

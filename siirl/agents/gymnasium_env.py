@@ -115,8 +115,6 @@ class Gymnasium(GymEnvironment):
     words for the actions of a Discrete space, in their order.
     """
 
-    replayable = True
-
     def __init__(
         self,
         name: str,

@@ -101,6 +101,25 @@ class ResumablePolicy:
         return so_far.completion(version)
 
 
+@dataclass(frozen=True)
+class RecordedPolicy:
+    """The Policy of one episode: what its transcript has of a turn is not asked for."""
+
+    policy: Policy
+    transcript: Transcript
+
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, seed: int, seen: Seen = NO_IMAGES
+    ) -> Completion:
+        """See Policy."""
+        so_far, version = self.transcript.turn(seed, prompt, seen, params.max_tokens), -1
+        if so_far.finish_reason is None:
+            said = await self.policy.generate(prompt, params, seed, seen)
+            so_far.extend(said)
+            version = said.weight_version
+        return so_far.completion(version)
+
+
 FIRST_PART = 64
 """Tokens."""
 FIRST_TOLD, MOST_TOLD = 8, 64

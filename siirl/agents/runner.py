@@ -6,18 +6,21 @@ policies, tools and environments. unblocked by: their answers or deadlines.
 
 import asyncio
 import concurrent.futures
+import copy
 import functools
 import hashlib
+import math
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, TypeVar
 
+from siirl.agents.branches import Branch, NotChosen, Tree
 from siirl.agents.contexts import AsMessage, Context, ContextFull, Limits, TurnPrompt, as_said
 from siirl.agents.environments import HostedEnvironment, StepResult, Texts, reset_env, step_env
 from siirl.agents.episode import Episode, Message
-from siirl.agents.policy import Policy
+from siirl.agents.policy import Policy, RecordedPolicy
 from siirl.agents.renderer import Chat, ChatRenderer, TokenizedText
 from siirl.agents.shown import PLACE, Shown, content_of
 from siirl.agents.tool_files import ToolUse
@@ -85,6 +88,8 @@ class Game:
     env_deadline_s: float = 60.0
     play_outside: "Callable[[Game, Played], Awaitable[None]] | None" = None
     """Lets a program play an episode in the place of the stages (siirl/agents/outside/)."""
+    branches: bool = False
+    """Episodes branch where the plan says so."""
 
     def asking(self, ask: Callable[[Any], Policy]) -> "Game":
         """The same, whose speakers ask what `ask` makes of their policies."""
@@ -115,6 +120,15 @@ class Played:
     """Agent -> what it has heard and said, in that order."""
     transcript: Transcript | None = None
     """What happens in it, where it may be brought back."""
+    branch: Branch = field(default_factory=Branch)
+    """Which of the episodes of its sample it is, if there are several."""
+    tree: "Tree[Played] | None" = None
+    """All of these."""
+
+    def score_since(self, turn: int) -> float:
+        """What the environment gave for this turn and later ones."""
+        said = [message for message in self.episode.messages if message.turn is not None]
+        return sum(message.reward for message in said if (message.turn or 0) >= turn)
 
     def heard_by(self, agent: int, episode: Episode) -> list[Message]:
         """The messages of an episode as an agent has come to know them: what is new for it comes last."""
@@ -137,15 +151,18 @@ def run_all(
     prompts: Sequence[list[int]],
     run: Callable[[Coroutine[Any, Any, list[Played]]], list[Played]] = asyncio.run,
 ) -> list[Played]:
-    """Play all episodes side by side, in order of `episodes`. prompts: tokens of each one's raw_prompt, by
-    the template and tokenizer of the first agent. An episode that fails is marked; other errors end the run.
+    """Play all episodes side by side, in order of `episodes`, each followed by its branches. prompts:
+    tokens of
+    each one's raw_prompt, by the template and tokenizer of the first agent. An episode that fails is marked;
+    other errors end the run.
 
     run: gives what a coroutine gives, in an event loop.
     """
 
     async def everything() -> list[Played]:
-        pairs = zip(episodes, prompts, strict=True)
-        return await asyncio.gather(*(run_episode(game, episode, prompt) for episode, prompt in pairs))
+        pairs, run_one = zip(episodes, prompts, strict=True), run_tree if game.branches else _run_alone
+        found = await asyncio.gather(*(run_one(game, episode, prompt) for episode, prompt in pairs))
+        return [played for several in found for played in several]
 
     return run(interruptible(everything()))
 
@@ -195,14 +212,36 @@ async def interruptible(work: Coroutine[Any, Any, Result]) -> Result:
         waking.cancel()
 
 
+async def _run_alone(game: Game, episode: Episode, prompt_ids: list[int]) -> list[Played]:
+    return [await run_episode(game, episode, prompt_ids)]
+
+
+async def run_tree(game: Game, episode: Episode, prompt_ids: list[int]) -> list[Played]:
+    """Play one episode and all its branches, in the order in which these begin."""
+    fresh = copy.deepcopy(episode)
+
+    async def play(tree: "Tree[Played]", branch: Branch, transcript: Transcript) -> Played:
+        own = replace(copy.deepcopy(fresh), episode_id=episode.episode_id + branch.number, path=branch.path)
+        recorded = game.asking(lambda policy: RecordedPolicy(policy, transcript))
+        return await run_episode(recorded, own, prompt_ids, transcript, branch, tree)
+
+    return await Tree(game.plan, episode.episode_id, play).grow()
+
+
 async def run_episode(
-    game: Game, episode: Episode, prompt_ids: list[int] | None = None, transcript: Transcript | None = None
+    game: Game,
+    episode: Episode,
+    prompt_ids: list[int] | None = None,
+    transcript: Transcript | None = None,
+    branch: Branch | None = None,
+    tree: "Tree[Played] | None" = None,
 ) -> Played:
     """Play one episode to its end, from reset to close of its environment.
 
-    transcript: is written; what it holds happens again.
+    transcript: is written; what it holds happens again. branch, tree: which of the episodes of its sample it
+    is; of a branch the rows have what is its own.
     """
-    played = Played(episode, {}, prompt_ids, transcript=transcript)
+    played = Played(episode, {}, prompt_ids, transcript=transcript, branch=branch or Branch(), tree=tree)
     try:
         if game.play_outside is not None:
             await game.play_outside(game, played)
@@ -213,9 +252,17 @@ async def run_episode(
         episode.error, played.kind = str(error), error.kind
     except ContextFull as error:
         played.full, episode.ended = True, f"what {played.node} reads {error}"
+    except NotChosen as error:
+        episode.ended = str(error)
     finally:
+        if (contest := played.branch.contest) is not None:
+            failed = played.kind is not None
+            score = -math.inf if failed else played.score_since(played.branch.groups[-1][0])
+            contest.arrive(played.branch.number, score)
         if episode.env is not None:
             await episode.env.close()
+    for context in played.contexts.values() if played.branch.number else ():
+        context.keep_from(played.branch.begins)
     return played
 
 
@@ -246,6 +293,8 @@ async def _play(game: Game, played: Played) -> None:
             if isinstance(stage, EnvStage):
                 acted = await _act(game, stage, played, acted)
             else:
+                if played.tree is not None:
+                    await played.tree.reach(played, stage, episode.visits[stage.node] - 1, episode.turns)
                 await _speak(game, stage, played, episode)
         targets = next((found for stage in now if (found := _next(game, stage, episode)) is not None), None)
         if episode.done:
@@ -325,7 +374,7 @@ async def take_turn(
     room = min(opening.room, params.max_tokens, most_tokens or params.max_tokens)
     if room < params.max_tokens:
         params = replace(params, max_tokens=room)
-    seed = turn_seed(episode.seed, stage.agent, turn)
+    seed = turn_seed(episode.seed, stage.agent, turn, episode.path)
     try:
         generated = await speaker.policy_of(episode).generate(opening.tokens, params, seed, opening.seen)
     except BaseException:
@@ -467,7 +516,8 @@ def _is_chat(view: Any) -> bool:
     return all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in view)
 
 
-def turn_seed(episode_seed: int, agent: int, turn: int) -> int:
-    """A 63-bit seed of one turn, wherever it is generated."""
+def turn_seed(episode_seed: int, agent: int, turn: int, path: Sequence[tuple[int, int]] = ()) -> int:
+    """A 63-bit seed of one turn, wherever it is generated. path: of a branch, see there."""
     text = f"{episode_seed}/{agent}/{turn}"
+    text += "".join(f"/{at}:{candidate}" for at, candidate in path if at <= turn)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

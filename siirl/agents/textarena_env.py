@@ -24,8 +24,6 @@ class TextArena:
     fn(text, info) gives the move.
     """
 
-    replayable = True
-
     def __init__(
         self,
         name: str,

@@ -5,6 +5,7 @@ rows), L places of a turn, M rows of any agents of the same episodes, S speakers
 on this rank. Nothing here communicates: sums that add up over ranks are handed out, and taken in added up.
 """
 
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 from siirl.algorithms.groups import Groups
 from siirl.algorithms.turns import Chains, Turns
 from siirl.errors import ConfigError
+from siirl.types import branch_id, branching_turn
 
-GROUP_KEYS = ("task", "agent", "turn")
+GROUP_KEYS = ("task", "agent", "turn", "branch")
 """What the units of a group may have in common."""
 
 
@@ -91,16 +93,21 @@ def turn_rows(
     speaker_B: Tensor,
     gamma: float,
     by_token: bool = False,
+    branch_BT: Tensor | None = None,
 ) -> TurnRows:
     """Each turn as a row of its own, whose outcome is its reward and those of the speaker's later turns.
 
-    gamma discounts by the speaker's turns: 1 is the reward to go, 0 the turn's own. A turn's own reward: see
-    Turns.sum. A turn is one place, which stands for all its tokens; by_token: the places of its tokens in
-    their row, which needs memory for turns x T.
+    gamma discounts by the speaker's turns: 1 is the reward to go, 0 the turn's own. Where an episode branches
+    after a turn (branch_BT: field branch_id), the later turns are worth the mean over the candidates there. A
+    turn's own reward: see Turns.sum. A turn is one place, which stands for all its tokens; by_token: the
+    places of its tokens in their row, which needs memory for turns x T.
     """
     turns, width = Turns.of(turn_BT), turn_BT.shape[1] if by_token else 1
     chain_U = joint_key(episode_B[turns.row_U], speaker_B[turns.row_U])
     outcome_U = Chains.of(chain_U, turns.number_U).to_go(turns.sum(reward_BT), gamma)
+    if branch_BT is not None:
+        where_U = episode_B[turns.row_U], speaker_B[turns.row_U], turns.number_U
+        outcome_U = over_candidates(outcome_U, *where_U, turns.last(branch_BT), gamma)
     token_N, place_N = _places(turns, width)
     mask_UL = torch.zeros(len(turns), width, dtype=torch.bool if by_token else torch.int64)
     mask_UL.index_put_((token_N, place_N), torch.ones((), dtype=mask_UL.dtype), accumulate=not by_token)
@@ -108,6 +115,49 @@ def turn_rows(
     reward_UL = reward_BT.new_zeros(mask_UL.shape)
     reward_UL[torch.arange(len(turns)), last_U] = outcome_U.to(reward_BT.dtype)
     return TurnRows(turns, reward_UL, mask_UL)
+
+
+def over_candidates(
+    to_go_U: Tensor, episode_U: Tensor, speaker_U: Tensor, number_U: Tensor, branch_U: Tensor, gamma: float
+) -> Tensor:
+    """Rewards to go of turns, where those of an episode that branches go on as the mean over the candidates.
+
+    to_go_U: each along its own episode. The turns of a branch are those of its own, from the candidate on. A
+    candidate without a turn of the speaker is passed over. Groups are gone through from the last turn to the
+    first, so that candidates that branch later have their own means by then.
+    """
+    found_U, numbers = to_go_U.double().clone(), number_U.tolist()
+    episodes, speakers = episode_U.tolist(), speaker_U.tolist()
+    ways: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for unit in sorted(range(len(numbers)), key=numbers.__getitem__):
+        ways[episodes[unit], speakers[unit]].append(unit)
+    candidates: dict[int, set[int]] = defaultdict(set)
+    for branch, episode in zip(branch_U.tolist(), episodes, strict=True):
+        if branch >= 0:
+            candidates[branch] |= {episode, branching_turn(branch)[0]}
+    forks: dict[int, list[int]] = defaultdict(list)
+    for parent, at in map(branching_turn, candidates):
+        forks[parent].append(at)
+    worth: dict[tuple[int, int], float] = {}  # what a speaker gets behind a turn with candidates
+    for branch in sorted(candidates, key=lambda one: branching_turn(one)[1], reverse=True):
+        parent, at = branching_turn(branch)
+        for speaker in set(speakers):
+            found: dict[int, float] = {}
+            for one in candidates[branch]:
+                unit = next((unit for unit in ways[one, speaker] if numbers[unit] >= at), None)
+                fork = min((turn for turn in forks[one] if turn > at), default=None)
+                if fork is not None and (unit is None or fork <= numbers[unit]):
+                    value = worth.get((branch_id(one, fork), speaker))
+                else:
+                    value = None if unit is None else float(found_U[unit])
+                found |= {} if value is None else {one: value}
+            if not found:
+                continue
+            worth[branch, speaker] = mean = sum(found.values()) / len(found)
+            before = [unit for unit in ways[parent, speaker] if numbers[unit] < at]
+            for distance, unit in enumerate(reversed(before), 1):
+                found_U[unit] += gamma**distance * (mean - found.get(parent, 0.0))
+    return found_U
 
 
 def _places(turns: Turns, width: int) -> tuple[Tensor, Tensor]:

@@ -58,6 +58,13 @@ class Turns:
         first_U.scatter_reduce_(0, self.token_BT[inside_BT], place_BT[inside_BT], "amin")
         return value_BT[self.row_U, first_U].double()
 
+    def last(self, value_BT: Tensor) -> Tensor:
+        """The value at the last token of each turn, [U]; int64 stays exact."""
+        found_U = value_BT.new_zeros(len(self))
+        inside_BT = self.token_BT >= 0
+        found_U[self.token_BT[inside_BT]] = value_BT[inside_BT]
+        return found_U
+
     def spread(self, value_U: Tensor, dtype: torch.dtype) -> Tensor:
         """Give every token the value of its turn, [B, T]; zero outside turns."""
         inside_BT = self.token_BT >= 0

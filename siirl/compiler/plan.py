@@ -186,6 +186,21 @@ class Stage:
     """The nodes that may run while this one does: no edge orders them."""
 
 
+ALL, BEST = "all", "best"
+"""Which candidates of a turn go on."""
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Candidates of a turn: an episode branches there."""
+
+    candidates: int
+    visits: tuple[int, ...]
+    """The visits of the node at which it does, from 0 on; (): all."""
+    go_on: str
+    """ALL or BEST."""
+
+
 @dataclass(frozen=True)
 class AgentStage(Stage):
     """An agent speaks."""
@@ -199,6 +214,8 @@ class AgentStage(Stage):
     pre_process_kwargs: dict[str, Any] | None = None
     """None: there is no such function."""
     post_process_kwargs: dict[str, Any] | None = None
+    branches: Branches | None = None
+    """Of its turns, where there are several candidates."""
 
     @property
     def model(self) -> str:
@@ -247,6 +264,7 @@ class EnvStage(Stage):
     env: Environment | None = None
     """None: another stage says which."""
     rows = False
+    branches = None
     who = "environment"
 
     @property
@@ -292,6 +310,27 @@ class InteractionPlan:
     def program(self) -> dict[str, Any] | None:
         """What plays its episodes in the place of the stages: the keys of actor_rollout_ref.serve."""
         return self.stages[0].serve if isinstance(self.stages[0], ProgramStage) else None
+
+    @property
+    def branching(self) -> list[Branches]:
+        """Of the stages at which an episode branches."""
+        return [stage.branches for stage in self.speaking if stage.branches]
+
+    @property
+    def most_branches(self) -> int:
+        """The episodes of one sample of a prompt at most."""
+        if not (found := self.branching):
+            return 1
+        rounds, size = sum(len(one.visits) or self.most_turns for one in found), found[0].candidates
+        return size**rounds if found[0].go_on == ALL else 1 + rounds * (size - 1)
+
+    def branch_number(self, of: int, place: int, candidate: int) -> int:
+        """The number of an episode among those of its sample: the candidate, of those at the place-th turn
+        with candidates on the way of episode `of`, which is candidate 0."""
+        size = self.branching[0].candidates
+        if self.branching[0].go_on == BEST:  # of each turn, one goes on
+            return place * (size - 1) + candidate
+        return of + candidate * size**place
 
     @property
     def speaking(self) -> list[AgentStage]:

@@ -65,6 +65,10 @@ class Workflow:
             agent for agent, node in self.rollouts.items() if FieldKey(agent, "episode_id") in node.writes
         )
 
+    def branching(self, agent: int) -> bool:
+        """Whether the episodes of an agent branch."""
+        return any(plan.branching for plan in self.interactions.values() if agent in plan.homes)
+
     @cached_property
     def stages(self) -> dict[str, StagePlan]:
         """Node of an interaction -> what happens there."""

@@ -44,7 +44,7 @@ class CreditConfig:
     group_by: tuple[str, ...] = key(
         ("task",),
         "what rows that are compared have in common: any of task, agent, turn (then turns are compared, not "
-        "rows), and a function of your own: file.py:name",
+        "rows), branch (the turn where their episodes branch), and a function of your own: file.py:name",
         when=WITH_GROUPS,
     )
     turn_gamma: float = key(

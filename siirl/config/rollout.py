@@ -149,6 +149,22 @@ class AgentEndpointConfig:
 
 
 @dataclass(frozen=True)
+class BranchConfig:
+    """Candidates of a turn: an episode of an interaction branches there."""
+
+    candidates: int = key(1, "turns that are sampled in the place of one; each is scored, or goes on", low=1)
+    visits: tuple[int, ...] = key(
+        (), "the visits of the node at which an episode branches, from 0 on; empty: all"
+    )
+    go_on: str = key(
+        "all",
+        "which candidates go on: all, each to an end of its own; or the best, by what the environment gave "
+        "until the next such turn",
+        choices=("all", "best"),
+    )
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     """Agents in environments."""
 
@@ -184,6 +200,7 @@ class AgentConfig:
     )
     first_step: int = key(1, "first step of the run in which the agent's nodes run", low=1)
     last_step: int | None = key(None, "the last one; null: that of the run", low=1)
+    branch: BranchConfig = group(BranchConfig, "several candidates of a turn in an interaction")
     endpoint: AgentEndpointConfig = group(AgentEndpointConfig, "an external agent's service")
     max_turn_tokens: int | None = key(
         None, "most tokens of one turn in an interaction; null: what response_length leaves", low=1

@@ -29,7 +29,7 @@ from siirl.dialect.dialect import Dialect, dialect_of, untold_tools
 from siirl.dialect.template import template_options
 from siirl.dialect.tool_formats import AUTO, tool_parser
 from siirl.engines.rollout.base import RolloutEngine
-from siirl.errors import DataError, RolloutError, UserCodeError
+from siirl.errors import DagError, DataError, RolloutError, UserCodeError
 from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.episodes_in_flight import EpisodesInFlight
 from siirl.nodes.generate import (
@@ -132,6 +132,13 @@ def build_interaction(
         if env := stage.env:
             who, deadline_s = f"node {stage.node!r}: env_path", env.deadline_s
             make_env = load_environment(env.path, who, env.kwargs, env.max_concurrent)
+            if plan.branching and not make_env().replayable:
+                raise DagError(
+                    f"{who} = {env.path!r}: episodes branch (rollout.agent.branch), and the class does not "
+                    "say that "
+                    "the same seed and actions lead to the same state. If they do, write replayable = True "
+                    "into it."
+                )
     return Interaction(
         plan,
         cfgs,
@@ -306,12 +313,12 @@ def episodes_of(
     columns = rows["group_id"].tolist(), tasks, steps, seen_of(rows)
     for group_id, values, step, seen in zip(*columns, strict=True):
         for sample in range(n):
-            episode_id = group_id * n + sample
+            place = group_id * n + sample
             task: dict[str, Any] = dict(zip(names, values, strict=True))
             if "images" in rows.keys():
                 task["images"] = list(seen.images)
-            seed = seed_of(ctx, str(episode_id), step=step)
-            episode = Episode(episode_id, group_id, sample, seed, task, seen)
+            seed, most = seed_of(ctx, str(place), step=step), 1 if ctx.validate else shared.plan.most_branches
+            episode = Episode(place * most, group_id, sample, seed, task, seen)
             if one_per_prompt or ctx.validate:
                 drawn = f"env/{group_id}" if one_per_prompt else f"env/{group_id}/{sample}"
                 episode.env_seed = seed_of(ctx, drawn, fixed=ctx.validate, step=step)
@@ -323,7 +330,13 @@ def game_of(shared: Interaction, policies: Mapping[str, tuple[Any, ...]], valida
     """The interaction with its code. policies: of each rollout model, its engines."""
     speakers = {stage.node: _speaker(stage, shared, policies, validate) for stage in shared.plan.speaking}
     return Game(
-        shared.plan, speakers, shared.functions, shared.make_env, shared.env_deadline_s, shared.programs
+        shared.plan,
+        speakers,
+        shared.functions,
+        shared.make_env,
+        shared.env_deadline_s,
+        shared.programs,
+        bool(shared.plan.branching) and not validate,
     )
 
 

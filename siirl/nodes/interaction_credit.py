@@ -177,7 +177,7 @@ def estimate(ctx: OpContext, rows: TensorDict, fields: Mapping[str, Tensor], opt
     if "turn" in _group_keys(ctx):
         where = (rows["turn_id"], rows["episode_id"], rows["speaker"])
         gamma, by_token = ctx.cfg.algorithm.credit.turn_gamma, not ctx.cfg.algorithm.estimator.compares_groups
-        cut = turn_rows(fields["reward"], *where, gamma, by_token)
+        cut = turn_rows(fields["reward"], *where, gamma, by_token, rows.get("branch_id", None))
         made = {"reward": cut.reward_UL, "response_mask": cut.mask_UL, "score": cut.reward_UL.sum(-1)}
         needed = fields.keys() & set(ADVANTAGES.get(name).needs) - made.keys()
         fields = {key: fields[key][cut.turns.row_U] for key in needed} | made
@@ -198,13 +198,15 @@ def estimate(ctx: OpContext, rows: TensorDict, fields: Mapping[str, Tensor], opt
 def group_ids(ctx: OpContext, rows: TensorDict, cut: TurnRows | None) -> Tensor:
     """The group of each unit by _group_keys, int64 [U]; units: rows, or turns where it cuts.
 
-    A function of the user's gets {"task", "agent", "episode", with turns "turn"}: int64 [U], and returns
-    int64 [U]. DagError if it returns anything else.
+    A function of the user's gets {"task", "agent", "episode", with turns "turn" and, where episodes branch,
+    "branch"}: int64 [U], and returns int64 [U]. DagError if it returns anything else.
     """
     names = _group_keys(ctx)
     keys = {"task": rows["group_id"], "agent": rows["speaker"], "episode": rows["episode_id"]}
     if cut is not None:
         keys = {name: value[cut.turns.row_U] for name, value in keys.items()} | {"turn": cut.turns.number_U}
+        if "branch_id" in rows.keys():
+            keys["branch"] = cut.turns.last(rows["branch_id"])
     num_units = len(keys["task"])
     columns = [keys[name] for name in names if name in GROUP_KEYS]
     for name in (name for name in names if name not in GROUP_KEYS):

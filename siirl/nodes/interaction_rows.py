@@ -15,6 +15,7 @@ from siirl.data.rows import make_rows
 from siirl.nodes.context import OpContext
 from siirl.observe.metrics import MOST_TURNS, Metrics
 from siirl.types import (
+    BRANCH_FIELDS,
     FINISH_LENGTH,
     FINISH_STOP,
     IMAGE_FIELDS,
@@ -34,11 +35,13 @@ def rows_of(
     num_speakers = sum(stage.policy == policy for stage in plan.speaking)
     sources = {int(group): index for index, group in enumerate(prompts["group_id"].tolist())}
     samples = prompts["sample_index"].tolist()
-    seeing = IMAGE_FIELDS if "images" in prompts.keys() else ()
+    more = IMAGE_FIELDS if "images" in prompts.keys() else ()
+    more += BRANCH_FIELDS if plan.branching else ()
     columns: dict[str, list[Any]] = {
-        name: [] for name in (*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS, *seeing)
+        name: [] for name in (*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS, *more)
     }
     shown = {one.episode.episode_id: one.episode.conversation() for one in played}
+    branches = {one.episode.episode_id: one.branch for one in played}
     for episode, position, speaker, number, row in spoken_rows(plan, policy, played):
         conversation = shown[episode.episode_id]
         values = {
@@ -66,6 +69,7 @@ def rows_of(
             "episode_id": episode.episode_id,
             "speaker": speaker,
             "turn_id": row.turn_ids,
+            "branch_id": [branches[episode.episode_id].branch_id(turn) for turn in row.turn_ids],
             "env_reward": row.rewards,
             "conversation": conversation,
             "images": list(row.seen.images),
@@ -108,6 +112,8 @@ def report_episodes(
         metrics.mean("interaction/env_done", one.episode.done)
         metrics.mean("interaction/env_reward", sum(message.reward for message in one.episode.messages))
         _report_turns(metrics, one)
+        if plan.branching:
+            metrics.sum("interaction/branches", one.branch.number > 0)
         for stage in plan.speaking:
             spoken = [message for message in one.episode.messages if message.turn is not None]
             count = sum(message.node == stage.node for message in spoken)
@@ -122,7 +128,7 @@ def report_episodes(
 
 def _report_turns(metrics: Metrics, one: Played) -> None:
     for message in one.episode.messages:
-        if message.turn is None:
+        if message.turn is None or message.turn < one.branch.begins:
             continue
         for name in (message.node, f"turn_{min(message.turn, MOST_TURNS)}"):
             metrics.mean(f"interaction/{name}/length", message.info["tokens"])

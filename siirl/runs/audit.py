@@ -363,7 +363,7 @@ def groups_are_whole(ledger: Ledger) -> Problems:
     names = ("agent", "step", "group", "id", "episode")
     for place, (agent, step, group, row, episode) in enumerate(_each(sampled, *names)):
         key = (agent, step, row >> ROUND_BITS, group)
-        members[key].add(row if episode < 0 else episode)
+        members[key].add(row if episode < 0 else episode // ledger.agent(agent).get("branches", 1))
         rows_of[key].append(place)
     failed = Counter((step, group) for step, group in _each(dropped, "step", "group") if group >= 0)
     step_of_row = dict(zip(_keys(credited), credited["step"].tolist(), strict=True))

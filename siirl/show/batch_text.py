@@ -44,6 +44,8 @@ def batch_lines(plan: Plan, configs: dict[str, Config]) -> list[str]:
             refilled = f" in rounds of as many as it lacks, read {batch.generated} at a time"
         share = _share(batch.generated, shards)
         amount = f"{batch.rows} {'episodes' if entry else 'sequences'}"
+        most = plan.interactions[entry].most_branches if entry else 1
+        amount += f" (with branches up to {batch.rows * most})" if most > 1 else ""
         lines.append(
             f"agent {model.agent}: {batch.prompts} prompts x {batch.samples} responses = {amount} a "
             f"step{refilled}, {verb} by {count_of(shards, 'shard')} of {share} prompts"
@@ -55,7 +57,7 @@ def batch_lines(plan: Plan, configs: dict[str, Config]) -> list[str]:
         if trainers and speakers:
             agents = ", ".join(map(str, speakers))
             who = "each episode in which it" if len(speakers) == 1 else f"each of agents {agents} that"
-            where, most = "" if len(speakers) == 1 else " in an episode", batch.rows * len(speakers)
+            where, most = "" if len(speakers) == 1 else " in an episode", batch.rows * most * len(speakers)
             why = "more where a context is full or rewritten"
             lines.append(f"  a row for {who} speaks{where}: at most {most}, {why}")
         for trainer in trainers:

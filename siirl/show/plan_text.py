@@ -10,6 +10,8 @@ from siirl.compiler.instructions import ROUTING
 from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.memory.resident_engines import resident_shares, shares_text
 from siirl.compiler.plan import (
+    ALL,
+    Branches,
     Collect,
     Free,
     InteractionPlan,
@@ -140,10 +142,17 @@ def conversations(plan: Plan, configs: Configs) -> list[str]:
             lines.append(f"an episode has at most {talk.most_turns} requests{alone}")
         else:
             lines.append(f"an episode has at most {count_of(talk.most_turns, 'turn')}")
+            lines += [_branches(one.node, one.branches) for one in talk.speaking if one.branches]
             together = {tuple(sorted({one.node, *one.beside})): one for one in talk.stages if one.beside}
             lines += [f"{one.node} runs at once with {' and '.join(one.beside)}" for one in together.values()]
         lines += _played(plan, talk)
     return lines
+
+
+def _branches(node: str, branches: Branches) -> str:
+    which = f"visits {', '.join(map(str, branches.visits))}" if branches.visits else "every visit"
+    end = "all go on" if branches.go_on == ALL else "the best goes on"
+    return f"episodes branch at {node}, {which}: {branches.candidates} candidates of the turn, {end}"
 
 
 def _who_plays(program: Mapping[str, Any]) -> str:

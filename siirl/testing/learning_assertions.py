@@ -40,7 +40,7 @@ def groups_are_as_declared(trial: Trial) -> Verdict:
             samples: dict[int, set[Any]] = defaultdict(set)
             own = "episode_id" if record.has("episode_id") else None
             groups = record.column("group_id").tolist()
-            ids = record.column(own).tolist() if own else range(len(groups))
+            ids = _samples(trial, record) if own else range(len(groups))
             for group, sample in zip(groups, ids, strict=True):
                 samples[group].add(sample)
             silent = _groups_in_which_it_is_silent(trial, record, n) if own else {}
@@ -68,13 +68,20 @@ def groups_are_as_declared(trial: Trial) -> Verdict:
     return passed("; ".join(dict.fromkeys(told)))
 
 
+def _samples(trial: Trial, record: NodeRecord) -> list[int]:
+    """Which sample each row's episode is, or is a branch of."""
+    talks = [talk for talk in trial.plan.interactions.values() if record.agent in talk.homes]
+    most = max((talk.most_branches for talk in talks), default=1)
+    return [episode // most for episode in record.column("episode_id").tolist()]
+
+
 def _groups_in_which_it_is_silent(trial: Trial, record: NodeRecord, n: int) -> dict[int, set[Any]]:
     """Groups of n episodes, of which an agent speaks in some -> those in which it does."""
     played: dict[int, set[Any]] = defaultdict(set)
     own: dict[int, set[Any]] = defaultdict(set)
     for one in calls(trial, lambda node: node.spec.is_rollout):
         if one.step == record.step and one.has("group_id", "episode_id"):
-            ids = one.column("group_id").tolist(), one.column("episode_id").tolist()
+            ids = one.column("group_id").tolist(), _samples(trial, one)
             for group, episode in zip(*ids, strict=True):
                 played[group].add(episode)
                 if one.agent == record.agent:

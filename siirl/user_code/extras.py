@@ -13,6 +13,9 @@ EXTRAS = {
 ENV_PACKAGES = ("gymnasium", "textarena", "openenv", "sandbox")
 """Whose environments are named as PACKAGE:NAME. What is none of EXTRAS needs no package."""
 
+REPLAYABLE_PACKAGES = ("gymnasium", "textarena")
+"""Those of them that the same seed and actions bring to the same state."""
+
 
 def env_package(reference: object) -> tuple[str, str] | None:
     """(module, name) of an environment of a package; None for a class in a file or module of the user's."""

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from siirl.errors import ConfigError, DagError
 from siirl.spelling import suggest
-from siirl.user_code.extras import env_package
+from siirl.user_code.extras import REPLAYABLE_PACKAGES, env_package
 from siirl.user_code.signatures import Call, Function, misfits, needed_names, signature_of
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -257,6 +257,21 @@ def check_environment(
             _check_gym(methods[method], who, several)
             continue
         check_call(methods[method], who, Call(values, awaits=True), bound=True)
+
+
+def may_be_replayable(reference: str) -> bool:
+    """Whether an environment says `replayable = True`, or its source does not show that it does not."""
+    if packaged := env_package(reference):
+        return packaged[0] in REPLAYABLE_PACKAGES
+    cls = check_reference(reference, "env_path", kind="class")
+    if not isinstance(cls, ast.ClassDef) or cls.bases:
+        return True
+    return any(
+        ast.unparse(target) in ("replayable", "self.replayable")
+        for node in ast.walk(cls)
+        for target in (*getattr(node, "targets", ()), getattr(node, "target", None))
+        if target is not None
+    )
 
 
 def _check_packaged(

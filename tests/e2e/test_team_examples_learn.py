@@ -36,7 +36,20 @@ def test_a_player_learns_the_right_moves_from_playing_itself(tmp_path):
     assert right[0] < 0.5 and max(right[-2:]) > 0.8, right
 
 
-TURNS = {"reasoner_actor": (2, 4), "planner_worker": (2, 3), "self_play": (1, 8)}
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_candidates_of_a_turn_tell_what_as_many_episodes_do_not(tmp_path):
+    right = {}
+    for run in ("team", "alone"):
+        more = ["alone"] * (run == "alone")
+        run_example(tmp_path, "tree", *more, "trainer.total_training_steps=30")
+        finished = Finished.read(tmp_path / "tree_0" / run)
+        right[run] = finished.values("val/tree/right/mean")
+        assert set(finished.values("interaction/episodes")) == {128}
+    assert right["team"][-1] > 0.8 and max(right["alone"]) < 0.4, right
+
+
+TURNS = {"reasoner_actor": (2, 4), "planner_worker": (2, 3), "self_play": (1, 8), "tree": (2, 2)}
 
 
 @pytest.mark.slow
@@ -50,10 +63,10 @@ def test_the_workflow_trains_by_the_keys_of_the_script(name, tmp_path, monkeypat
     monkeypatch.chdir(ROOT)
     finished = run_job(1, words[2:], deadline_s=180)
     fewest, most = TURNS[name]
-    (turns,) = finished.values("agent_0/interaction/turns")
+    who = [""] if name == "tree" else ["agent_0/"] if name == "self_play" else ["agent_0/", "agent_1/"]
+    (turns,) = finished.values(f"{who[0]}interaction/turns")
     assert fewest <= turns <= most
-    for agent in (0,) if name == "self_play" else (0, 1):
-        assert finished.values(f"agent_{agent}/actor/grad_norm")[0] > 0
+    assert all(finished.values(f"{agent}actor/grad_norm")[0] > 0 for agent in who)
     if name == "reasoner_actor":
         assert finished.values("agent_1/critic/grad_norm")[0] > 0
 

@@ -165,6 +165,7 @@ CASES = {
         *("teacher.strategy=vllm", "actor_rollout_ref.actor.distill.top_k=64"),
     ),
     "sft_grpo_on_2": lambda: compiled(load_dag_file(TEMPLATES / "sft_grpo.yaml"), 2),
+    "tree_on_2": lambda: compiled(in_environment("tree.yaml", "world", "Luck"), 2),
     "debate_on_2": lambda: compiled(load_dag_file(TEMPLATES / "debate.yaml"), 2),
     "debate_rounds_on_2": lambda: compiled(load_dag_file(TEMPLATES / "debate_rounds.yaml"), 2),
 }

@@ -52,6 +52,7 @@ ASKS_FOR = {
     ),
     "sft": (*GIVEN, "actor_rollout_ref.rollout.name=dataset", f"{LOSS}=sft"),
     "sft_grpo": GROUPS,
+    "tree": (*GROUPS, f"dag.node_config.world.env_path={GAMES}:Luck"),
     "two_teachers": TEACHER,
     "coder": GROUPS,
     "shell": GROUPS,

@@ -21,6 +21,7 @@ from siirl.compiler.checks import (
     service_checks,
     staleness_checks,
 )
+from siirl.compiler.interactions import branching
 from siirl.compiler.interactions.find import check_agents_of
 from siirl.compiler.memory.resident_engines import check_resident
 from siirl.compiler.resolved_node import check_node_config
@@ -50,6 +51,7 @@ CHECKS = (
     Check("nodes", KEPT, sampling_rounds.check_resampling),
     Check("nodes", KEPT, reward_checks.check_named_values),
     Check("nodes", KEPT, staleness_checks.check_staleness),
+    Check("nodes", KEPT, branching.check_branches),
     Check("nodes", KEPT, dataset_responses.check_given),
     Check("nodes", KEPT, dataset_responses.check_pairs),
     Check("nodes", ("kept", "whole"), teachers.check_teachers),

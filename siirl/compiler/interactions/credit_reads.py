@@ -19,9 +19,9 @@ from siirl.dag.fields_read import reads_prob_square
 from siirl.dag.ops import EPISODE, SCORED_READS, SHOWN_REWARD
 from siirl.errors import DagError
 from siirl.spelling import suggest
-from siirl.types import FieldKey, Layout
+from siirl.types import BRANCH_FIELDS, FieldKey, Layout
 
-GROUP_KEYS = ("task", "agent", "turn")
+GROUP_KEYS = ("task", "agent", "turn", "branch")
 JOINED = {"score": (), "value": ("turn_id", "response_length", "env_reward")}
 """What an advantage node may read of another agent, and what it then reads, too."""
 SHOWN = (*SCORED_READS, "group_id", "reward_info")
@@ -45,6 +45,8 @@ def _with_reads(node: ResolvedNode, workflow: Workflow) -> ResolvedNode:
         return node
     reads = _advantage_reads(node, workflow) if node.op.credits else node.reads
     own = [FieldKey(node.agent, name) for name in node.op.in_episodes]
+    if node.op.credits and workflow.branching(node.agent):
+        own += [FieldKey(node.agent, name) for name in BRANCH_FIELDS]
     return replace(node, reads=tuple(dict.fromkeys([*reads, *own])))
 
 

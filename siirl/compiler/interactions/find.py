@@ -27,7 +27,7 @@ from siirl.config.resolve import get
 from siirl.dag.graph import Graph
 from siirl.dag.ops import FROZEN_TURNS, INTERACTION, SHARED_TURNS, TURNS, OpSpec
 from siirl.errors import DagError, NotSupportedError, UserError
-from siirl.types import FieldKey
+from siirl.types import BRANCH_FIELDS, FieldKey
 
 
 def with_interactions(workflow: Workflow) -> Workflow:
@@ -87,11 +87,17 @@ def _as_members(nodes: Nodes, interactions: Interactions) -> Nodes:
     """The nodes, with the ops of those that are part of an interaction."""
     ops: dict[str, OpSpec] = {}
     for plan in interactions.values():
+        more = BRANCH_FIELDS if plan.branching else ()
         for stage in plan.speaking:
             silent = FROZEN_TURNS if stage.policy == stage.agent else SHARED_TURNS
-            ops[stage.node] = TURNS if stage.rows else silent
-        ops[plan.entry] = INTERACTION
+            ops[stage.node] = _writing(TURNS, more) if stage.rows else silent
+        ops[plan.entry] = _writing(INTERACTION, more)
     return {name: _with_op(node, ops[name]) if name in ops else node for name, node in nodes.items()}
+
+
+def _writing(op: OpSpec, more: tuple[str, ...]) -> OpSpec:
+    """The op, which writes further fields."""
+    return replace(op, writes=lambda cfg: (*op.writes(cfg), *more)) if more else op
 
 
 def _connected(nodes: Nodes, graph: Graph) -> list[list[str]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.compiler.interactions.at_once import starts_of
+from siirl.compiler.interactions.branching import branches_of
 from siirl.compiler.plan import AgentStage, Environment, EnvStage
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
@@ -66,7 +67,8 @@ def make_stage(
     share = workflow.shared_policy(node)
     rows = share is None and not _is_frozen(node, workflow.nodes)
     policy = node.agent if share is None else share
-    return AgentStage(*where, policy, rows, **_process_options(node, options), beside=beside[node.id])
+    more = _process_options(node, options) | {"beside": beside[node.id], "branches": branches_of(node)}
+    return AgentStage(*where, policy, rows, **more)
 
 
 def rollout_cfg(node: ResolvedNode) -> Any:

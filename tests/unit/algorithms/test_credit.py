@@ -1,5 +1,6 @@
 """Credit in episodes of several agents, against cases computed by hand and plain recursions, in float64."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from siirl.algorithms.episode_credit import (
     Scores,
     join_scores,
     joint_key,
+    over_candidates,
     rows_of_episode,
     speaker_moments,
     team_score,
@@ -26,6 +28,7 @@ from siirl.config.algorithm_table import AGGREGATIONS, GROUPED
 from siirl.errors import ConfigError
 from siirl.nodes.interaction_credit import estimate
 from siirl.observe.metrics import Metrics
+from siirl.types import branch_id
 
 X = -1
 TURN = torch.tensor(  # two episodes; speaker 0 has two rows in the first, speaker 1 one row in each
@@ -329,3 +332,59 @@ def test_a_three_agent_two_turn_episode_by_hand():
     close(got.advantage_BT, f64([3.5 - 0.25, 0, 3.0 - 0.5, 3.0 - 0.5]))
     one_step = gae_marft(reward, value, turn, torch.tensor([4]), others, gamma=1.0, lam=0.0)
     close(one_step.advantage_BT, f64([0.1 - 0.25, 0, 1 + 0.3 - 0.5, 1 + 0.3 - 0.5]))
+
+
+class Way:
+    """An episode of a random tree: its own turns (number, speaker, reward), and who branches off where."""
+
+    def __init__(self, draw: random.Random, ways: list["Way"], begins: int = 0, groups: tuple = ()) -> None:
+        self.episode, self.turns, self.others = len(ways), [], {}
+        ways.append(self)
+        number = begins
+        while number == begins or draw.random() < 0.7:
+            branches = number > begins - (not groups) and len(ways) < 9 and draw.random() < 0.3
+            if branches:
+                groups = (*groups, branch_id(self.episode, number))
+            self.turns.append(
+                (number, draw.randrange(2), float(draw.randrange(9)), groups[-1] if groups else -1)
+            )
+            if branches:
+                count = draw.randint(1, 2)
+                self.others[number] = [Way(draw, ways, number, groups) for _ in range(count)]
+            number += 1
+
+    def on(self, place: int, speaker: int, gamma: float) -> float | None:
+        """What the speaker gets from this turn on, over all candidates there; None: it does not speak."""
+        if place == len(self.turns):
+            return None
+        ones = [self, *self.others.get(self.turns[place][0], ())]
+        found = [one.along(place if one is self else 0, speaker, gamma) for one in ones]
+        spoken = [value for value in found if value is not None]
+        return sum(spoken) / len(spoken) if spoken else None
+
+    def along(self, place: int, speaker: int, gamma: float) -> float | None:
+        """The same with the turn of this episode there."""
+        _, who, reward, _ = self.turns[place]
+        later = self.on(place + 1, speaker, gamma)
+        return later if who != speaker else reward + gamma * (later or 0.0)
+
+
+def test_turns_before_a_branch_are_worth_the_mean_over_its_candidates():
+    draw, num_branched = random.Random(3), 0
+    for _ in range(300):
+        ways, gamma = [], draw.choice((0.0, 0.5, 1.0))
+        Way(draw, ways)
+        num_branched += len(ways) > 2
+        units = [(way, place) for way in ways for place in range(len(way.turns))]
+        draw.shuffle(units)
+        columns = [(way.episode, way.turns[place]) for way, place in units]
+        episode_U = torch.tensor([episode for episode, _ in columns])
+        number_U, speaker_U = (torch.tensor([turn[i] for _, turn in columns]) for i in (0, 1))
+        reward_U = torch.tensor([turn[2] for _, turn in columns])
+        branch_U = torch.tensor([turn[3] for _, turn in columns])
+        chain_U = joint_key(episode_U, speaker_U)
+        to_go_U = Chains.of(chain_U, number_U).to_go(reward_U, gamma)
+        found_U = over_candidates(to_go_U, episode_U, speaker_U, number_U, branch_U, gamma)
+        wanted = [way.along(place, way.turns[place][1], gamma) for way, place in units]
+        torch.testing.assert_close(found_U, torch.tensor(wanted, dtype=torch.float64), atol=1e-9, rtol=0)
+    assert num_branched > 100

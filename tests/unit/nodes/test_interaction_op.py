@@ -15,6 +15,7 @@ from siirl.data.rows import make_rows, objects
 from siirl.errors import DataError, EpisodeFailed, RolloutError, UserError
 from siirl.nodes.interaction import build_interaction, interaction, turns
 from siirl.observe.metrics import Metrics
+from siirl.types import branching_turn
 
 
 @pytest.fixture(autouse=True)
@@ -404,3 +405,29 @@ def test_a_tokenizer_without_a_chat_template_is_refused():
 
     with pytest.raises(DataError, match=r"'rollout_0'.*letters has no chat template"):
         Played(pair(), (Says("one"), Says("two")), tokenizer=Bare())
+
+
+class ByRead(Says):
+    """Says a letter by what it read and its seed."""
+
+    async def generate(self, prompt, params, seed, seen=None):
+        self.text = "xyz"[(seed + len(prompt)) % 3]
+        return await super().generate(prompt, params, seed, seen)
+
+
+def test_rows_of_branches_have_ids_and_groups_of_their_own_and_validations_none():
+    branch = {"rollout.agent.branch": {"candidates": 3, "visits": [0], "go_on": "all"}}
+    policies = ByRead(""), ByRead("")
+    played = Played(pair(first={"config": branch}), policies)
+    rows, values = played.step()
+    for of_agent in rows:
+        assert of_agent["episode_id"].tolist() == [*range(36, 42), *range(24, 30)]  # (group * 2 + sample) * 3
+        assert len(set(of_agent["row_id"].tolist())) == 12
+        branches = [set(row) for row in of_agent["branch_id"].tolist()]
+        assert all(of_agent["turn_id"].ge(0).eq(of_agent["branch_id"].ge(0)).flatten().tolist())
+        groups = [branching_turn(max(found)) for found in branches]
+        assert groups == [(first, 0) for first in (36, 39, 24, 27) for _ in range(3)]
+    assert len(policies[0].asked) == len({one.seed for one in policies[0].asked}) == 12
+    assert values["interaction/branches"] == 8 and values["interaction/episodes"] == 12
+    rows, values = played.step(validate=True)
+    assert len(rows[0]) == 6 and set(rows[0]["branch_id"].flatten().tolist()) == {-1}
