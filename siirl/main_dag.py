@@ -83,6 +83,7 @@ def run(cfg: Config, found: Findings) -> int:
         plan.world_size,
         cfg.trainer.n_gpus_per_node,
         run_id=run_id,
+        launcher=launcher,
         inputs=dataclasses.asdict(inputs_of(cfg, plan)),
     )
     if launcher == "torchrun":

@@ -37,6 +37,19 @@ from siirl.observe.position import read_position
 from siirl.show.memory_text import memory_warnings
 
 LOOK_S = 0.2
+NOT_AMENDABLE = {
+    "torchrun": (
+        "that torchrun started: it starts workers again by its own command, which has the settings of the "
+        "start, so an amendment would be lost with a worker. Stop it, and run its command again with "
+        "key=value trainer.resume_mode=auto trainer.resume_changed=true."
+    ),
+    "ray": (
+        "whose first worker is on a machine of the Ray cluster that does not see this folder, or whose "
+        "checkpoints this machine does not see: have trainer.output_dir on a disk that the machines share, "
+        "with the checkpoints in it. Stop it, and siirl resume RUN key=value trainer.resume_changed=true."
+    ),
+}
+"""Launcher -> why a run of it takes no amendments, and what to do."""
 WHOLE = {"model", "optimizer", "extra"}
 """Parts of a checkpoint from which a run goes on as it was."""
 
@@ -79,9 +92,10 @@ def running_job(folder: Path) -> Job:
             f"settings: {by_hand}."
         )
     trainer = from_dict(job.config).trainer
-    if not job.amendable or trainer.val_only or trainer.rollout_only:
-        what = "a run that trains nothing" if job.amendable else "a run that torchrun or Ray started"
-        raise NotSupportedError(f"not supported yet: amending {what}. Stop it, and {by_hand}.")
+    if trainer.val_only or trainer.rollout_only:
+        raise NotSupportedError("not supported yet: amending a run that trains nothing: start it again.")
+    if not job.amendable:
+        raise NotSupportedError(f"not supported yet: amending a run {NOT_AMENDABLE[job.launcher]}")
     return job
 
 
@@ -109,11 +123,17 @@ class Changed:
 def amended(job: Job, cfg: Config, found: Findings) -> Changed:
     """The run of a job by another configuration. UserError: all that is wrong with it, or that cannot be."""
     before, plan = from_dict(job.config), Plan.from_json(job.plan)
+    here = job.launcher == "local"
+    if cfg.trainer.min_nnodes is not None and cfg.trainer.nnodes != before.trainer.nnodes:
+        raise NotSupportedError(
+            f"not supported yet: amending a run that does with {before.trainer.nnodes} of "
+            f"{cfg.trainer.nnodes} machines (trainer.nnodes). Amend it when all are there."
+        )
     seen = survey_inputs(survey(cfg, found), True, found)
-    if not len(found) and seen.plan is not None:
+    if not len(found) and seen.plan is not None and here:
         check_inputs(seen.cfg, seen.plan, seen.node_cfgs, found)
     found.close()
-    seen = with_choices(seen, machine_of(cfg, "local", here=True), Kept.of(plan))
+    seen = with_choices(seen, machine_of(cfg, job.launcher, here), Kept.of(plan))
     assert seen.plan is not None, "without a plan there is a problem"
     too_much = memory_warnings(seen.plan, seen.node_cfgs, rank_memory_gib(seen.cfg), found)
     keys = changed_keys(before, seen.cfg)

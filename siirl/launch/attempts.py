@@ -18,6 +18,7 @@ from pathlib import Path
 
 from siirl.checkpoint.files import POINTER, current_step, saved_steps
 from siirl.config import Config, from_dict
+from siirl.errors import ConfigError
 from siirl.launch.failure import Death, first_cause, node_and_step, one_line_cause, report
 from siirl.launch.job import Job, write_private
 from siirl.launch.outcome import Stop, conclude
@@ -117,7 +118,13 @@ class Attempts:
         attempt: starts the workers of a job and sees to their end, on whichever machines.
         """
         while True:
-            self._ended = ended = attempt(self.job)
+            try:
+                self._ended = ended = attempt(self.job)
+            except ConfigError as error:  # of a machine that lacks what an amendment names, say
+                if self._before is None:
+                    raise
+                print(self._withdraw(" ".join(str(error).split())), file=sys.stderr, flush=True)
+                continue
             self.job = ended.job
             if stop.numbers:
                 return
@@ -182,17 +189,21 @@ class Attempts:
 
         Not if the workers died for no fault of the amendment's.
         """
-        before, self._before = self._before, None
-        if before is None:
+        if self._before is None:
             return ""
-        output, cause = self.job.output_path, first_cause(deaths)
+        cause = first_cause(deaths)
         at = read_position(self.job.position_path(0))
-        if at is not None and at.step > before.amended.step + 1:
+        if at is not None and at.step > self._before.amended.step + 1:
+            self._before = None
+        if self._before is None or is_no_fault_of_the_user(cause):
             return ""
-        if is_no_fault_of_the_user(cause):
-            self._before = before
-            return ""
-        why = one_line_cause(cause).rstrip(".")
+        return self._withdraw(one_line_cause(cause))
+
+    def _withdraw(self, why: str) -> str:
+        """Take the amendment back that is tried; what to tell."""
+        before, self._before, why = self._before, None, why.rstrip(".")
+        assert before is not None, "an amendment is tried"
+        output = self.job.output_path
         left = self._keep(self._number(), anew=False)
         self.job = self._next_job(before.job)
         self._began_s = time.time()

@@ -42,8 +42,10 @@ class Job:
     """What the run reads of the user's, as it was when it began: RunInputs as a dict."""
     memory_dir: str = ""
     """Folder in host memory for checkpoints between those on disk; "" if there are none."""
+    launcher: "Launcher" = "local"
+    """What starts its workers."""
     amendable: bool = False
-    """Whether what starts it takes what `siirl amend` asks for (siirl/observe/amendments.py)."""
+    """Whether that takes what `siirl amend` asks for in the output folder (siirl/observe/amendments.py)."""
     amendments: list[str] = field(default_factory=list)
     """Those that it has had, a line each."""
 

@@ -216,9 +216,12 @@ def check_tools(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) ->
 def main() -> int:
     """Exit code: 0, or 2 with the user's mistake as a message."""
     job = Job.from_json(sys.stdin.read())
+    logging.disable(logging.WARNING)  # what comes out is the message
     with user_errors() as outcome:
         cfg = from_dict(job.config)
         own = is_recorded(job.output_path, job.run_id)  # of an earlier attempt
+        if own and job.amendments:  # which have been compared with what the checkpoint holds
+            cfg = replace(cfg, trainer=replace(cfg.trainer, resume_changed=True))
         preflight(with_own_results(cfg) if own else cfg, Plan.from_json(job.plan))
     return outcome.code
 

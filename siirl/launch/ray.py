@@ -38,6 +38,7 @@ from siirl.launch.ray_cluster import (
     reserve,
 )
 from siirl.launch.ray_watch import Rank, RankWatch
+from siirl.launch.run_folder import absolute
 from siirl.launch.run_record import command_line
 from siirl.launch.scaled import Scaled
 from siirl.observe.position import record_end
@@ -219,6 +220,7 @@ class RayTrainer:
         claim = first.actor.claim.remote(self._launch_of(first, 0), command_line())
         if problem := self._gather("open its output folder", nodes[:1], [claim], START_S)[0]:
             raise ConfigError(f"on {first.place}: {problem}")
+        self._see_whether_amendable(first)
         address = self._meeting_address()
         (port,) = self._gather("open a port", nodes[:1], [first.actor.open_store.remote(address)], START_S)
         reaches = [rank.actor.reach.remote(address, port, REACH_S) for rank in firsts]
@@ -233,6 +235,19 @@ class RayTrainer:
                     "between the machines."
                 )
         return port
+
+    def _see_whether_amendable(self, first: Rank) -> None:
+        """Say in the job whether rank 0 finds what is asked for here, and this process its checkpoint."""
+        import ray
+
+        here = first.node.node_id == ray.get_runtime_context().get_node_id()
+        root = absolute(self.cfg.trainer.default_local_dir)
+        sees = first.actor.sees_folder_of.remote(self._launch_of(first, 0))
+        sees = self._gather("look at its output folder", [first.node], [sees], START_S)[0]
+        amendable = sees and (here or root.is_relative_to(self.job.output_path))
+        if amendable != self.job.amendable:
+            self.job = dataclasses.replace(self.job, amendable=amendable)
+            self.job.prepare()
 
     def _start(self, port: int, console: ConsoleWriter) -> None:
         """Start every worker; rank 0's has a terminal if this process has one."""

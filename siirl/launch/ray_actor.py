@@ -184,6 +184,13 @@ class RankActor:
             return str(error)
         return ""
 
+    def sees_folder_of(self, launch: Launch) -> bool:
+        """Whether the output folder here is that of the launcher, which has just written its job there."""
+        job = Job.from_json(launch.job)
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return Job.read(job.output_path / "job.json").run_id == job.run_id
+        return False
+
     def start(self, launch: Launch) -> None:
         """Start the worker. Records of an earlier run on this machine are removed."""
         job, rank = Job.from_json(launch.job), launch.rank

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from amended_runs import ACTOR, Told, check_same
 from fixtures_tiny import make_tiny_model_dir
 from held_ports import held_port
-from job_harness import Inputs, overrides
+from job_harness import Finished, Inputs, overrides
 from launch_jobs import ROOT, environment, make_job, wait_until_dead
 from ray_lock import cluster_here, ray_to_ourselves
 
@@ -25,6 +26,7 @@ from siirl.config import from_dict
 from siirl.errors import ConfigError, PlacementError
 from siirl.launch.job import Job
 from siirl.launch.ray import RayTrainer
+from siirl.runs.audit import audit
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.real_starts]
 SCRIPT = ROOT / "examples" / "run_qwen3-0.6b-1gpu.sh"
@@ -144,6 +146,28 @@ def test_the_main_job_runs_on_two_machines(cluster, tmp_path):
     assert metrics[-1]["step"] == 1
     assert (tmp_path / "out" / "hf_model" / "model.safetensors").is_file()
     assert (tmp_path / "out" / "logs" / "rank_1.log").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_on_two_machines_is_amended_as_if_it_were_resumed_so_on_one(cluster, tmp_path, monkeypatch):
+    """What its machines lack takes an amendment back, as what fails in a first step does."""
+    where = (f"ray_init.address={cluster.address}", "trainer.launcher=ray", "trainer.nnodes=2")
+    told, lr = Told(tmp_path, *where), f"{ACTOR}.optim.lr=0.003"
+    with told.run() as job:
+        with monkeypatch.context() as patch:
+            patch.setenv("HOME", str(tmp_path))
+            (tmp_path / "mine.py").write_text(told.inputs.reward.read_text())
+            code, said = told.amend(job, "custom_reward_function.path=~/mine.py", holds_again=True)
+        assert code == 1 and "amended after step 1" in said, said
+        assert "taken back, the run goes on as it was: on " in said and "no such file" in said, said
+        assert "other settings" not in said, said
+        code, said = told.amend(job, lr)
+        assert code == 0 and "amended after step 2" in said and "step 3 is done" in said, said
+    here = ("trainer.launcher=local", "trainer.nnodes=1", "trainer.n_gpus_per_node=2")
+    check_same(Finished.read(told.out), told.by_hand(2, lr, *here))
+    lines, holds = audit(told.out)
+    assert holds and any(line.startswith("amended after step 2: ") for line in lines), "\n".join(lines)
 
 
 def test_killed_workers_are_named_and_started_again_as_often_as_is_allowed(connection, tmp_path, capfd):

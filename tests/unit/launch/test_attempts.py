@@ -1,10 +1,12 @@
 """Which ends of a run are followed by another attempt, from where, and what is kept of the one before."""
 
+import dataclasses
 import errno
 import json
 import resource
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ import pytest
 from siirl.checkpoint.files import POINTER
 from siirl.config import load_config, to_dict
 from siirl.errors import CheckpointError, ConfigError, DeadlineError, RewardError, RolloutError, UserCodeError
+from siirl.guarded_files import write_own
 from siirl.launch import attempts as attempts_module
-from siirl.launch.attempts import ATTEMPTS_FILE, Attempts, is_no_fault_of_the_user
+from siirl.launch.attempts import ATTEMPTS_FILE, Attempts, Ended, is_no_fault_of_the_user
 from siirl.launch.failure import (
     UNRECORDED,
     Death,
@@ -24,6 +27,8 @@ from siirl.launch.failure import (
 )
 from siirl.launch.job import Job
 from siirl.launch.memory_checkpoints import step_in
+from siirl.launch.outcome import Stop
+from siirl.observe.amendments import TAKEN, Amendment, recorded
 from siirl.observe.position import Position, PositionFile
 
 
@@ -249,3 +254,40 @@ def test_what_a_limit_refuses_is_told_with_the_limit(name, monkeypatch):
     limits.clear()
     monkeypatch.setattr("siirl.launch.failure.Path.read_text", lambda _: "max")
     assert not describe_exception(error, 0, None).user_error  # without a limit it is no fault of the user's
+
+
+def amended(attempts: Attempts, tmp_path: Path, ended: Callable[[], Ended]) -> list[Job]:
+    """The jobs of a run whose first attempt is amended, and whose second one ends so."""
+    jobs, config = list[Job](), dict(attempts.job.config)
+    config["trainer"] = config["trainer"] | {"seed": 5}
+    (tmp_path / "run_config.yaml").write_text("as it was")
+
+    def attempt(job: Job) -> Ended:
+        jobs.append(job)
+        if len(jobs) == 1:
+            save(tmp_path, 3)
+            asked = Amendment("1", job.run_id, ["a=1"], ["a"], {"config": config}, "amended")
+            write_own(tmp_path / TAKEN, dataclasses.asdict(asked))
+        return ended() if len(jobs) == 2 else Ended(job)
+
+    attempts.run(attempt, Stop())
+    return jobs
+
+
+def test_an_amendment_that_a_machine_refuses_before_its_workers_start_is_taken_back(tmp_path, capsys):
+    def refused():
+        raise ConfigError("on one machine:\nno such file")
+
+    jobs = amended(make_attempts(tmp_path), tmp_path, refused)
+    assert [job.config["trainer"]["seed"] for job in jobs] == [1, 5, 1]
+    assert (tmp_path / "run_config.yaml").read_text() == "as it was"
+    assert "is taken back: on one machine: no such file. The run goes on as before" in capsys.readouterr().err
+    assert [one.state for one in recorded(tmp_path)] == ["applied", "withdrawn"]
+
+
+def test_a_refusal_without_an_amendment_ends_the_run(tmp_path):
+    def attempt(_job):
+        raise ConfigError("no such file")
+
+    with pytest.raises(ConfigError, match="no such file"):
+        make_attempts(tmp_path).run(attempt, Stop())
