@@ -353,7 +353,7 @@ class TrialWorker(DAGWorker):
 def _is_told(spec: OpSpec, name: str) -> bool:
     """Whether a metric is kept beside a call of such a node."""
     if spec.is_rollout:
-        return "/failed/" in name
+        return "/failed/" in name or name.endswith("/restarted")
     return spec.trains and name.endswith(("grad_norm", "lr", "loss"))
 
 

@@ -1,6 +1,7 @@
 """`siirl test` on conversations: tools, environments, several agents, and jobs that no machine holds."""
 
 import pytest
+from faults_page import not_listed
 from fixtures_tiny import make_arithmetic_parquet, make_tiny_model_dir
 from some_cases import some
 
@@ -83,15 +84,15 @@ def rewarded(folder, body):
 
 TOOL_FAULTS = {
     "a sound one": ("'7'", CALL, None),
-    "it raises": ("1 / 0", CALL, "raised"),
-    "it hangs": ("__import__('time').sleep(9)", CALL, "hung"),
-    "the model calls another name": ("'7'", CALL.replace("NAME", "lookup"), "unknown"),
-    "the model names arguments otherwise": ("'7'", CALL.replace("ARG", "name"), "arguments"),
-    "the model writes another format": ("'7'", "look_up(key)", "calls look_up: that is not tested"),
+    "a tool that raises": ("1 / 0", CALL, "raised"),
+    "a tool that hangs": ("__import__('time').sleep(9)", CALL, "hung"),
+    "calls of another name": ("'7'", CALL.replace("NAME", "lookup"), "unknown"),
+    "calls with other arguments": ("'7'", CALL.replace("ARG", "name"), "arguments"),
+    "calls in another format": ("'7'", "look_up(key)", "calls look_up: that is not tested"),
 }
 
 
-@pytest.mark.parametrize("name", some(TOOL_FAULTS, "it raises"))
+@pytest.mark.parametrize("name", some(TOOL_FAULTS, "a tool that raises"))
 def test_a_tool_that_does_not_answer_is_named(name, keys, tmp_path):
     value, call, told = TOOL_FAULTS[name]
     (tmp_path / "tools.py").write_text(f"def look_up(key):\n    return {value}\n")
@@ -116,16 +117,21 @@ def test_a_tool_that_does_not_answer_is_named(name, keys, tmp_path):
 
 GAME_FAULTS = {
     "a sound one": ("pass", "pass", "true", None),
-    "it fails for some rows": ("assert int(self.answer) % 2, 'no licence'", "pass", "true", USED),
-    "it gives the same for all": ("pass", "reward = 0.0", "true", DIFFER),
-    "what it gives is not used": ("pass", "pass", "false", DIFFER),
-    "it draws without the seed": (
+    "an environment that fails for some rows": (
+        "assert int(self.answer) % 2, 'no licence'",
+        "pass",
+        "true",
+        USED,
+    ),
+    "an environment that gives the same for all": ("pass", "reward = 0.0", "true", DIFFER),
+    "an environment whose rewards are not used": ("pass", "pass", "false", DIFFER),
+    "an environment that draws without the seed": (
         "pass",
         "reward = random.SystemRandom().random()",
         "true",
         "one rank equals two",
     ),
-    "it gives no number": ("pass", "reward = 'one' if right else 0.0", "true", USED),
+    "an environment that gives no number": ("pass", "reward = 'one' if right else 0.0", "true", USED),
 }
 
 
@@ -144,15 +150,50 @@ def test_an_environment_that_does_not_reward_is_named(name, keys, tmp_path):
         assert list(found) == ([assertion] if assertion else []), found
 
 
+BESIDE = {
+    "a reward of 0 beside a game that rewards": ("pass", None),
+    "a reward of 0 beside a game that gives the same": ("reward = float(self.tries == 1)", DIFFER),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_reward_that_is_zero_needs_others_that_differ(name, keys, tmp_path):
+    """Also where the estimator compares nothing, so that no sum of a group is looked at."""
+    step, assertion = BESIDE[name]
+    (tmp_path / "game.py").write_text(GAME.replace("RESET", "pass").replace("STEP", step))
+    text = GAME_DAG.replace("FOLDER", str(tmp_path)).replace("REWARDS", "true")
+    scored = "  - {node_id: score, node_type: COMPUTE, node_role: REWARD, dependencies: [room]}\n"
+    place = text.index("  - {node_id: advantage")
+    text = text[:place] + scored + text[place:].replace("[room]", "[score]")
+    (tmp_path / "game.yaml").write_text(text)
+    settings = [
+        *keys[0],
+        f"dag.workflow_path={tmp_path / 'game.yaml'}",
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        rewarded(tmp_path, "    return 0.0\n"),
+    ]
+    found = failed(settings, tmp_path, "'*': ['{ground_truth}', 'no', '8 or 9', null]")
+    assert list(found) == ([assertion] if assertion else []), found
+
+
 OWN = """
     said = [one["content"] for one in extra_info["conversation"] if one["agent"] == extra_info["agent"]]
     return float(said[-1].strip() == str(ground_truth)) + len(said[-1]) / 100
 """
 TALK_FAULTS = {
     "a sound one": (OWN, (), None),
-    "the solver's words for both": (OWN.replace('== extra_info["agent"]', "== 0"), (), COUNTS),
-    "the verifier's words for both": (OWN.replace('== extra_info["agent"]', "== 1"), (), COUNTS),
-    "the whole text of the last message": (
+    "a reward that reads the solver for both agents": (
+        OWN.replace('== extra_info["agent"]', "== 0"),
+        (),
+        COUNTS,
+    ),
+    "a reward that reads the verifier for both agents": (
+        OWN.replace('== extra_info["agent"]', "== 1"),
+        (),
+        COUNTS,
+    ),
+    "a reward that reads the last message for both agents": (
         OWN.replace('if one["agent"] == extra_info["agent"]', ""),
         (),
         COUNTS,
@@ -165,7 +206,7 @@ TALK_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", some(TALK_FAULTS, "the solver's words for both"))
+@pytest.mark.parametrize("name", some(TALK_FAULTS, "a reward that reads the solver for both agents"))
 def test_a_fault_of_two_agents_is_named(name, keys, tmp_path):
     body, more, assertion = TALK_FAULTS[name]
     settings = [
@@ -180,6 +221,14 @@ def test_a_fault_of_two_agents_is_named(name, keys, tmp_path):
         assert assertion in found
     else:
         assert list(found) == ([assertion] if assertion else []), found
+
+
+def test_the_page_lists_each_fault():
+    faults = [(name, USED) for name, case in TOOL_FAULTS.items() if case[-1]]
+    for table in (GAME_FAULTS, BESIDE, TALK_FAULTS):
+        faults += [(name, case[-1]) for name, case in table.items() if case[-1]]
+    faults += [("a template that writes earlier turns anew", "the template keeps what it wrote")]
+    assert not not_listed([*faults, ("a model that no device holds", "the real job fits")])
 
 
 @pytest.mark.slow
