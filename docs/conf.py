@@ -61,7 +61,7 @@ SEARCHED = {
     "max_lag": ["async"],
     "MCP": ["tools"],
     "Megatron": ["backends"],
-    "metrics": ["observability"],
+    "metrics": ["metrics"],
     "MoE": ["backends", "models"],
     "multi-agent": ["multi_agent"],
     "multi-turn": ["environments", "multi_agent", "tutorials/tools"],

@@ -101,7 +101,7 @@ class FinishedRun:
     """Its folder: checkpoints, the exported model (hf_model), logs, metrics."""
 
     def metrics(self) -> RunSeries:
-        """metric -> {step: value}, named as in docs/observability.md; earlier starts of it count, too."""
+        """metric -> {step: value}, named as in docs/metrics.md; earlier starts of it count, too."""
         return read_series(self.output_dir / METRICS_FILE)
 
 

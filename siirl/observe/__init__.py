@@ -7,7 +7,7 @@ need not be handed one, and by `waiting` that it waits for other ranks. Spans be
 and with `trainer.trace` events: a file for each rank, written as things happen, on a clock aligned at the
 start. Merging is joining lines. With `profiler.enable` the same borders start and end torch's profiler
 (`siirl/observe/profile.py`), on the nodes that `profiled_nodes` of the compiler finds for `profiler.roles`.
-docs/observability.md says what there is to see.
+docs/metrics.md and docs/observability.md say what there is to see.
 
 What tokens were trained with is written of the sampled rows (`siirl/nodes/trained_tokens.py`). In a step of
 which it is, one of ten at most, the training op keeps its rows and what its loss says of them (old

@@ -15,7 +15,7 @@ from package_sources import package_nodes
 from siirl.observe.metrics import todays_name
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "observability.md"
+PAGE = ROOT / "docs" / "metrics.md"
 TRACED = (1, 3)
 PROFILED = 2
 

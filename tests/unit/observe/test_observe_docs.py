@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md, messages.md, observability.md: their keys exist, what is quoted is printed."""
+"""docs/troubleshooting.md, messages.md, observability.md, metrics.md: their keys exist, what is quoted is printed."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from package_sources import texts
 from siirl.config.root import TOP_GROUPS, all_groups, all_keys
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "docs" / name for name in ("troubleshooting.md", "messages.md", "observability.md")]
+PAGES = [ROOT / "docs" / name for name in ("troubleshooting.md", "messages.md", "observability.md", "metrics.md")]
 COMMANDS = ("siirl trace", "siirl check", "siirl plan", "cat ", "kill ", "python ", "# ")
 
 

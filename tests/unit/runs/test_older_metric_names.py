@@ -21,7 +21,7 @@ STALE = [0.5] * 10 + [2.0] * 6
 
 
 def test_the_page_of_metrics_names_each_older_one_once():
-    page = (Path(__file__).parents[3] / "docs" / "observability.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     for older, today in OLDER_NAMES.items():
         shown = [
             f"`{name.replace('speaker_#', 'speaker_<n>').replace('turn_#', 'turn_<n>').replace('#', 'K')}`"
