@@ -140,9 +140,7 @@ def _choose_resident(draft: Draft, smaller: Sequence[tuple[ModelPlan, Changes]])
         return False
     for model, changes in smaller:
         tokens = max(value for value in changes.values() if not isinstance(value, bool))
-        draft.take(
-            model, changes, f"{tokens} tokens at once, so that the rollout engine stays resident beside"
-        )
+        draft.take(model, changes, f"{tokens} tokens at once, beside a resident rollout engine")
     for model, changes in found:
         draft.take(model, changes, f"it stays resident between rollouts: {needs}")
     return True
