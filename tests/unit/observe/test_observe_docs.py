@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md, messages.md, observability.md, metrics.md: their keys exist, what is quoted is printed."""
+"""Four pages of docs/: their keys exist, what is quoted is printed."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from package_sources import texts
 from siirl.config.root import TOP_GROUPS, all_groups, all_keys
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "docs" / name for name in ("troubleshooting.md", "messages.md", "observability.md", "metrics.md")]
+PAGES = [ROOT / f"docs/{name}.md" for name in ("troubleshooting", "messages", "observability", "metrics")]
 COMMANDS = ("siirl trace", "siirl check", "siirl plan", "cat ", "kill ", "python ", "# ")
 
 
