@@ -12,8 +12,13 @@ Lanes belong to tenants. The next command is one of the tenant that has had the 
 when it began to ask: a flood of one costs another one command (start-time fair queueing: Goyal, Vin and
 Cheng, 1996). Lanes of one tenant take turns. A tenant has bounds of its own on what waits, what is kept, and
 tokens a second; beyond them it is told to come back.
+
+Clients who wait for each answer before they ask again have nothing waiting when it comes. Who usually comes
+back sooner than a pass takes is waited for, so that a pass has all of them, and one who floods gets no turn
+of theirs (anticipatory scheduling: Iyer and Druschel, 2001).
 """
 
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -34,6 +39,15 @@ MOST_WAITING_BYTES = 256 << 20
 BURST_S = 10.0
 """A tenant that was silent may ask for the tokens of so many seconds at once."""
 LATER_S = 1.0
+PATIENCE = 4.0
+"""Who was answered is waited for, so many times as long as it usually takes to ask again."""
+RECENT = 4.0 * PATIENCE
+"""And for so long no other tenant has more than one command in a pass."""
+MOST_AWAY_S = 0.5
+"""Who usually takes longer to ask again is not waited for, nor who takes longer than two passes."""
+LONG_S = RECENT * MOST_AWAY_S
+NEW_SHARE = 0.3
+"""Of what was measured last in the mean of how long clients take to ask again."""
 
 
 class ComeBack(Exception):
@@ -87,6 +101,10 @@ class _Lane:
     number: int | None
     """Of the next command; None: any order will do."""
     waiting: dict[Hashable, Ticket] = field(default_factory=dict)
+    answered_s: float = 0.0
+    """When all that it had asked for was answered."""
+    away_s: float | None = None
+    """How long it usually takes then until it asks again; None: it never has."""
 
     def first(self) -> Ticket | None:
         """The next command, if it has come."""
@@ -114,6 +132,10 @@ class Desk:
         self._tickets: OrderedDict[str, Ticket] = OrderedDict()
         self._now = 0.0
         """What the tenant that was served last had been served."""
+        self._away: set[str] = set()
+        """Lanes that have been answered, and may soon ask again."""
+        self._taken_s = self._pass_s = 0.0
+        """When the last command was taken, and how long those take that have tokens."""
 
     def open_lane(self, lane: str, number: int | None, tenant: str = "") -> None:
         """A lane of a tenant, whose first command has this number. Idempotent."""
@@ -138,6 +160,7 @@ class Desk:
             waiting: list[Ticket] = []
             for lane in [lane for lane in self._lanes if lane.startswith(prefix)]:
                 here = self._lanes.pop(lane)
+                self._away.discard(lane)
                 self._tenants[here.tenant].lanes.remove(lane)
                 waiting += here.waiting.values()
             for ticket in waiting:
@@ -182,6 +205,11 @@ class Desk:
                 ticket.charged = num_tokens(ticket.command)  # type: ignore[arg-type]
             if not tenant.num_waiting:
                 tenant.served = max(tenant.served, self._now)
+            if lane in self._away:
+                self._away.remove(lane)
+                took_s = self._clock() - here.answered_s
+                usual_s = took_s if here.away_s is None else here.away_s
+                here.away_s = usual_s + NEW_SHARE * (took_s - usual_s)
             self._tickets[id] = here.waiting[number] = ticket
             tenant.credit -= ticket.charged
             tenant.num_waiting += 1
@@ -218,56 +246,100 @@ class Desk:
             return self._tickets.get(id)
 
     def take(self, timeout_s: float) -> Ticket | None:
-        """The next command, of the tenant whose turn it is; None if none comes in time, or when closed."""
+        """The next command, of the tenant whose turn it is, when those have come who are waited for; None if
+        that is not in time, or when closed."""
         with self._lock:
-            found = self._next()
-            if found is None and not self.is_closed:
-                self._lock.wait(timeout_s)
-                found = self._next()
-            return found
+            end_s = time.monotonic() + timeout_s
+            while True:
+                wait_s = 0.0 if self.is_closed else self._wait_s()
+                found = self._next() if wait_s <= 0 else None
+                left_s = end_s - time.monotonic()
+                if found is not None or self.is_closed or left_s <= 0:
+                    self._taken_s = self._clock()
+                    return found
+                self._lock.wait(min(wait_s, left_s) if wait_s > 0 else left_s)
+
+    def _wait_s(self) -> float:
+        """How long the next command has to wait for others; without an end where there is none."""
+        if self._own:
+            return 0.0
+        if not any(one.num_waiting for one in self._tenants.values()):
+            return math.inf
+        now_s = self._clock()
+        left_s = {lane: self._back_s(lane, PATIENCE) - now_s for lane in self._soon(PATIENCE)}
+        active = {self._lanes[lane].tenant for lane in left_s}
+        active |= {name for name, one in self._tenants.items() if one.num_waiting}
+        if len(active) > 1:  # a tenant that asks has its share of the pass, with all of its lanes or some
+            left_s = {
+                lane: one
+                for lane, one in left_s.items()
+                if not self._tenants[self._lanes[lane].tenant].num_waiting
+            }
+        return max(left_s.values(), default=0.0)
+
+    def _back_s(self, lane: str, times: float) -> float:
+        """When it will have asked again, if it does not take so many times as long as usually."""
+        here = self._lanes[lane]
+        return here.answered_s + times * (here.away_s or 0.0)
+
+    def _soon(self, times: float) -> list[str]:
+        """Lanes that are likely to ask again soon."""
+        now_s, most_s = self._clock(), min(MOST_AWAY_S, 2 * self._pass_s)
+        self._away = {lane for lane in self._away if now_s - self._lanes[lane].answered_s < LONG_S}
+        return [
+            lane
+            for lane in self._away
+            if (self._lanes[lane].away_s or math.inf) < most_s and self._back_s(lane, times) > now_s
+        ]
 
     def take_like(
         self, ticket: Ticket, like: Callable[[Command | Refused | None], bool], most: int = MOST_TOGETHER
     ) -> list[Ticket]:
-        """This and others that go with it, of each tenant in turn: of each training client the next one, of
-        samplers all that are."""
-        found, taken = [ticket], {ticket.lane}
-        trains = isinstance(ticket.command, ForwardBackward)
+        """This and others that go with it, of each training client the next one, of samplers all that are.
+
+        Of training passes each tenant has one, and more as long as it has fewest tokens in this pass: more
+        models are no larger share of it.
+        """
+        found, taken, shares = [ticket], {ticket.lane}, dict[str, int]()
+
+        def add(name: str) -> bool:
+            """One more of a tenant, if it has one."""
+            if len(found) >= most or (other := self._pop_like(name, like, taken)) is None:
+                return False
+            found.append(other)
+            taken.add(other.lane)
+            shares[name] = shares.get(name, 0) + max(1, other.charged)
+            return True
+
         with self._lock:
-            others = sorted(self._tenants.items(), key=lambda one: one[1].served)
-            if trains:  # a pass that tenants share has one of each: more models are no larger share
-                self._add_like(
-                    [one for name, one in others if name != ticket.tenant], like, taken, found, most
-                )
-            while not (trains and len({one.tenant for one in found}) > 1):
-                before = len(found)
-                self._add_like([one for _, one in others], like, taken, found, most)
-                if len(found) == before:
-                    break
+            names = sorted(self._tenants, key=lambda name: self._tenants[name].served)
+            if not isinstance(ticket.command, ForwardBackward):
+                while any([add(name) for name in names]):
+                    pass
+                return found
+            shares = {self._lanes[lane].tenant: 0 for lane in self._soon(RECENT)}
+            shares[ticket.tenant] = max(1, ticket.charged)
+            for name in names:
+                if name != ticket.tenant:
+                    add(name)
+            while add(min(shares, key=lambda name: (shares[name], self._num_waiting(name)))):
+                pass
         return found
 
-    def _add_like(
-        self,
-        tenants: Sequence[Tenant],
-        like: Callable[[Command | Refused | None], bool],
-        taken: set[str],
-        found: list[Ticket],
-        most: int,
-    ) -> None:
-        """One more of each, as far as it has one."""
-        for tenant in tenants:
-            if len(found) < most and (other := self._pop_like(tenant, like, taken)) is not None:
-                found.append(other)
-                taken.add(other.lane)
+    def _num_waiting(self, tenant: str) -> int:
+        return self._tenants[tenant].num_waiting if tenant in self._tenants else 0
 
     def _pop_like(
-        self, tenant: Tenant, like: Callable[[Command | Refused | None], bool], taken: set[str]
+        self, name: str, like: Callable[[Command | Refused | None], bool], taken: set[str]
     ) -> Ticket | None:
-        for _ in range(len(tenant.lanes)):
+        """The next command of one of a tenant's lanes; None if it has none, or is gone."""
+        tenant = self._tenants.get(name)
+        for _ in range(len(tenant.lanes) if tenant is not None and tenant.num_waiting else 0):
+            assert tenant is not None
             tenant.lanes.rotate(-1)
-            lane = self._lanes[name := tenant.lanes[-1]]
+            lane = self._lanes[of := tenant.lanes[-1]]
             first = lane.first()
-            if first is not None and like(first.command) and not (lane.number is not None and name in taken):
+            if first is not None and like(first.command) and not (lane.number is not None and of in taken):
                 return self._pop(tenant, lane)
         return None
 
@@ -304,7 +376,12 @@ class Desk:
     def done(self, ticket: Ticket, answer: Any, tokens: int | None = None) -> None:
         """Answer a command. tokens: those that it took, if they are not the ones that it asked for."""
         with self._lock:
-            tenant = self._tenants.get(ticket.tenant)
+            tenant, lane, now_s = self._tenants.get(ticket.tenant), self._lanes.get(ticket.lane), self._clock()
+            if ticket.charged:
+                self._pass_s = max(now_s - self._taken_s, (1 - NEW_SHARE) * self._pass_s)
+            if lane is not None and not lane.waiting:
+                lane.answered_s = now_s
+                self._away.add(ticket.lane)
             if tokens is not None and tenant is not None:
                 less = ticket.charged - tokens
                 tenant.served -= less

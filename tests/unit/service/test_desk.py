@@ -198,3 +198,71 @@ def test_a_pass_that_tenants_share_has_one_command_of_each_however_many_models_o
     desk.take_like(desk.take(0.0), lambda command: isinstance(command, ForwardBackward))
     had = {name: tenant.tokens for name, tenant in desk.tenants().items()}
     assert had["a"] == had["b"] == 6400 and had["flood"] == 6400 + 8 * 64, "alone it has all of its own"
+
+
+class ClosedLoop:
+    """Clients who each wait for their answer, think, and ask again, by a clock of their own."""
+
+    def __init__(self, think_s: float, lanes: dict[str, int]) -> None:
+        self.now_s, self.think_s, self.sizes = 0.0, think_s, list[int]()
+        self.desk = Desk(clock=lambda: self.now_s)
+        self._next: dict[str, int] = {}
+        self._asks: dict[str, float] = {}
+        for tenant, count in lanes.items():
+            for lane in range(count):
+                self.desk.open_lane(name := f"{tenant}:{lane}", 1, tenant)
+                self._next[name], self._asks[name] = 1, 0.0
+
+    def run(self, num_passes: int) -> dict[str, int]:
+        """Tokens of each tenant after so many passes of a second each, and a tenth more for each command."""
+        for _ in range(num_passes):
+            while (ticket := self.desk.take(0.0)) is None:
+                self._until(self.now_s + 0.01)
+            together = self.desk.take_like(ticket, lambda one: isinstance(one, ForwardBackward))
+            self.sizes.append(len(together))
+            self._until(self.now_s + 1 + 0.1 * len(together))
+            for one in together:
+                self.desk.done(one, b"")
+                self._asks[one.lane] = self.now_s + self.think_s * (1 + 0.3 * (len(self.sizes) % 3))
+        return {name: one.tokens for name, one in self.desk.tenants().items()}
+
+    def _until(self, end_s: float) -> None:
+        """Have clients ask until then."""
+        for lane, when_s in sorted(self._asks.items(), key=lambda one: one[1]):
+            if when_s <= end_s:
+                self.now_s = when_s
+                self.desk.submit(lane, self._next[lane], tokens(64))
+                self._next[lane] += 1
+                del self._asks[lane]
+        self.now_s = end_s
+
+
+def test_a_flood_of_models_gets_no_more_than_clients_who_wait_for_each_answer():
+    had = ClosedLoop(0.05, {"flood": 8, "a": 1, "b": 1}).run(100)
+    assert max(had.values()) < 1.2 * min(had.values()), had
+
+
+def test_clients_who_ask_again_at_once_are_in_one_pass_and_who_is_slow_or_gone_is_not_waited_for():
+    quick = ClosedLoop(0.05, dict.fromkeys("abcdefgh", 1))
+    quick.run(50)
+    assert quick.sizes[10:] == [8] * 40
+    slow = ClosedLoop(30.0, {"a": 1})
+    slow.run(5)
+    slow.desk.open_lane("b:0", 1, "b")
+    slow.desk.submit("b:0", 1, tokens(64))
+    assert slow.desk.take(0.0).lane == "b:0"
+    alone = ClosedLoop(0.05, {"a": 8})
+    alone.run(20)
+    assert alone.sizes[10:] == [8] * 10, "the models of one tenant are together, too"
+    gone = ClosedLoop(0.05, {"a": 1, "b": 1})
+    gone.run(10)
+    gone._asks.pop("b:0", None)
+    before_s = gone.now_s
+    gone.run(10)
+    assert gone.sizes[-9:] == [1] * 9 and gone.now_s - before_s < 10 * 1.3
+
+
+def test_tenants_of_several_models_share_a_pass_by_their_tokens():
+    loop = ClosedLoop(0.05, {"a": 4, "b": 4, "c": 8})
+    had = loop.run(40)
+    assert loop.sizes[-1] == 12 and max(had.values()) < 1.2 * min(had.values())
