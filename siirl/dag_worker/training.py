@@ -35,11 +35,11 @@ from siirl.data.ledger_events import FOLDER
 from siirl.errors import CheckpointError, NumericsError
 from siirl.model_files.run_inputs import ChangeWatch, RunInputs, began_with
 from siirl.nodes.trained_tokens import TrainedTokens
-from siirl.observe.curve import duration
+from siirl.observe.curve import METRICS_FILE, duration
 from siirl.observe.loggers import make_sinks
 from siirl.observe.metrics import Metrics
 from siirl.observe.position import record_begin, record_end
-from siirl.observe.sinks import RunInfo
+from siirl.observe.sinks import RunInfo, last_step
 from siirl.observe.spans import observing, waiting
 from siirl.observe.step_files import bytes_of
 
@@ -129,6 +129,8 @@ class Training:
             self.checkpoints.require_shared()
         if not trainer.rollout_only:
             self.resume()
+        if self.cfg.service.enable:  # clients go on, and so do their steps
+            self.step = self._max_over_ranks(last_step(self.output_dir / METRICS_FILE))
         first_step = self.step
         if trainer.ledger != "disable" and not trainer.val_only:
             self.worker.ledger = self._open_ledger()

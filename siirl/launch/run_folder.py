@@ -153,12 +153,13 @@ def resumes(cfg: Config) -> bool:
 
 
 def clear(cfg: Config) -> None:
-    """Remove what earlier runs left in the folder, unless the run goes on from a checkpoint there.
+    """Remove what earlier runs left in the folder, unless the run goes on from a checkpoint there, or with
+    the clients of an earlier server.
 
     Only files that a run writes by their names; nothing else in the folder is touched. ConfigError if
     something cannot be removed.
     """
-    if resumes(cfg):
+    if resumes(cfg) or (serves_again(cfg) and not cfg.trainer.overwrite):
         return
     output = absolute(cfg.trainer.output_dir)
     patterns = (*OWN, *LOGS) if cfg.trainer.overwrite else OWN

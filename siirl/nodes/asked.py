@@ -89,13 +89,22 @@ class Service:
         box: list[list[Command]] = [[]]
         if self.is_first:
             ticket = self.desk.take(LOOK_S)
-            tickets = [] if ticket is None else self._alike(ticket)
+            tickets = (
+                [] if ticket is None else [one for one in self._alike(ticket) if not self._is_refused(one)]
+            )
             box = [[one.command for one in tickets]]  # type: ignore[misc]
         group = self.tenants.engine.group
         if group.size() > 1:
             with waiting():
                 dist.broadcast_object_list(box, group=group, group_src=0, device=torch.device("cpu"))
         return tickets, box[0]
+
+    def _is_refused(self, ticket: Ticket) -> bool:
+        """Whether the answer to a request is that it cannot be kept, and so is not carried out."""
+        problem = self.journal.problem(ticket.command)  # type: ignore[arg-type]
+        if problem is not None:
+            self.desk.done(ticket, Refused(problem))
+        return problem is not None
 
     def _alike(self, ticket: Ticket) -> list[Ticket]:
         """The ticket, and others that are carried out with it: one of a client, or samples of one source."""
@@ -124,7 +133,7 @@ class Service:
         def kept() -> list[Kept]:
             assert endpoint is not None
             found = self.journal.kept()
-            gone = endpoint.restore(found)
+            gone = endpoint.restore(found, self.journal.lost)
             for model in gone:
                 self.journal.forget(model)
             return [one for one in found if one.model not in gone]
@@ -148,16 +157,37 @@ class Service:
                 self.tenants.create(command)
         log.info("%s goes on: %d commands were carried out again", kept.model, len(kept.commands))
 
-    def keep(self, tickets: Sequence[Ticket], commands: Sequence[Command], answers: Sequence[Any]) -> None:
-        """Have the journal hold what is about to be answered. On the first rank."""
-        for ticket, command, answer in zip(tickets, commands, answers, strict=True):
+    def keep(
+        self, tickets: Sequence[Ticket], commands: Sequence[Command], answers: Sequence[Any]
+    ) -> list[Any]:
+        """Have the journal hold what is about to be answered; the answers, of which one that it cannot hold
+        is an error, and its model lost. On the first rank."""
+        told = list(answers)
+        for place, (ticket, command, answer) in enumerate(zip(tickets, commands, answers, strict=True)):
             if isinstance(command, Release):
                 self.journal.forget(command.session)
             elif not isinstance(command, Sample):
-                model, number = command.model, int(ticket.id.rpartition(":")[2])
-                is_due = self.journal.add(model, number, command, answer)
-                if is_due or (isinstance(command, LoadState) and not isinstance(answer, Exception)):
-                    self.journal.begin(model, *self.tenants.state_of(model))
+                try:
+                    self._keep(int(ticket.id.rpartition(":")[2]), command, answer)
+                except OSError as error:
+                    log.exception("%s is lost", command.model)
+                    self.journal.lost[command.model] = why = f"the server could not keep its state ({error})"
+                    told[place] = RuntimeError(f"{command.model} is lost: {why}")
+        return told
+
+    def _keep(self, number: int, command: Command, answer: Any) -> None:
+        assert not isinstance(command, Release | Sample)
+        is_due = self.journal.add(command.model, number, command, answer)
+        was_loaded = isinstance(command, LoadState) and not isinstance(answer, Exception)
+        if is_due or was_loaded:
+            try:
+                self.journal.begin(command.model, *self.tenants.state_of(command.model))
+            except OSError:
+                if was_loaded:
+                    raise
+                log.warning(
+                    "the state of %s could not be written: later, again", command.model, exc_info=True
+                )
 
     def _new_endpoint(self) -> ServiceEndpoint:
         keys, data = self._cfg.service, self._cfg.data
@@ -211,8 +241,7 @@ def asked(ctx: OpContext, rows: TensorDict, service: Service) -> TensorDict:
         with phase(name):
             answers = _answers(ctx, service, commands)
         if service.is_first:
-            told = [_told(one) for one in answers]
-            service.keep(tickets, commands, told)
+            told = service.keep(tickets, commands, [_told(one) for one in answers])
             for ticket, answer, found in zip(tickets, answers, told, strict=True):
                 service.desk.done(ticket, found, tokens_of(ticket.command, answer))
         taken = zip(commands, answers, strict=True)

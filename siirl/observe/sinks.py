@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,12 @@ def _is_at(file: TextIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:
         return False
+
+
+def last_step(path: Path) -> int:
+    """Of a metrics file; 0 without any."""
+    *_, last = "{}", *(_lines_until(path, sys.maxsize) if path.exists() else ())
+    return int(json.loads(last).get("step", 0))
 
 
 def _lines_until(path: Path, last_step: int) -> Iterator[str]:

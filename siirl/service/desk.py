@@ -376,7 +376,11 @@ class Desk:
     def done(self, ticket: Ticket, answer: Any, tokens: int | None = None) -> None:
         """Answer a command. tokens: those that it took, if they are not the ones that it asked for."""
         with self._lock:
-            tenant, lane, now_s = self._tenants.get(ticket.tenant), self._lanes.get(ticket.lane), self._clock()
+            tenant, lane, now_s = (
+                self._tenants.get(ticket.tenant),
+                self._lanes.get(ticket.lane),
+                self._clock(),
+            )
             if ticket.charged:
                 self._pass_s = max(now_s - self._taken_s, (1 - NEW_SHARE) * self._pass_s)
             if lane is not None and not lane.waiting:

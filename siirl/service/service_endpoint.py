@@ -8,12 +8,13 @@ for POLL_S at a time. unblocked by: the worker's thread, and `close`.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ from siirl.service.desk import ComeBack, Desk, Ticket
 from siirl.service.request_journal import Kept
 from siirl.service.rest_answers import TENANT, RestAnswers
 from siirl.service.saved_weights import OPERATOR, SavedWeights, labels_of, path_of
-from siirl.service.sessions import Model, Session, read_sessions, write_sessions
+from siirl.service.sessions import Model, Session, read_sessions, write_sessions, write_status
 from siirl.service.wire import MOST_SAMPLES, PROTOBUF, TrainingRequest, adam_step, sample_of
 
 log = logging.getLogger(__name__)
@@ -92,15 +93,18 @@ class ServiceEndpoint:
         self._runner: web.AppRunner | None = None
         self._unauthenticated = UnauthenticatedConnections(MOST_UNAUTHENTICATED)
 
-    def restore(self, kept: Sequence[Kept]) -> list[str]:
+    def restore(self, kept: Sequence[Kept], lost: Container[str] = ()) -> list[str]:
         """Go on with the sessions of an earlier server; gives those of `kept` that belong to none of them.
 
-        kept: the models that were trained. Before `start`.
+        kept: the models that were trained. lost: those whose requests are all refused. Before `start`.
         """
         models = {one.model: one for one in kept}
         self.sessions |= read_sessions(self._file, self._served.model)
         for id, session in self.sessions.items():
             for model in session.models:
+                if model in lost:
+                    self._desk.open_lane(model, None, session.tenant or id)
+                    continue
                 found = models.pop(model, Kept(model))
                 self._desk.restore(model, found.number, session.tenant or id, found.answers)
             for sampler in session.samplers:
@@ -204,6 +208,8 @@ class ServiceEndpoint:
             return _error(str(error), error.status)
         except Refused as error:
             return _error(str(error), 400)
+        except OSError as error:
+            return _error(f"the server's disk: {error}", 507)
         except ComeBack as error:
             return _error(str(error), 429, {"Retry-After": str(math.ceil(error.wait_s))})
 
@@ -272,6 +278,8 @@ class ServiceEndpoint:
                 self._end_session(id)
             for path in self._saved.delete_expired():
                 log.info("%s was to be kept until now, and is deleted", path)
+            with contextlib.suppress(OSError):  # a full disk; the next one may fit
+                write_status(self._file.with_name("status.json"), self.sessions, self._desk.tenants())
 
     async def _create_model(self, asked: dict, request: web.Request) -> Any:
         lora = asked.get("lora_config") or {}
@@ -477,7 +485,7 @@ async def understood_later(answer: Answer, asked: Any, request: web.Request) -> 
     """As `understood`, for what takes time."""
     try:
         return await answer(asked, request)
-    except (BadRequest, Refused, ComeBack, web.HTTPException, asyncio.CancelledError):
+    except (BadRequest, Refused, ComeBack, OSError, web.HTTPException, asyncio.CancelledError):
         raise
     except Exception as error:  # the edge to what others sent
         log.debug("a request was not understood", exc_info=True)

@@ -1,4 +1,4 @@
-"""Sessions of clients, and the file from which a server that begins again knows them."""
+"""Sessions of clients; the files from which a server that begins again, and `siirl view`, know of them."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from siirl.service.desk import Ticket
+from siirl.service.desk import Tenant, Ticket
 
 
 @dataclass
@@ -49,8 +49,26 @@ def write_sessions(file: Path, base: str, sessions: Mapping[str, Session]) -> No
         }
         for id, one in sessions.items()
     }
+    _write(file, {"base": base, "sessions": told})
+
+
+def write_status(file: Path, sessions: Mapping[str, Session], tenants: Mapping[str, Tenant]) -> None:
+    """Who is there, what each trains, has waiting and has had: `siirl view` shows it."""
+    rows: dict[str, dict[str, Any]] = {}
+    for id, session in sessions.items():
+        tenant = tenants.get(name := session.tenant or id, Tenant())
+        row = rows.setdefault(name, {"sessions": 0, "samplers": 0, "adapters": {}})
+        row["sessions"] += 1
+        row["samplers"] += len(session.samplers)
+        row["adapters"] |= {model: one.rank for model, one in session.models.items() if one.is_there}
+        row |= {"waiting": tenant.num_waiting, "waiting_bytes": tenant.waiting_bytes}
+        row |= {"tokens": tenant.tokens, "unread_bytes": tenant.kept_bytes}
+    _write(file, {"time": time.time(), "tenants": rows})
+
+
+def _write(file: Path, told: Mapping[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    (aside := file.with_suffix(".new")).write_text(json.dumps({"base": base, "sessions": told}))
+    (aside := file.with_suffix(".new")).write_text(json.dumps(told))
     os.replace(aside, file)
 
 

@@ -11,7 +11,7 @@ from siirl.compiler.plan import Plan
 from siirl.config.values import SECRET_KEYS
 from siirl.observe.logs import TAIL_BYTES, log_lines
 from siirl.observe.printable import printable
-from siirl.runs.folder_reader import Skipped, attempt, content, mapping, whole, word
+from siirl.runs.folder_reader import Skipped, attempt, content, json_file, mapping, number, whole, word
 from siirl.runs.rank_now import doing
 from siirl.runs.run_files import latest_metrics, read_config, read_starts
 from siirl.runs.run_state import RunState, attempt_text
@@ -111,6 +111,9 @@ ENGINES = {
     "perf/idle_s_max": "seconds, most that a rank waited for others",
 }
 """What tells how engines do, and what waits at them or for others."""
+NUMBERS = ("sessions", "samplers", "waiting", "waiting_bytes", "tokens", "unread_bytes")
+"""What a service tells of each tenant, beside its adapters."""
+MOST_STATUS_BYTES = 8 << 20
 _LOG = re.compile(rf"(.*rank_\d+|({'|'.join(ROLLOUT_BACKENDS)})_.*)\.log")
 
 
@@ -186,6 +189,7 @@ def health(run: RunState, skipped: Skipped) -> dict[str, Any]:
         "amendments": list(run.amendments),
         "last_sign_s": run.last_sign_s or None,
         "engines": attempt(lambda: _engines(latest_metrics(run.folder)), [], "engines", skipped),
+        "service": attempt(lambda: _service(run.folder, skipped), None, "service", skipped),
         "errors": failures,
         "logs": logs,
     }
@@ -199,6 +203,24 @@ def _engines(latest: Mapping[str, float]) -> list[list[Any]]:
         for agent, name in ((None, metric), *((n, f"agent_{n}/{metric}") for n in range(MOST_AGENTS)))
         if name in latest
     ]
+
+
+def _service(folder: Path, skipped: Skipped) -> dict[str, Any] | None:
+    """Of a service: when it said so, and of each tenant its name, the rank of each adapter that it trains,
+    and NUMBERS. None for a run that is none."""
+    file = folder / "service" / "status.json"
+    if not file.is_file():
+        return None
+    told = json_file(file, MOST_STATUS_BYTES, skipped)
+    tenants = mapping(told.get("tenants"))
+    if len(tenants) > MOST_PLACES:
+        skipped.add("tenants", f"the first {MOST_PLACES} of {len(tenants)} are shown")
+    rows: list[list[Any]] = []
+    for name, one in list(tenants.items())[:MOST_PLACES]:
+        row = mapping(one)
+        ranks = [whole(rank) or 0 for rank in mapping(row.get("adapters")).values()]
+        rows.append([printable(name), ranks[:MOST_PLACES], *(whole(row.get(key)) or 0 for key in NUMBERS)])
+    return {"told_s": number(told.get("time")), "tenants": rows}
 
 
 def _logs(folder: Path, skipped: Skipped) -> list[dict[str, Any]]:

@@ -261,6 +261,8 @@ def test_clients_of_a_killed_server_go_on_where_they_were(tmp_path, monkeypatch)
         norms.append(server.of("optim_step", steps)["metrics"]["grad_norm:mean"])
         assert norms[0] == norms[1] > 0
         assert server.of("asample", sample | {"seq_id": 2}) == before
+        lines = (server.output / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4], "steps go on"
 
 
 @pytest.mark.slow

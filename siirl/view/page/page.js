@@ -125,7 +125,7 @@ function notShown(parts) {
 
 function healthSection() {
   section("health", "Health", ["health"], () => {
-    const { errors, logs, starts, attempts, amendments, engines, last_sign_s } = run().health, parts = [make("h2", {}, "Attempts")];
+    const { errors, logs, starts, attempts, amendments, engines, service, last_sign_s } = run().health, parts = [make("h2", {}, "Attempts")];
     const ago = at => seconds(Math.max(0, page.data.made_s - at)) + " before this page was made";
     const rows = (head, lines, id) => make("div", { class: "box scroll", tabindex: 0 }, make("table", { id },
       make("tr", {}, head.map(title => make("th", { scope: "col" }, title))), lines.map(cells => make("tr", {}, cells.map(cell => make("td", {}, cell))))));
@@ -135,6 +135,10 @@ function healthSection() {
     if (amendments.length) parts.push(rows(["amended while it went on"], amendments.map(line => [line]), "amendments"));
     if (engines.length) parts.push(make("h2", {}, "Engines and queues, as last reported"), rows(["metric", "agent", "value", ""],
       engines.map(([metric, agent, value, meaning]) => [metric, agent === null ? "" : String(agent), short(value), meaning]), "engines"));
+    if (service) parts.push(make("h2", {}, "Tenants of the service" + (service.told_s ? ", " + ago(service.told_s) : "")),
+      rows(["tenant", "adapters, ranks", "sessions", "samplers", "requests waiting", "MB waiting", "tokens had", "MB unread"],
+        service.tenants.map(([name, ranks, sessions, samplers, waiting, waitingBytes, tokens, unreadBytes]) => [name, ranks.join(", ") || "none", String(sessions),
+          String(samplers), String(waiting), (waitingBytes / 1e6).toFixed(1), short(tokens), (unreadBytes / 1e6).toFixed(1)]), "tenants"));
     parts.push(make("h2", {}, "Errors"));
     for (const error of errors) {
       const where = ["rank " + error.rank, error.host, error.node !== "None" && error.node,

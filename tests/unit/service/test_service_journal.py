@@ -1,8 +1,10 @@
 """What a server has answered is there when it begins again, wherever it was killed."""
 
 import random
+import resource
 import shutil
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -99,7 +101,8 @@ def plain(answer) -> str:
 def test_nothing_that_was_answered_is_lost_wherever_the_server_is_killed(
     service, tenants, tmp_path, monkeypatch, seed
 ):
-    monkeypatch.setattr(journal, "MOST_STEPS", 2)
+    monkeypatch.setattr(journal, "MOST_AGE_S", 0.0)
+    monkeypatch.setattr(journal, "MOST_SHARE", 1e9)
     draw, numbers = random.Random(seed), dict.fromkeys(MODELS, 0)
     service.journal = Journal(tmp_path / "journal")
     points = []
@@ -143,3 +146,51 @@ def test_snapshots_of_sampling_sessions_outlive_the_server_and_go_with_their_ses
     tenants.release("a")
     with pytest.raises(Refused):
         tenants.snapshot("a:sample:0")
+
+
+def three_steps(service, folder) -> None:
+    service.journal = Journal(folder)
+    carried_out(service, CreateModel("a:train:0", AdapterSpec(2, 1)), 0)
+    for number in range(3):
+        carried_out(service, OptimStep("a:train:0", ADAM), number + 1)
+
+
+@pytest.mark.parametrize("place", [8, 40, -3])
+def test_a_file_that_is_damaged_says_so_and_its_model_is_refused(service, tenants, tmp_path, caplog, place):
+    three_steps(service, tmp_path)
+    file = tmp_path / "a:train:0.journal"
+    data = bytearray(file.read_bytes())
+    data[place] ^= 255
+    file.write_bytes(data)
+    assert begun_again(service, tmp_path)[1] == {}
+    assert "a:train:0 is lost" in caplog.text and (tmp_path / "a:train:0.damaged").exists()
+    assert "damaged" in service.journal.problem(OptimStep("a:train:0", ADAM))
+    assert service.journal.problem(OptimStep("a:train:1", ADAM)) is None
+    service.journal.forget("a")
+    assert not service.journal.lost
+
+
+def test_a_full_disk_is_an_error_of_the_request_and_changes_nothing(service, tenants, tmp_path, monkeypatch):
+    three_steps(service, tmp_path)
+    file = tmp_path / "a:train:0.journal"
+    before, size = state(service), file.stat().st_size
+    service.desk.open_lane("a:train:0", 4)
+    with monkeypatch.context() as full:
+        full.setattr(journal.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
+        ticket = service.desk.submit("a:train:0", 4, lambda: OptimStep("a:train:0", ADAM))
+        assert service.next() == ([], [])
+    assert isinstance(ticket.answer, Refused) and "disk is full" in str(ticket.answer)
+    assert same(state(service), before) and file.stat().st_size == size
+    service.desk.submit("a:train:0", 5, lambda: OptimStep("a:train:0", ADAM))
+    assert service.next()[1] == [OptimStep("a:train:0", ADAM)]
+    service.desk.close_lanes("a:")
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # a disk that fills up in the middle of an entry
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))
+    try:
+        step = OptimStep("a:train:0", ADAM)
+        (told,) = service.keep([Ticket("a:train:0:4", step, "a:train:0")], [step], [{}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "could not keep" in str(told) and "lost" in service.journal.problem(step)
+    assert file.stat().st_size == size, "what was written of it is gone"

@@ -20,6 +20,8 @@ from siirl.observe.trace import TRACE_DIR, TraceFile, merge_trace
 from siirl.runs.folder_reader import Skipped
 from siirl.runs.run_files import MetricHistory, read_history
 from siirl.runs.run_state import run_folder
+from siirl.service.desk import Tenant
+from siirl.service.sessions import Model, Session, write_status
 from siirl.view import episodes, trace_reader, view_page
 from siirl.view.alerts import alerts
 from siirl.view.metric_curves import MOST_POINTS, clock, curves, thin
@@ -291,6 +293,23 @@ def test_responses_that_score_by_their_length_are_an_alert():
     assert (
         found(300.0, 600.0) == found(400.0, 300.0) == found(20.0, 2.0) == found(600.0, 300.0, steps=3) == []
     )
+
+
+def test_health_has_the_tenants_of_a_service_with_their_queues_and_adapters(tmp_path):
+    folder = write_run(tmp_path / "run")
+    assert read_run(folder)["health"]["service"] is None
+    session = Session("ann", 0.0, {}, {"s:sample:0": ""}, {"s:train:0": Model(8), "s:train:1": Model(4)})
+    tenant = Tenant(tokens=640, num_waiting=3, waiting_bytes=2_000_000, kept_bytes=10)
+    write_status(folder / "service" / "status.json", {"s": session}, {"ann": tenant})
+    service = read_run(folder)["health"]["service"]
+    assert service["tenants"] == [["ann", [8, 4], 1, 1, 3, 2_000_000, 640, 10]] and service["told_s"] > 0
+    (folder / "service" / "status.json").write_text(
+        '{"time": "x", "tenants": {"<b>": {"adapters": 3}, "b": 5}}'
+    )
+    assert read_run(folder)["health"]["service"] == {
+        "told_s": None,
+        "tenants": [["<b>", [], 0, 0, 0, 0, 0, 0], ["b", [], 0, 0, 0, 0, 0, 0]],
+    }
 
 
 def test_health_has_attempts_engines_and_the_last_sign_of_life(tmp_path):
