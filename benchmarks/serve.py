@@ -1,17 +1,22 @@
 """Clients of `siirl serve` at once: tokens a second of one and of several, sample latency, shares in a flood.
 
-    python benchmarks/serve.py [--model DIR] [--tenants 8] [--rank 32] [--rows 8] [--length 128]
-        [--seconds 20] [--out FILE] [key=value ...]
+    python benchmarks/serve.py [--gpu] [--small] [--tenants 8] [--rank 8] [--rows 2] [--length 32]
+        [--seconds 20] [--steps 20] [--out FILE] [key=value ...]
 
-Starts a server (keys as of `siirl serve`; without --model one of 2 layers, made here) and asks it over HTTP,
-each tenant from a thread of its own: forward_backward and optim_step one after the other, both sent before
-either is read, as the client does. Three parts: tokens a second of one tenant, then of all at once; seconds
-from a request for 16 tokens to its answer, alone and beside training tenants; tokens of each tenant while one
-floods, with eight models where the others have one. Writes benchmarks/results/serve.json.
+Starts a server (keys as of `siirl serve`) on a model with random weights and asks it over HTTP, each tenant
+from a thread of its own: forward_backward and optim_step one after the other, both sent before either is
+read, as the client does; the package tinker is not needed. Four parts: a plain job of siirl that trains an
+adapter of that rank on the same rows (supervised, its steps without the first ones), and what a step of one
+tenant takes against it; tokens a second of one tenant, then of all at once; seconds from a request for 16
+tokens to its answer, alone and beside training tenants; tokens of each tenant while one floods, with eight
+models where the others have one. CPU: 2 small layers in float32. --gpu: the shape of Qwen3-1.7B, rank 32,
+8 rows of 128 tokens, vLLM. --small: the same keys on a small model, to try a command. Writes
+benchmarks/results/serve_cpu.json or serve_gpu.json.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,17 +25,43 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from report_file import Report, end_by_signals
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+from grpo_gpu import COMMON, SHAPES, make_model
+from report_file import Report, end_by_signals, end_job, rows_of, run_job
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 from siirl.service.wire import PROTOBUF, messages  # noqa: E402
 
 START_S, SAMPLED, FLOOD = 600.0, 16, 8
+WARM_UP, FIRST_WORD = 5, 2
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 256,
+}
+KEYS = {
+    False: (
+        "trainer.device=cpu",
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32",
+        "actor_rollout_ref.rollout.dtype=float32",
+    ),
+    True: (),
+}
+"""By --gpu: of the server and of the plain job. Most CPUs have no products in bf16: they are several times
+slower than those in float32."""
 ADAM = {"learning_rate": 1e-4}
+CLI = [sys.executable, "-m", "siirl.cli"]
 
 
 class Client:
@@ -129,7 +160,8 @@ def per_second(clients: list[Client], rows: np.ndarray, seconds: float) -> list[
     for client in clients:
         client.step(client.models[0], rows)
     load, begin_s = Load(clients, rows), time.perf_counter()
-    time.sleep(seconds)
+    while time.perf_counter() - begin_s < seconds or not all(load.tokens):
+        time.sleep(seconds / 100)
     before, took_s = list(load.tokens), time.perf_counter() - begin_s
     load.stop()
     return [one / took_s for one in before]
@@ -144,43 +176,102 @@ def latencies(client: Client, base: str, rows: np.ndarray, seconds: float) -> di
     return {"count": len(found), "p50_s": statistics.median(found), "p99_s": p99}
 
 
-def started(args: argparse.Namespace, folder: Path) -> tuple[subprocess.Popen, dict]:
+class Server:
+    """A server that runs; `cpu_s` are the processor's seconds of all its processes so far."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        keys = {
+            "actor_rollout_ref.model.path": args.model,
+            "actor_rollout_ref.model.lora_rank": args.rank,
+            "data.max_prompt_length": args.length,
+            "data.max_response_length": args.length,
+            "service.address": "127.0.0.1:0",
+            "service.max_models": args.tenants + FLOOD,
+            "trainer.output_dir": folder / "run",
+            "trainer.logger": "[]",
+        }
+        if args.gpu and not args.small:
+            keys["actor_rollout_ref.rollout.name"] = "vllm"
+        words = [*(f"{name}={value}" for name, value in keys.items()), *args.keys]
+        with (folder / "log").open("wb") as log:
+            self.job = subprocess.Popen([*CLI, "serve", *words], stdout=log, stderr=log)
+        file, end_s = folder / "run" / "service" / "client.json", time.monotonic() + START_S
+        while not file.is_file():
+            if self.job.poll() is not None or time.monotonic() > end_s:
+                end_job(self.job)
+                raise SystemExit((folder / "log").read_text()[-3000:])
+            time.sleep(0.2)
+        self.told = json.loads(file.read_text())
+
+    @property
+    def cpu_s(self) -> float:
+        process = psutil.Process(self.job.pid)
+        times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
+
+
+def plain_steps(args: argparse.Namespace, rows: np.ndarray, folder: Path) -> list[float]:
+    """Seconds of the steps of a job that trains an adapter on these rows, each a prompt and a response."""
+    word = "{}{:x} ".format
+    texts = [[word(chr(97 + i % 26), i) for i in row - FIRST_WORD] for row in rows]
+    half = args.length // 2
+    told = [{"prompt": "".join(x[:half]), "response": "".join(x[half : args.length])} for x in texts]
+    pq.write_table(pa.Table.from_pylist(told * 2), folder / "rows.parquet")
+    actor = "actor_rollout_ref.actor"
     keys = {
-        "actor_rollout_ref.model.path": args.model,
-        "actor_rollout_ref.model.lora_rank": args.rank,
+        "data.train_files": folder / "rows.parquet",
+        "data.train_batch_size": args.rows,
         "data.max_prompt_length": args.length,
         "data.max_response_length": args.length,
-        "service.address": "127.0.0.1:0",
-        "service.max_models": args.tenants + FLOOD,
-        "trainer.output_dir": folder / "run",
+        "actor_rollout_ref.model.path": args.model,
+        "actor_rollout_ref.model.lora_rank": args.rank,
+        "actor_rollout_ref.model.lora_alpha": 32,
+        "actor_rollout_ref.rollout.name": "dataset",
+        f"{actor}.policy_loss.loss_mode": "sft",
+        f"{actor}.ppo_mini_batch_size": args.rows,
+        f"{actor}.use_dynamic_bsz": True,
+        "trainer.total_epochs": args.steps + WARM_UP,
+        "trainer.total_training_steps": args.steps + WARM_UP,
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "trainer.export_hf": False,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.output_dir": folder / "plain",
         "trainer.logger": "[]",
     }
-    words = [*(f"{name}={value}" for name, value in keys.items()), *args.keys]
-    with (folder / "log").open("wb") as log:
-        job = subprocess.Popen([sys.executable, "-m", "siirl.cli", "serve", *words], stdout=log, stderr=log)
-    file, end_s = folder / "run" / "service" / "client.json", time.monotonic() + START_S
-    while not file.is_file():
-        if job.poll() is not None or time.monotonic() > end_s:
-            raise SystemExit((folder / "log").read_text()[-3000:])
-        time.sleep(0.2)
-    return job, json.loads(file.read_text())
+    own = [key for key in args.keys if not key.startswith(("service.", "actor_rollout_ref.rollout.name="))]
+    with (folder / "plain.log").open("wb") as log:
+        words = [*CLI, "run", *(f"{name}={value}" for name, value in keys.items()), *own]
+        if run_job(words, lambda: None, stdout=log, stderr=log):
+            raise SystemExit((folder / "plain.log").read_text()[-3000:])
+    ended_s = [one["time_s"] for one in rows_of(folder / "plain" / "metrics.jsonl")]
+    return [after - before for before, after in pairwise(ended_s)][WARM_UP - 1 :]
 
 
-def measured(args: argparse.Namespace, server: dict, report: Report) -> None:
+def compared(args: argparse.Namespace, rows: np.ndarray, folder: Path, report: Report) -> None:
+    """The plain job's step."""
+    steps = plain_steps(args, rows, folder)
+    report["plain_step_s"] = {"median": statistics.median(steps), "steps": steps}
+    report.count("plain", 1)
+
+
+def measured(args: argparse.Namespace, server: Server, rows: np.ndarray, report: Report) -> None:
     base, seconds = str(args.model), args.seconds
-    vocabulary = json.loads((Path(base) / "config.json").read_text())["vocab_size"]
-    rows = np.random.default_rng(0).integers(2, vocabulary, (args.rows, args.length + 1))
-    new: Callable[..., Client] = lambda count=1: Client(server, base, args.rank, count)  # noqa: E731
+    new: Callable[..., Client] = lambda count=1: Client(server.told, base, args.rank, count)  # noqa: E731
     clients = [new() for _ in range(args.tenants)]
-    one = per_second(clients[:1], rows, seconds)
-    report["tokens_per_s"] = {"one": one[0]}
+    size, cpu = rows.size - len(rows), [server.cpu_s]
+    one = per_second(clients[:1], rows, seconds)[0]
+    cpu.append(server.cpu_s)
+    report["tokens_per_s"] = {"one": one}
+    report["one_step_s"] = {"mean": size / one, "over_plain": size / one / report["plain_step_s"]["median"]}
     report.count("one", 1)
     all_of_them = per_second(clients, rows, seconds)
-    report["tokens_per_s"] |= {
-        "all": sum(all_of_them),
-        "each": all_of_them,
-        "gain": sum(all_of_them) / one[0],
-    }
+    cpu.append(server.cpu_s)
+    gain = sum(all_of_them) / one
+    report["tokens_per_s"] |= {"all": sum(all_of_them), "each": all_of_them, "gain": gain}
+    shares = [(after - before) / seconds for before, after in pairwise(cpu)]
+    report["tokens_per_cpu_s"] = {"one": one / shares[0], "all": sum(all_of_them) / shares[1]}
     report.count("all", 1)
     report["sample_s"] = {"alone": latencies(clients[0], base, rows, seconds / 2)}
     load = Load(clients[1:], rows)
@@ -190,45 +281,60 @@ def measured(args: argparse.Namespace, server: dict, report: Report) -> None:
     for client in clients[2:]:
         client.close()
     shares = per_second([new(FLOOD), *clients[:2]], rows, seconds)
-    report["flood"] = {
-        "flooding": shares[0],
-        "others": shares[1:],
-        "most_over_least": max(shares) / min(shares),
-    }
+    most_over_least = max(shares) / min(shares)
+    report["flood"] = {"flooding": shares[0], "others": shares[1:], "most_over_least": most_over_least}
     report.count("flood", 1)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path)
-    for name, default in (("tenants", 8), ("rank", 32), ("rows", 8), ("length", 128)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--gpu", action="store_true", help="one GPU, the shape of Qwen3-1.7B")
+    parser.add_argument(
+        "--small", action="store_true", help="a small model and the HF sampler, on any device"
+    )
+    parser.add_argument("--tenants", type=int, default=8)
+    for name, cpu, gpu in (("rank", 8, 32), ("rows", 2, 8), ("length", 32, 128)):
+        parser.add_argument(f"--{name}", type=int, help=f"by default {cpu}, with --gpu {gpu}")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks/results/serve.json")
+    parser.add_argument("--steps", type=int, default=20, help="of the plain job that are counted")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("keys", nargs="*", help="key=value of siirl serve")
     args = parser.parse_args()
+    for name, cpu, gpu in (("rank", 8, 32), ("rows", 2, 8), ("length", 32, 128)):
+        setattr(args, name, getattr(args, name) or (gpu if args.gpu else cpu))
+    results = REPOSITORY / "benchmarks/results"
+    args.out = args.out or results / f"serve_{'gpu' if args.gpu else 'cpu'}.json"
+    args.keys = [*KEYS[args.gpu], *args.keys]
+    return args
+
+
+def main() -> None:
+    args = arguments()
     end_by_signals()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if args.model is None:
-            words = [sys.executable, str(REPOSITORY / "examples/serve/prepare.py"), "--out", name]
-            subprocess.run([*words, "--letters"], check=True)
-            args.model = folder / "letters"
-        parts = dict.fromkeys(("one", "all", "sample", "flood"), 1)
-        told = {
-            name: getattr(args, name) for name in ("tenants", "rank", "rows", "length", "seconds", "keys")
-        }
-        report = Report(args.out, parts, **told)
-        job, server = started(args, folder)
+        args.model = folder / "model"
+        shape = SHAPES["A"] if args.gpu and not args.small else TINY
+        make_model(args.model, shape)
+        vocabulary = (COMMON | shape)["vocab_size"]
+        draw = np.random.default_rng(0)
+        rows = draw.integers(FIRST_WORD, vocabulary, (args.rows, args.length + 1))
+        parts = dict.fromkeys(("plain", "one", "all", "sample", "flood"), 1)
+        names = ("gpu", "small", "tenants", "rank", "rows", "length", "seconds", "keys")
+        report = Report(args.out, parts, **{name: getattr(args, name) for name in names})
+        report["load_before"] = os.getloadavg()[0]
+        compared(args, rows, folder, report)
+        server = Server(args, folder)
         try:
-            measured(args, server, report)
+            measured(args, server, rows, report)
         finally:
-            job.terminate()
-            job.wait(60)
+            end_job(server.job)
+        report["load_after"] = os.getloadavg()[0]
         report.finish()
-        print(json.dumps({part: report[part] for part in ("tokens_per_s", "sample_s", "flood")}, indent=1))
+        told = ("plain_step_s", "one_step_s", "tokens_per_s", "tokens_per_cpu_s", "sample_s", "flood")
+        print(json.dumps({part: report[part] for part in told}, indent=1))
 
 
 if __name__ == "__main__":
