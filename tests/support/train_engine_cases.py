@@ -1,8 +1,8 @@
 """What every training engine is held to: sample rows, a loss, plain Hugging Face as the reference."""
 
 import functools
-import shutil
-import tempfile
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from tensordict import TensorDict
 from torch import Tensor
@@ -310,17 +309,27 @@ def first_step_gradients(engine: TrainEngine) -> dict[str, Tensor]:
 
 
 def whole_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a sharded state, whole, on every rank: by way of a checkpoint."""
-    folder = [tempfile.mkdtemp(prefix="siirl-state-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    dcp.save(state, checkpoint_id=folder[0])
-    stored = dcp.FileSystemReader(folder[0]).read_metadata().state_dict_metadata
-    whole = {name: torch.zeros(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
-    dcp.load(whole, checkpoint_id=folder[0])
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
+    """The tensors of a sharded state, whole, on every rank; NaN where no rank has anything."""
+    mine = [(name, *part) for name, tensor in state.items() for part in parts_of(name, tensor)]
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    whole: dict[str, Tensor] = {}
+    for name, size, offsets, part in itertools.chain(*parts):
+        if name not in whole:
+            whole[name] = torch.full(size, torch.nan if part.is_floating_point() else 0, dtype=part.dtype)
+        place = tuple(slice(at, at + num) for at, num in zip(offsets, part.shape, strict=True))
+        whole[name][place] = part
     return whole
+
+
+def parts_of(name: str, tensor: Any) -> Iterator[tuple[torch.Size, tuple[int, ...], Tensor]]:
+    """(size of the whole tensor, offsets, what this rank has there), as checkpoints are told."""
+    if not hasattr(tensor, "__create_write_items__"):
+        yield tensor.shape, (0,) * tensor.dim(), tensor.detach().cpu().clone()
+        return
+    for item in tensor.__create_write_items__(name, tensor):
+        part = tensor.__get_tensor_shard__(item.index).detach().cpu().clone()
+        yield item.tensor_data.size, tuple(item.tensor_data.chunk.offsets), part
 
 
 def train_steps(engine: TrainEngine, scenario: Scenario, steps: range) -> list[Metrics]:
