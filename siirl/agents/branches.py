@@ -36,8 +36,7 @@ class Contest:
         self._best: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def arrive(self, number: int, score: float) -> None:
-        """A candidate has got its score; what it gets later does not count. Of equals the first is the "
-        "best."""
+        """A candidate has got its score; what it gets later does not count. Of equals the first is best."""
         self._scores.setdefault(number, score)
         if len(self._scores) == self._size and not self._best.done():
             self._best.set_result(max(self._scores, key=lambda one: (self._scores[one], -one)))
@@ -88,8 +87,7 @@ class Tree(Generic[Result]):
         episode_id: int,
         play: Callable[["Tree[Result]", Branch, Transcript], Coroutine[Any, Any, Result]],
     ) -> None:
-        """episode_id: of branch 0. play: plays an episode on a branch; what its transcript holds happens "
-        "again."""
+        """episode_id: of branch 0. play: plays an episode on a branch; its transcript happens again."""
         self._plan, self._episode_id, self._play = plan, episode_id, play
         self._branches: list[asyncio.Task[Result]] = []
 

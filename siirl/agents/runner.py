@@ -151,10 +151,10 @@ def run_all(
     prompts: Sequence[list[int]],
     run: Callable[[Coroutine[Any, Any, list[Played]]], list[Played]] = asyncio.run,
 ) -> list[Played]:
-    """Play all episodes side by side, in order of `episodes`, each followed by its branches. prompts:
-    tokens of
-    each one's raw_prompt, by the template and tokenizer of the first agent. An episode that fails is marked;
-    other errors end the run.
+    """Play all episodes side by side, in order of `episodes`, each followed by its branches.
+
+    prompts: tokens of each one's raw_prompt, by the template and tokenizer of the first agent. An episode
+    that fails is marked; other errors end the run.
 
     run: gives what a coroutine gives, in an event loop.
     """

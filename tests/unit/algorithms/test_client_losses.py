@@ -32,7 +32,7 @@ def cases():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "total", "slopes"), cases(), ids=lambda x: x if isinstance(x, str) else ""
+    ("name", "options", "total", "slopes"), list(cases()), ids=lambda x: x if isinstance(x, str) else ""
 )
 def test_a_loss_is_the_sum_of_the_protocol_and_so_is_its_gradient(name, options, total, slopes):
     loss = CLIENT_LOSSES[name]
