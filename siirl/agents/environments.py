@@ -33,6 +33,7 @@ ADAPTERS = {
     "gymnasium": "siirl.agents.gymnasium_env:Gymnasium",
     "textarena": "siirl.agents.textarena_env:TextArena",
     "openenv": "siirl.agents.openenv_env:OpenEnv",
+    "nemo_gym": "siirl.agents.nemo_gym_env:NemoGym",
     "sandbox": "siirl.agents.task_run:TaskEnvironment",
 }
 """Package -> the class that makes an environment of it, Class(name, **env_kwargs)."""

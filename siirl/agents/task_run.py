@@ -163,13 +163,21 @@ TASKS = "sandbox:tasks"
 MOST_COMMANDS = 30
 
 
-def check_turns(env_kwargs: Mapping[str, Any], max_turns: int, who: str) -> None:
-    """DagError for a loop that ends before the tests of a task run, which would reward nothing."""
-    most = env_kwargs.get("max_commands", MOST_COMMANDS)
+MOST_STEPS = 8
+"""Turns with calls of tools in an episode of NeMo-Gym, unless env_kwargs.max_steps says another number."""
+
+
+def check_turns(path: str, env_kwargs: Mapping[str, Any], max_turns: int, who: str) -> None:
+    """DagError for a loop that ends before an environment's last step, which gives the reward."""
+    if path != TASKS and not path.startswith("nemo_gym:"):
+        return
+    key, default = ("max_commands", MOST_COMMANDS) if path == TASKS else ("max_steps", MOST_STEPS)
+    most = env_kwargs.get(key, default)
     if isinstance(most, int) and max_turns < most:
         raise DagError(
-            f"{who}: loop.max_turns = {max_turns} ends an episode before env_kwargs.max_commands = {most}, "
-            f"after which its tests run: it would have no reward. Set max_turns to {most} or more."
+            f"{who}: loop.max_turns = {max_turns} ends an episode before env_kwargs.{key} = {most}, "
+            f"after which it is rewarded: it would have no reward. Set max_turns to {most} or more, or "
+            f"{key} to {max_turns}."
         )
 
 

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
-from siirl.data import verifiers_rows
+from siirl.data import nemo_gym_rows, verifiers_rows
+from siirl.data.nemo_gym_rows import NemoGymRows
 from siirl.data.reasoning_gym_rows import PREFIX, GeneratedRows
 from siirl.data.row_values import JSON_TYPE, as_json_cell
 from siirl.data.task_folders import TaskRows, tasks_in
@@ -25,9 +26,13 @@ from siirl.findings import Findings
 UNREADABLE = (pa.ArrowException, OSError, ValueError)
 """What pyarrow raises for a file that is not what it should be; ValueError: a text that is no UTF-8."""
 
-MADE = {PREFIX: GeneratedRows, verifiers_rows.PREFIX: VerifiersRows}
+MADE = {
+    PREFIX: GeneratedRows,
+    verifiers_rows.PREFIX: VerifiersRows,
+    nemo_gym_rows.PREFIX: NemoGymRows,
+}
 """What a name begins with -> the rows that it stands for."""
-DataFile = Path | GeneratedRows | VerifiersRows | TaskRows
+DataFile = Path | GeneratedRows | VerifiersRows | NemoGymRows | TaskRows
 """What an entry of data.train_files names: a file of a format of READERS, or rows that are made."""
 
 

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Collection, Mapping, Sequence
 
 from siirl.agents.environments import check_packaged
-from siirl.agents.task_run import TASKS, check_sandbox, check_turns
+from siirl.agents.task_run import check_sandbox, check_turns
 from siirl.agents.tool_files import check_tools_here
 from siirl.compiler.backends import backend_of
 from siirl.compiler.checks.model_checks import check_trained_model
@@ -207,8 +207,8 @@ def check_packages(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings)
                     check_tools_here(multi_turn, f"node {stage.node!r}")
         for stage in interaction.acting:
             with found.at(Place.MACHINE):
-                if stage.env and stage.env.path == TASKS and stage.back_to:
-                    check_turns(stage.env.kwargs, stage.max_turns, f"node {stage.node!r}")
+                if stage.env:
+                    check_turns(stage.env.path, stage.env.kwargs, stage.max_turns, f"node {stage.node!r}")
                 if stage.env and env_package(stage.env.path):
                     check_packaged(stage.env.path, f"node {stage.node!r}: env_path", stage.env.kwargs)
 

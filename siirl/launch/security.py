@@ -29,7 +29,7 @@ from siirl.sandbox.box import strongest_isolation
 
 REFERENCE = re.compile(r"(?!\d)[\w./~-]+:[A-Za-z_]\w*")
 """Code of the user's, as keys name it: file.py:name or pkg.mod:name."""
-OPENENV = "openenv:"
+SERVED = ("openenv:", "nemo_gym:")
 """Before the address of an environment that runs elsewhere."""
 HERE, CLUSTER = "users and programs of this machine", "whoever reaches the machine"
 SHUT_IN = "With other users here, run in a network namespace (docs/security.md, What has no token)"
@@ -214,8 +214,8 @@ def services(run: Subject) -> Iterator[Line]:
     """Services that the run asks: prompts, answers and tokens go there."""
     told = set()
     for path in run.environments():
-        if path.startswith(OPENENV):
-            yield _service(f"environment {path}", path.removeprefix(OPENENV))
+        if path.startswith(SERVED):
+            yield _service(f"environment {path}", path.partition(":")[2])
     for who, cfg in run.configs():
         urls = {name: get(cfg, name) for name in all_keys() if name.endswith(".url")}
         urls["reward_model.sandbox_fusion.url"] = (cfg.reward_model.sandbox_fusion or {}).get("url")
@@ -296,7 +296,7 @@ def _code(run: Subject) -> Iterator[tuple[str, str]]:
         process = stage.process_path if isinstance(stage, AgentStage) else None
         yield from ((code, worker) for code in (stage.until, stage.route, process) if code is not None)
     for path in run.environments():
-        if not path.startswith(OPENENV):
+        if not path.startswith(SERVED):
             yield f"environment {path}", thread
     for interaction in run.plan.interactions.values():
         if (program := interaction.program) and program["command"] and not program["is_function"]:

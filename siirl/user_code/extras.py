@@ -10,7 +10,7 @@ EXTRAS = {
     "langdetect": ("langdetect", "ifeval"),
 }
 """Module -> (its package, the extra of siirl that installs it)."""
-ENV_PACKAGES = ("gymnasium", "textarena", "openenv", "sandbox")
+ENV_PACKAGES = ("gymnasium", "textarena", "openenv", "nemo_gym", "sandbox")
 """Whose environments are named as PACKAGE:NAME. What is none of EXTRAS needs no package."""
 
 REPLAYABLE_PACKAGES = ("gymnasium", "textarena")
