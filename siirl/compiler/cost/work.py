@@ -185,7 +185,9 @@ def _layers_work(
     per_layer = 2 * active_layer_params(shape) * rows * packed.row
     causal = 2 * packed.square * query_width(shape) * rows * shape.attending / shape.layers
     if shape.nets:  # as model_flops has them
-        per_layer += 7 * shape.nets.state * rows * packed.row * shape.nets.layers / shape.layers
+        per_layer += (
+            shape.nets.flops * shape.nets.state * rows * packed.row * shape.nets.layers / shape.layers
+        )
     kept = kept_values(shape, fused) * rows * packed.row * _compute_bytes(model, cfg)
     routed = shape.moe_layers / shape.layers * shape.top_k * shape.hidden * _compute_bytes(model, cfg)
     routed *= rows * packed.row * dims.etp  # each rank that has a part of an expert has all of its tokens

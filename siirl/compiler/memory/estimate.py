@@ -98,8 +98,8 @@ class ModelShape:
     """In the files, of a layer without experts."""
     gated: bool = False
     """What attention gives is multiplied by a gate as wide as its queries, which come with these."""
-    nets: of_config.DeltaNets | None = None
-    """Gated delta nets, in some layers."""
+    nets: of_config.StateNets | None = None
+    """In some layers, in the place of attention."""
 
     @property
     def attending(self) -> int:
@@ -167,7 +167,7 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
     hidden, layers, heads = raw["hidden_size"], raw["num_hidden_layers"], raw["num_attention_heads"]
     family, head_dim = family_of(raw["model_type"]), head_size(raw)
     q_width, kv_width = heads * head_dim, (raw.get("num_key_value_heads") or heads) * head_dim
-    nets = of_config.delta_nets(raw)
+    nets = of_config.state_nets(raw)
     gated = family.delta_nets
     attention = (2 + gated) * hidden * q_width + 2 * hidden * kv_width
     latent = of_config.latent_sizes(raw) if family.latent is not None else {}
@@ -187,8 +187,8 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
     ]
     moe_layers = sum(of_config.has_experts(raw, index) for index in range(layers))
     experts = of_config.experts_of(raw) if moe_layers else 0
-    dense = raw.get("intermediate_size") or 0
-    expert_width = raw.get("moe_intermediate_size") or dense
+    dense = of_config.dense_width(raw)
+    expert_width = (raw.get(family.experts.width) if family.experts else None) or dense
     embedding = raw["vocab_size"] * hidden
     copies = 1 if raw["tie_word_embeddings"] else 2
     return ModelShape(

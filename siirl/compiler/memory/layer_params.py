@@ -5,15 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.models.families import family_of
-from siirl.models.sizes import EXPERTS, is_expert_layer, state_layers, state_numbers
+from siirl.models.sizes import EXPERTS, is_expert_layer, num_experts, state_layers, state_numbers
 
 _CHUNK = 64
 """Tokens that the kernel of a gated delta net computes at a time, with a state for each."""
 
 
 @dataclass(frozen=True)
-class DeltaNets:
-    """The gated delta nets of a model: one in each of some layers, in the place of attention."""
+class StateNets:
+    """What some layers of a model have in the place of attention: gated delta nets, or Mamba-2.
+
+    What they keep is measured of torch's kernels (tests/unit/compiler/test_state_net_memory.py).
+    """
 
     layers: int
     params: int
@@ -23,22 +26,30 @@ class DeltaNets:
     state: int
     """Numbers in fp32 that a row has in a net between two tokens."""
     kept: int
-    """Numbers in fp32 that a net keeps of a token for its backward pass, computing in bfloat16. By torch's
-    kernels: of each value head ten that are as wide as its keys, and as many as its values, the state of each
-    chunk, and what lies between its tokens (tests/unit/compiler/test_delta_net_memory.py measures it)."""
+    """Numbers in fp32 that a net keeps of a token for its backward pass, computing in bfloat16."""
     passing: int
     """The same at the fullest point of a pass without gradient."""
+    in_fp32: float
+    """So many times as many are kept where it computes in fp32: some are copied."""
+    flops: int
+    """Of a token, for each number of the state, in a forward pass."""
 
     def values(self, numbers: int, width: int) -> int:
-        """So many numbers in fp32 as values of a compute type's width; in fp32 a fifth more are copied."""
-        return numbers * 4 // width if width < 4 else numbers * 6 // 5
+        """So many numbers in fp32 as values of a compute type's width."""
+        return numbers * 4 // width if width < 4 else int(numbers * self.in_fp32)
 
 
-def delta_nets(raw: Mapping[str, Any]) -> DeltaNets | None:
+def state_nets(raw: Mapping[str, Any]) -> StateNets | None:
     """Those of a config.json; None where it has none."""
     layers = state_layers(raw)
     if not layers:
         return None
+    return (_mamba2 if family_of(raw["model_type"]).mamba2 else _delta_nets)(raw, layers)
+
+
+def _delta_nets(raw: Mapping[str, Any], layers: int) -> StateNets:
+    """Kept: of each value head ten that are as wide as its keys, and as many as its values, the state of each
+    chunk, and what lies between its tokens."""
     hidden, heads, key_heads = (
         raw[name] for name in ("hidden_size", "linear_num_value_heads", "linear_num_key_heads")
     )
@@ -47,13 +58,38 @@ def delta_nets(raw: Mapping[str, Any]) -> DeltaNets | None:
     )
     keys, values = 2 * key_heads * k, heads * v
     made = keys + 2 * values + 2 * heads
-    return DeltaNets(
+    return StateNets(
         layers=layers,
         params=hidden * (made + values) + (keys + values) * width + 2 * heads + v,
         adapted=5 * hidden + made + values,
         state=state_numbers(raw),
         kept=3 * keys // 2 + heads * (10 * (k + v) + k * v // _CHUNK + 300),
         passing=heads * (8 * k + 7 * v + 160),
+        in_fp32=1.2,
+        flops=7,
+    )
+
+
+def _mamba2(raw: Mapping[str, Any], layers: int) -> StateNets:
+    """Kept: of each head its keys and queries, which those of a group share, what lies between the tokens of
+    a chunk, and the state of each."""
+    hidden, heads, size, chunk = (
+        raw[name] for name in ("hidden_size", "mamba_n_heads", "mamba_d_state", "mamba_chunk_size")
+    )
+    wide, shared = raw["mamba_expand"] * hidden, raw["mamba_n_groups"] * size
+    channels = wide + 2 * shared
+    made = wide + channels + heads
+    biases = (made + hidden) * bool(raw.get("mamba_proj_bias")) + channels * bool(raw.get("mamba_conv_bias"))
+    states = wide * size // chunk
+    return StateNets(
+        layers=layers,
+        params=hidden * (made + wide) + channels * raw["mamba_d_conv"] + 3 * heads + wide + biases,
+        adapted=2 * hidden + made + wide,
+        state=state_numbers(raw),
+        kept=13 * wide + heads * (5 * size + 3 * chunk) + 2 * states + 4 * shared,
+        passing=8 * wide + 3 * heads * (size + chunk) + 3 * states + 2 * shared,
+        in_fp32=1.1,
+        flops=5,
     )
 
 
@@ -86,11 +122,22 @@ def experts_of(raw: Mapping[str, Any]) -> int:
 def shared_width(raw: Mapping[str, Any]) -> int:
     """Of the expert that all tokens pass; 0 without one."""
     own = (raw.get("n_shared_experts") or 0) * raw.get("moe_intermediate_size", 0)
-    return own or raw.get("shared_expert_intermediate_size", 0)
+    return own or raw.get("shared_expert_intermediate_size") or raw.get("shared_intermediate_size", 0)
+
+
+def dense_width(raw: Mapping[str, Any]) -> int:
+    """Of the MLP of a layer without experts; 0 without one."""
+    if family_of(raw["model_type"]).mamba2 and not num_experts(raw):
+        return raw["shared_intermediate_size"]  # what all tokens pass is all that there is
+    return raw.get("intermediate_size") or 0
 
 
 def has_experts(raw: Mapping[str, Any], layer: int) -> bool:
-    return family_of(raw["model_type"]).experts is not None and is_expert_layer(raw, layer)
+    return (
+        family_of(raw["model_type"]).experts is not None
+        and bool(num_experts(raw))
+        and is_expert_layer(raw, layer)
+    )
 
 
 def expert_params(raw: Mapping[str, Any], width: int) -> int:
@@ -101,8 +148,8 @@ def expert_params(raw: Mapping[str, Any], width: int) -> int:
 
 def mlp_params(raw: Mapping[str, Any], layer: int) -> int:
     hidden, experts = raw["hidden_size"], family_of(raw["model_type"]).experts
-    if experts is None or not is_expert_layer(raw, layer):
-        width = raw["intermediate_size"]
+    if experts is None or not has_experts(raw, layer):
+        width = dense_width(raw)
         return 3 * hidden * width + (2 * width + hidden if raw.get("mlp_bias") else 0)
     count = experts_of(raw)
     router = (hidden + experts.biases) * count

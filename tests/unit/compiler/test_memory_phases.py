@@ -249,7 +249,7 @@ def test_what_the_plan_advises_fits_and_is_accepted(extra, tmp_path, capsys):
     ]
     line = verdict(command)
     assert "does not fit 61 GiB" in line
-    keys = re.search(r"With (.+?): \d+ in", line).group(1).split()
+    keys = re.search(r"With (.+?): \d+ GiB in", line).group(1).split()
     assert (WHOLE.replace("=false", "=True") in keys) == (WHOLE in extra)
     assert "fits 61 GiB: yes" in verdict([*command, *keys])
     code = main(["check", "--elsewhere", *command])

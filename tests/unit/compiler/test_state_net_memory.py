@@ -1,10 +1,14 @@
-"""What gated delta nets take of memory: the estimate is near what a layer of transformers keeps."""
+"""What gated delta nets and Mamba-2 take of memory: the estimate is near what a layer of transformers has."""
+
+import weakref
 
 import causal_lms
 import pytest
 import torch
 from plan_cases import config
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.memory.estimate import fsdp_lines, kept_beside_attention, kept_values, model_shape
@@ -26,6 +30,20 @@ OTHERS = (
     {"linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
     {"linear_value_head_dim": 128, "linear_key_head_dim": 128},
 )
+SCANS = {
+    **{"hidden_size": 128, "intermediate_size": 96, "shared_intermediate_size": 192, "vocab_size": 64},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 0, "num_experts_per_tok": 0},
+    **{"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1},
+    **{"mamba_chunk_size": 64, "max_position_embeddings": 1024, "layer_types": ["mamba", "attention"]},
+}
+OF_SCANS = (
+    {},
+    {"hidden_size": 256, "mamba_d_head": 64},
+    {"mamba_d_state": 128},
+    {"mamba_n_heads": 16, "mamba_d_head": 16, "mamba_chunk_size": 128},
+    {"mamba_n_groups": 4, "mamba_d_state": 64},
+    {"hidden_size": 256, "mamba_n_heads": 16, "mamba_chunk_size": 256, "mamba_d_state": 128},
+)
 
 
 def rows_of(number: int, length: int):
@@ -39,9 +57,9 @@ def rows_of(number: int, length: int):
     )
 
 
-def kept_of(layer: nn.Module, model: nn.Module, dtype: torch.dtype) -> float:
+def kept_of(layer: nn.Module, model: nn.Module, dtype: torch.dtype, length: int = 256) -> float:
     """Values of a token that a layer keeps for its backward pass."""
-    at = pack_rows(rows_of(3, 256), torch.device("cpu"))
+    at = pack_rows(rows_of(3, length), torch.device("cpu"))
     tokens = at.input_ids.shape[1]
     own = {param.untyped_storage()._cdata for param in model.parameters()}
     kept, found = [], {}
@@ -54,7 +72,8 @@ def kept_of(layer: nn.Module, model: nn.Module, dtype: torch.dtype) -> float:
         return tensor
 
     hidden = torch.randn(1, tokens, model.config.hidden_size, dtype=dtype, requires_grad=True)
-    turned = model.model.rotary_emb(hidden, at.position_ids)
+    turn = model.model.rotary_emb
+    turned = turn and turn(hidden, at.position_ids)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(hidden, position_embeddings=turned, attention_mask=None, sequence_bounds=at.bounds)
     return sum(found.values()) / tokens / dtype.itemsize
@@ -73,6 +92,47 @@ def test_layers_keep_for_the_backward_pass_what_is_estimated(sizes, dtype):
     assert kept_of(model.model.layers[0], model, dtype) == pytest.approx(net, rel=0.15)
     attention = kept_of(model.model.layers[1], model, dtype)
     assert attention == pytest.approx(kept_values(shape, False), rel=0.25)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors that are there at once, of those that are made in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(made)[0]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.held:
+                storage = tensor.untyped_storage()
+                self.held[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.held.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self.held.values()))
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", OF_SCANS, ids=str)
+def test_layers_of_mamba2_have_of_a_token_what_is_estimated(sizes, dtype):
+    """Rows of whole chunks: what is behind a row in its last one is no token's."""
+    from transformers import AutoModelForCausalLM
+
+    made = causal_lms.tiny_config("granitemoehybrid", **SCANS | sizes)
+    model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    pin_state_layers(model)
+    shape = model_shape(made.to_dict())
+    scan, attention = (kept_of(layer, model, dtype, 510) for layer in model.model.layers)
+    estimated = kept_beside_attention(shape, False) + shape.nets.values(shape.nets.kept, dtype.itemsize)
+    assert scan == pytest.approx(estimated, rel=0.15)
+    assert attention == pytest.approx(kept_values(shape, False), rel=0.25)
+    at = pack_rows(rows_of(3, 510), torch.device("cpu"))
+    hidden = torch.randn(1, at.input_ids.shape[1], made.hidden_size, dtype=dtype)
+    with torch.no_grad(), LiveBytes() as live:
+        model.model.layers[0](hidden, attention_mask=None, sequence_bounds=at.bounds)
+    passing = 4 * shape.hidden + shape.nets.values(shape.nets.passing, dtype.itemsize)
+    assert live.peak / hidden.shape[1] / dtype.itemsize == pytest.approx(passing, rel=0.15)
 
 
 @pytest.mark.parametrize(
