@@ -104,7 +104,10 @@ def largest(kind: str) -> str:
         return NO_ESTIMATE
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(written))
-        layers, cfg = next((layers, cfg) for cfg in jobs(kind, folder) if (layers := deepest(cfg)))
+        found = next(((layers, cfg) for cfg in jobs(kind, folder) if (layers := deepest(cfg))), None)
+        if found is None:  # of the defaults of Granite 4's hybrids, which have no attention
+            return NO_ESTIMATE
+        layers, cfg = found
         shape = read_shape(with_overrides(cfg, deep(layers)), "actor")
     assert not isinstance(shape, str), shape
     return f"{shape.params / 1e9:.0f} B, {layers} layers"

@@ -332,6 +332,10 @@ def _unmeasured(model: ModelPlan, cfg: Config, shape: ModelShape) -> list[str]:
     lines = []
     if shape.experts:
         lines.append("of experts 8 layers of 30B-A3B on H100s were measured, and no rollout")
+    if shape.nets:
+        lines.append(
+            "layers with states count as matrix products do; torch's kernels of them are slower: not measured"
+        )
     if model.generates:
         if backend_of(model).timed and cfg.actor_rollout_ref.rollout.enforce_eager:
             lines.append(

@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.cost.device_kinds import H200
+from siirl.compiler.cost.step_time import step_time
 from siirl.compiler.memory.estimate import fsdp_lines, kept_beside_attention, kept_values, model_shape
 from siirl.compiler.memory.phases import memory_lines
 from siirl.data.rows import make_rows
@@ -133,6 +135,23 @@ def test_layers_of_mamba2_have_of_a_token_what_is_estimated(sizes, dtype):
         model.model.layers[0](hidden, attention_mask=None, sequence_bounds=at.bounds)
     passing = 4 * shape.hidden + shape.nets.values(shape.nets.passing, dtype.itemsize)
     assert live.peak / hidden.shape[1] / dtype.itemsize == pytest.approx(passing, rel=0.15)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize("biased", [False, True])
+def test_parameters_of_mamba2_are_those_that_transformers_builds(experts, biased, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    biases = {"mamba_conv_bias": biased, "mamba_proj_bias": biased}
+    sizes = SCANS | biases | {"num_local_experts": experts, "num_experts_per_tok": min(2, experts)}
+    made = causal_lms.tiny_config("granitemoehybrid", **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made)
+    assert model_shape(made.to_dict()).params == sum(x.numel() for x in model.parameters())
+    made.save_pretrained(tmp_path)
+    cfg = config(f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=hf")
+    time = step_time(*compile_plan(load_dag(cfg), cfg, 1), H200)
+    assert any("layers with states" in line for line in time.assumed)
 
 
 @pytest.mark.parametrize(
