@@ -3,6 +3,7 @@ command whose settings carry comments.
 """
 
 import ast
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,6 +72,9 @@ def read_source(path: Path, given: Mapping[str, str], settings: Sequence[str]) -
         for found in PLACEHOLDER.finditer(argument):
             left.setdefault(found[0], []).append(name)
         arguments.append(argument)
+    for name in sorted(launch.variables.defaulted & {*filter(os.environ.get, os.environ)}):
+        taken = f"{name}, which this shell sets and the script takes when it runs, is not"
+        left[taken] = [f"the command below: siirl migrate {path.name} {name}=${name}"]
     for guess in launch.variables.guesses:
         left[guess] = ["the script's conditions: give the variable if it is not so"]
     composed = Composed()

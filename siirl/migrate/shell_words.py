@@ -41,6 +41,8 @@ class Variables:
     """Names that were read though nobody set them."""
     tested: set[str] = field(default_factory=set)
     """Those among them that conditions read."""
+    defaulted: set[str] = field(default_factory=set)
+    """Names that nobody set, in whose place a default was read: ${NAME:-default}."""
     guesses: list[str] = field(default_factory=list)
     """How conditions that depend on text that is not known were read."""
 
@@ -201,6 +203,8 @@ def _operate(sign: str, word: str, name: str, variables: Variables) -> str:
         case "-" | "=":
             if usable:
                 return text
+            if not given:
+                variables.defaulted.add(name)
             default = expand_text(word, variables)
             if sign.endswith("="):
                 variables.values[name] = default

@@ -12,6 +12,7 @@ from siirl.config import load_config
 from siirl.config.aliases import ALIASES
 from siirl.config.root import all_keys
 from siirl.errors import ConfigError
+from siirl.migrate.foreign_files import read_source
 from siirl.migrate.script import read_script
 
 pytestmark = pytest.mark.heavy
@@ -319,3 +320,21 @@ def test_the_command_for_a_random_script_of_siirl_has_its_configuration(seed, tm
         name for name in all_keys() if name.endswith(("use_dynamic_bsz", "max_token_len_per_gpu"))
     }
     assert all(f"{name}={value}" in words for name, value in settings), page
+
+
+def test_a_variable_of_the_shell_that_the_script_would_take_is_named_without_its_value(tmp_path, monkeypatch):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "N=${PET_NNODES:-1}; K=${WANDB_KEY-none}; S=${SEED:-3}; SEED=${SEED:-4}\n"
+        "python3 -m verl.trainer.main_ppo trainer.nnodes=$N trainer.seed=$S\n"
+    )
+    for name, value in {"PET_NNODES": "8", "WANDB_KEY": "secret", "ELSE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SEED", raising=False)
+    source = read_source(script, {}, ())
+    told = " ".join(f"{text} in {names}" for text, names in source.open.items())
+    assert "trainer.nnodes=1" in source.arguments and "secret" not in told
+    assert "siirl migrate run.sh PET_NNODES=$PET_NNODES" in told and "WANDB_KEY=$WANDB_KEY" in told
+    assert "SEED" not in told and "ELSE" not in told
+    given = read_source(script, {"PET_NNODES": "8"}, ())
+    assert "trainer.nnodes=8" in given.arguments and "PET_NNODES" not in str(given.open)
