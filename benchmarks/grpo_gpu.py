@@ -80,33 +80,26 @@ VERL = {
 def make_model(path: Path, shape: dict) -> None:
     """A model directory with random weights in bf16, and a tokenizer that has a word for every token.
 
-    shape: sizes that are not those of COMMON; with num_experts, a Qwen3-MoE.
+    shape: sizes that are not those of COMMON; with num_experts a Qwen3-MoE, with gated delta nets a Qwen3.5.
 
     Weights have a standard deviation of 0.64 / sqrt(hidden size). With one of 0.02 for all sizes, bf16 alone
     moves the log-probs of workload A by 0.022 from the fp32 model's, in vLLM as in transformers.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (
-        PreTrainedTokenizerFast,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     sizes = COMMON | {key: value for key, value in shape.items() if key != "prompts"}
     spread = 0.64 * sizes["hidden_size"] ** -0.5
-    kinds = (
-        (Qwen3MoeConfig, Qwen3MoeForCausalLM) if "num_experts" in sizes else (Qwen3Config, Qwen3ForCausalLM)
-    )
-    config = kinds[0](**sizes, initializer_range=spread, dtype="bfloat16")
+    kinds = {"num_experts": "qwen3_moe", "linear_num_value_heads": "qwen3_5_text"}
+    kind = next((kind for name, kind in kinds.items() if name in sizes), "qwen3")
+    config = AutoConfig.for_model(kind, **sizes, initializer_range=spread, dtype="bfloat16")
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)  # a whole model in fp32 is twice the memory
     with torch.device(device):
-        model = kinds[1](config)
+        model = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(before)
     model.save_pretrained(path)
     del model

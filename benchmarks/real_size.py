@@ -7,6 +7,7 @@ experts_fsdp, experts_megatron: GRPO with a reference on Qwen3-30B-A3B's shape, 
 ranks, engines of several GPUs. experts_replay: the first one, with the experts that the rollout
 chose, and engines of one GPU.
 killed: the first one again, with checkpoints in memory, of which a worker is killed twice.
+hybrid: GRPO on Qwen3.5-0.8B's shape, sampled by Hugging Face.
 dense_8B, dense_32B: README's keys, none of speed or memory. one_agent, four_agents: 8B, of which four debate:
 two of weights of their own, two adapters on one base.
 
@@ -66,6 +67,20 @@ DENSE_32B = DENSE_8B | {
     "num_hidden_layers": 64,
     "num_attention_heads": 64,
 }
+HYBRID = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""Three gated delta nets to a layer of attention."""
 SMALL = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -76,6 +91,10 @@ SMALL = {
     "vocab_size": 1024,
 }
 SMALL_EXPERTS = SMALL | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SMALL_HYBRID = SMALL | {
+    **{"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+}
 LAYERS = {2: 8, 4: 24}
 """Of the experts' model on so many GPUs; on more all 48."""
 KILLS = ((2, 0.3), (3, 0.7))
@@ -141,6 +160,7 @@ PARTS = {
         warm_up=0,
         small=SMALL_EXPERTS,
     ),
+    "hybrid": Part(HYBRID, (f"{ROLLOUT}.name=hf",), small=SMALL_HYBRID),
     "dense_8B": Part(DENSE_8B),
     "dense_32B": Part(DENSE_32B, (f"{ROLLOUT}.tensor_model_parallel_size={{tensor}}",)),
     "one_agent": Part(DENSE_8B),

@@ -63,8 +63,10 @@ def sampled(kind: str) -> str:
     """The rollout engines that take a type, of the shape that transformers gives it."""
     family = family_of(kind)
     found = ["hf"]
-    if not why_not_in_vllm({"model_type": kind}, on_cpu=False):
+    if not why_not_in_vllm({"model_type": kind}, on_cpu=False, dtype="bfloat16"):
         found.append("vllm")
+    elif not family.vllm.why_not:
+        found.append("vllm on a CPU")
     return ", ".join([*found, "sglang"] if family.sglang else found)
 
 
@@ -116,7 +118,7 @@ def largest(kind: str) -> str:
 def jobs(kind: str, folder: str) -> Iterator[Config]:
     """GRPO of a model under fsdp, its engines and experts shared by as many ranks as divide them; what waits
     is in host memory."""
-    fsdp, engine = f"{_POLICY}.actor.fsdp_config", "vllm" if "vllm" in sampled(kind) else "hf"
+    fsdp, engine = f"{_POLICY}.actor.fsdp_config", "vllm" if "vllm" in sampled(kind).split(", ") else "hf"
     for experts in (GPUS, 1) if family_of(kind).experts else (1,):
         for tensor in (8, 4, 2, 1) if engine == "vllm" else (1,):
             keys = {

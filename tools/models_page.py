@@ -61,16 +61,21 @@ def _on_cpu(cases: Cases) -> Iterator[str]:
         own = parts.pop(TRAINING, {})
         parts.pop(SAMPLED, None)
         cells = [layouts(own), *farthest(own.values())] if own else [NOT_RUN, "", ""]
-        cells.append(_in_vllm(kind, here) if strategy == FSDP else "")
+        cells.append(_in_vllm(kind, cases) if strategy == FSDP else "")
         yield f"| {kind} | {strategy} | {' | '.join(cells)} | {_besides(parts)} |"
 
 
-def _in_vllm(kind: str, here: Cases) -> str:
+def _in_vllm(kind: str, cases: Cases) -> str:
     """How near vLLM's log-probs of a type came; by whatever strategy it is trained, so it is said once."""
     if kind in WHY_NOT:
         return REFUSED
-    found = [proof for case, proof in here.items() if (case.model_type, case.part) == (kind, SAMPLED)]
-    return farthest(found)[0] if found else NOT_RUN
+    found = {
+        case: proof
+        for case, proof in cases.items()
+        if (case.model_type, case.part, case.device) == (kind, SAMPLED, CPU)
+    }
+    types = sorted({case.dtype for case in found} - {FP32})
+    return ", ".join([farthest(found.values())[0], *types]) if found else NOT_RUN
 
 
 def _besides(parts: dict[str, Cases]) -> str:

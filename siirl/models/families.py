@@ -76,6 +76,10 @@ class InVLLM:
     tells what takes weights into an engine that runs; others it copies past that."""
     copied: tuple[str, ...] = ()
     """Ends of the names of other tensors that its loader copies past that."""
+    cpu_dtype: str = ""
+    """The only type in which its kernels on a CPU compute it; "": they do in any."""
+    on_gpu: bool = True
+    """What it computes of it on a GPU is no kind of layer that was not seen there."""
     since: int = 24
     """Minor version 0.x that takes weights into a running engine as it has to, CUDA graphs included."""
 
@@ -215,7 +219,7 @@ _SINKS = InVLLM(
     since=32,
 )
 _DIVIDED = ("logits_scaling",)
-_STATES = InVLLM("what it computes of states of layers on a GPU has not been seen")
+_STATES = InVLLM(cpu_dtype="bfloat16", on_gpu=False, since=32)
 _DECAYS = ("linear_attn.A_log",)
 _DENSE = Family(float8=True)
 _OF_ANY_HEAD = Family(any_head=True, float8=True)
@@ -292,6 +296,12 @@ FAMILIES: dict[str, Family] = {
         qk_norm="heads",
         tiny={"head_dim": 8, **_TINY_GROUPS},
     ),
+    "glm4_moe_lite": Family(
+        vllm=_NOT_SEEN,
+        latent=Latent(reads_kv_heads=False, turns_head_dim=True),
+        experts=Experts(groups="sigmoid", shared="plain", choice_bias=True, replayed=False),
+        tiny={**_TINY_LATENT, "q_lora_rank": 16, "mlp_layer_types": ["dense", "sparse"]},
+    ),
     "gpt2": Family(turned=True, shares_hidden=True),
     "gpt_bigcode": Family(float8=True, shares_hidden=True, tiny={"num_key_value_heads": 1}),
     "gpt_oss": Family(
@@ -307,7 +317,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": Family(vllm=_CUT, scales=_DIVIDED, experts=Experts(), tiny=_TINY_SCALES),
     "granitemoeshared": Family(vllm=_CUT, scales=_DIVIDED, experts=Experts(), tiny=_TINY_SCALES),
     "granitemoehybrid": Family(
-        vllm=_STATES,
+        vllm=InVLLM(only={"mamba_n_groups": 1}, on_gpu=False, since=32),
         scales=_DIVIDED,
         mamba2=True,
         in_float32=("mamba.A_log",),

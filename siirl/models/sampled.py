@@ -13,16 +13,24 @@ from siirl.models.sizes import head_size, share_of_hidden
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Features of a head that its attention on a CPU has a kernel for, in any dtype and with any window."""
 
+CPU_DELTA_NETS = ((64, 64), (128, 128))
+"""Features of a key and of a value that its gated delta nets on a CPU have a kernel for."""
+
 CPU_LATENT = (512, 64)
 """Features of a compressed vector, and of what positions turn beside it, that it has one for."""
 
 
-def why_not_in_vllm(config: Mapping[str, Any], on_cpu: bool) -> str:
-    """Why vLLM does not sample a model as it is trained; empty if it does, or config.json does not tell."""
+def why_not_in_vllm(config: Mapping[str, Any], on_cpu: bool, dtype: str) -> str:
+    """Why vLLM does not sample a model as it is trained; empty if it does, or config.json does not tell.
+
+    dtype: of its weights there, rollout.dtype.
+    """
     vllm = family_of(config.get("model_type")).vllm
     size, share = head_size(config), share_of_hidden(config)
     if vllm.why_not:
         return vllm.why_not
+    if not (on_cpu or vllm.on_gpu):
+        return "what it computes of the states of its layers has been seen on a CPU alone"
     if _windows_differ(config):
         kinds = "each second one" if vllm.windows == "every second" else "all or in none"
         return f"with sliding windows in some of its layers it computes others, it has them in {kinds}"
@@ -36,11 +44,21 @@ def why_not_in_vllm(config: Mapping[str, Any], on_cpu: bool) -> str:
             f"with head_dim={size} it computes heads of {share} features, the hidden size over the heads, "
             "and leaves out the other weights"
         )
-    return why_not_on_cpu(config) if on_cpu else ""
+    return why_not_on_cpu(config, dtype) if on_cpu else ""
 
 
-def why_not_on_cpu(config: Mapping[str, Any]) -> str:
-    """Why vLLM's attention on a CPU does not take a model; empty if it does, or config.json does not tell."""
+def why_not_on_cpu(config: Mapping[str, Any], dtype: str) -> str:
+    """Why vLLM's kernels for a CPU do not take a model; empty if they do, or config.json does not tell."""
+    only = family_of(config.get("model_type")).vllm.cpu_dtype
+    if only and dtype != only:
+        return f"its kernels for gated delta nets on a CPU compute in {only}, not in rollout.dtype={dtype}"
+    sizes = tuple(config.get(f"linear_{name}_head_dim") for name in ("key", "value"))
+    if sizes != (None, None) and sizes not in CPU_DELTA_NETS:
+        known = " or ".join(str(size) for size, _ in CPU_DELTA_NETS)
+        return (
+            f"its gated delta nets on a CPU have kernels for {known} features of a key and as many of a "
+            f"value, not for {sizes[0]} with {sizes[1]}"
+        )
     if family_of(config.get("model_type")).latent is not None:
         sizes = tuple(config.get(name) for name in ("kv_lora_rank", "qk_rope_head_dim"))
         if sizes == CPU_LATENT:

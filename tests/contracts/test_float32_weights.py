@@ -1,6 +1,7 @@
 """Weights that a family computes with in float32 are not rounded where the others are."""
 
 import json
+import re
 from pathlib import Path
 
 import causal_lms
@@ -14,7 +15,8 @@ from train_engine_cases import Scenario
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.models.families import family_of, types_with
+from siirl.models.families import family_of, known_types, types_with
+from siirl.models.trained import own_type
 from siirl.parallel.dims import ParallelDims
 
 KINDS = types_with(lambda row: row.in_float32)
@@ -44,6 +46,35 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         rounded = {name: x if name.endswith(ends) else x.bfloat16() for name, x in stored.items()}
         save_file(rounded, folder / "model.safetensors", {"format": "pt"})
     return found
+
+
+def told_otherwise(rank: int, world: int, kinds: list[str]) -> dict[str, set[str]]:
+    """Kind -> weights, and buffers, that transformers reads in float32 and the table does not, or the other
+    way round.
+
+    Also the decays of layers with states, which transformers rounds: a step of them, exp(-exp(A_log) dt), is
+    taken once for each token, and all who train or sample such models hold them in float32.
+    """
+    from transformers import AutoModelForCausalLM
+
+    found = {}
+    for kind in kinds:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(causal_lms.tiny_config(kind))
+        parts = (*(type(model)._keep_in_fp32_modules_strict or ()), "A_log")
+        kept = re.compile(rf"(^|\.)({'|'.join(map(re.escape, parts))})(\.|$)")
+        weights, stored = dict(model.named_parameters()), model.state_dict()
+        expected = {name for name in stored if kept.search(name)}
+        trained = {name for name in weights if name.endswith(family_of(kind).in_float32)}
+        written = {name for name in stored if name.endswith(own_type(kind))}
+        if odd := (expected & weights.keys()) ^ trained | (expected - written):
+            found[kind] = odd
+    return found
+
+
+def test_the_table_has_all_that_transformers_reads_in_float32_and_all_decays():
+    kinds = [kind for kind in known_types("fsdp") if not family_of(kind).sees_images]
+    assert run_workers(told_otherwise, 1, kinds)[0] == {}
 
 
 def wrong(rank: int, world: int, scenarios: list[Scenario], folder: Path, kind: str) -> list[str]:

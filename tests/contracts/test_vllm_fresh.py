@@ -19,9 +19,9 @@ from test_vllm_types import made
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.vllm.arguments import CPU_LATENT
+from siirl.engines.rollout.vllm.arguments import CPU_LATENT, STATES
 from siirl.models.families import OTHER_NAMES, family_of
-from siirl.models.trained import OWN_TYPE
+from siirl.models.trained import own_type
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.process_groups import ProcessGroupManager
 
@@ -29,7 +29,7 @@ needed("vllm")
 from fresh_vllm import digest  # noqa: E402
 
 SUPPORT = Path(__file__).parents[1] / "support"
-KINDS = ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2")
+KINDS = ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "qwen3_next", "granitemoehybrid")
 
 
 def written(folder: Path, kind: str, seed: int) -> Path:
@@ -38,7 +38,8 @@ def written(folder: Path, kind: str, seed: int) -> Path:
     assert made(folder, known, seed) is not None
     stored = load_file(folder / "model.safetensors")
     plain = {
-        name: tensor if name.endswith(OWN_TYPE) else tensor.bfloat16() for name, tensor in stored.items()
+        name: tensor if name.endswith(own_type(known)) else tensor.bfloat16()
+        for name, tensor in stored.items()
     }
     save_file(plain, folder / "model.safetensors", {"format": "pt"})
     raw = json.loads((folder / "config.json").read_text())
@@ -77,6 +78,7 @@ def fresh(folder: Path, kind: str, ranks: int) -> list[dict[str, str]]:
     """What each rank of a vLLM that reads the files has of each parameter."""
     values, latent = family_of(kind).vllm.values, family_of(kind).latent
     arguments = {"hf_overrides": dict(values), "dtype": "bfloat16", **(CPU_LATENT if latent else {})}
+    arguments |= STATES if family_of(kind).has_states else {}
     words = (str(ranks), str(folder / "store"), json.dumps(arguments))
     started = [
         subprocess.Popen(

@@ -20,7 +20,7 @@ from siirl.engines.engine_registry import make_rollout_engine
 from siirl.errors import NotSupportedError
 from siirl.findings import refuse
 from siirl.models.families import known_types, types_with
-from siirl.models.sampled import CPU_HEAD_SIZES
+from siirl.models.sampled import CPU_DELTA_NETS, CPU_HEAD_SIZES
 from siirl.models.sizes import head_size
 from siirl.parallel.dims import ParallelDims
 
@@ -29,7 +29,8 @@ VISION_MODELS = types_with(lambda row: row.sees_images)
 WHY_NOT = types_with(lambda row: row.vllm.why_not)
 
 needed("vllm")
-TYPES = [kind for kind in known_types("fsdp") if kind not in (*VISION_MODELS, *WHY_NOT)]
+STATES = types_with(lambda row: row.has_states)
+TYPES = [kind for kind in known_types("fsdp") if kind not in (*VISION_MODELS, *WHY_NOT, *STATES)]
 WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
 TOKENS, BLOCK = 5, 32
 
@@ -78,6 +79,46 @@ def test_the_table_has_the_sizes_that_vllms_attention_on_a_cpu_has_a_kernel_for(
         except RuntimeError as error:
             assert "Unsupported CPU attention" in str(error)
     assert tuple(taken) == CPU_HEAD_SIZES
+
+
+def delta_net(keys: int, values: int, tokens: int = 70) -> float:
+    """The largest distance of vLLM's gated delta net on a CPU, four heads on two of keys, from transformers':
+    of outputs and of the last state, relative."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+    from vllm import _custom_ops as ops
+
+    draw = torch.Generator().manual_seed(keys)
+    q, k, v, beta = (
+        torch.randn(1, tokens, *size, generator=draw).bfloat16()
+        for size in ((2, keys), (2, keys), (4, values), (4,))
+    )
+    g, beta = -0.2 * torch.rand(1, tokens, 4, generator=draw), beta.sigmoid()
+    state_SHKV, index, starts = torch.zeros(3, 4, keys, values), torch.tensor([1]), torch.tensor([0, tokens])
+    found, _ = ops.chunk_gated_delta_rule_cpu(
+        *(q, k, v, g, beta, state_SHKV, True, starts.int(), False, True, index.int())
+    )
+    wanted, last = torch_chunk_gated_delta_rule(
+        *(x.float().repeat_interleave(4 // x.shape[2], dim=2) for x in (q, k, v)),
+        g=g,
+        beta=beta.float(),
+        initial_state=None,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    pairs = ((found, wanted), (state_SHKV[1], last[0]))
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+
+
+def test_the_table_has_the_sizes_of_gated_delta_nets_that_a_cpu_has_a_kernel_for():
+    taken, sizes = [], (8, 16, 32, 48, 64, 96, 128, 192, 256)
+    pairs = sorted({(keys, values) for keys in sizes for values in (keys, 64, 128)})
+    for keys, values in pairs:
+        try:
+            assert delta_net(keys, values) < 0.02, (keys, values)
+            taken.append((keys, values))
+        except RuntimeError as error:
+            assert "head" in str(error)
+    assert tuple(taken) == CPU_DELTA_NETS
 
 
 def test_the_table_has_all_sizes_that_the_package_names():

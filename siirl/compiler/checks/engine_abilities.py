@@ -159,6 +159,11 @@ def check_kept_kv(plan: Plan, configs: Mapping[str, Config]) -> Iterator[UserErr
             )
             continue
         kind = model_type_of(configs[model.node].actor_rollout_ref.model)
+        if family_of(kind).has_states:
+            yield NotSupportedError(
+                f"not supported yet: {kept} for a {kind}, some of whose layers have a state, not keys and "
+                f"values: no cache has that of a prefix. {off}"
+            )
         if trainer.device == "cpu" and family_of(kind).latent is not None:
             yield NotSupportedError(
                 f"not supported yet: {kept} for a {kind} on a CPU, where vLLM's attention over compressed "

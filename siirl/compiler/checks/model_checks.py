@@ -198,7 +198,9 @@ def _is_sampled_by_vllm(one: ModelOfRole) -> Iterator[UserError]:
     sampled = one.role == "actor" and one.cfg.actor_rollout_ref.rollout.name == "vllm"
     if not (sampled or one.spec.generates):
         return
-    problem = why_not_in_vllm(one.config, on_cpu=one.cfg.trainer.device == "cpu")
+    problem = why_not_in_vllm(
+        one.config, on_cpu=one.cfg.trainer.device == "cpu", dtype=one.cfg.actor_rollout_ref.rollout.dtype
+    )
     if not problem:
         return
     ranks = one.cfg.trainer.nnodes * one.cfg.trainer.n_gpus_per_node

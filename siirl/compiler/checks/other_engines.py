@@ -70,7 +70,7 @@ def _able(cfg: Config) -> Iterator[tuple[str, str]]:
     """(engine, what to set for it) of engines that sample the policy."""
     rollout, shape = cfg.actor_rollout_ref.rollout, read_shape(cfg, "actor")
     config, tensor = as_built(role_model(cfg, "actor")), rollout.tensor_model_parallel_size
-    if not why_not_in_vllm(config, on_cpu=cfg.trainer.device == "cpu"):
+    if not why_not_in_vllm(config, on_cpu=cfg.trainer.device == "cpu", dtype=rollout.dtype):
         ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
         fits = [tensor] if isinstance(shape, str) else engine_sizes_that_hold(shape, cfg, ranks)
         words = f"{ROLLOUT}.name=vllm"

@@ -19,7 +19,8 @@ from siirl.config.resolve import get
 from siirl.config.roles import ROLE_GROUPS
 from siirl.errors import DagError
 from siirl.models.adapter_targets import ADAPTED, expert_targets
-from siirl.models.config_json import config_json
+from siirl.models.config_json import model_type_of
+from siirl.models.families import family_of
 
 MERGE = "actor_rollout_ref.rollout.merge_lora"
 OWN_KEYS = ("lora_rank", "lora_alpha", "target_modules")
@@ -55,7 +56,7 @@ def check_bases(workflow: Workflow) -> None:
             )
         _check_same_base(key, node, rollouts[owner])
         for one in (node, rollouts[owner]):
-            _check_experts(key, one, "unset share_instance")
+            _check_layers(key, one, "unset share_instance")
     for agent in workflow.own_bases:
         if agent in rollouts:
             _check_alone(rollouts[agent])
@@ -72,7 +73,7 @@ def _check_alone(node: ResolvedNode) -> None:
             f"{key} with rollout.name={name}: this engine takes whole models alone. Set {MERGE}=true, or "
             f"rollout.name to one of {able}."
         )
-    _check_experts(key, node, f"set {MERGE}=true")
+    _check_layers(key, node, f"set {MERGE}=true")
 
 
 def _check_same_base(key: str, node: ResolvedNode, owner: ResolvedNode) -> None:
@@ -90,10 +91,16 @@ def _check_same_base(key: str, node: ResolvedNode, owner: ResolvedNode) -> None:
             )
 
 
-def _check_experts(key: str, node: ResolvedNode, fix: str) -> None:
-    """DagError for adapters on experts: no rollout engine has these beside a base."""
-    model = node.cfg.actor_rollout_ref.model
-    matrices = expert_targets(config_json(model).get("model_type"), model.target_modules)
+def _check_layers(key: str, node: ResolvedNode, fix: str) -> None:
+    """DagError for adapters on layers that an engine does not have beside a base: no engine has experts, and
+    vLLM has no layers with states."""
+    model, kind = node.cfg.actor_rollout_ref.model, model_type_of(node.cfg.actor_rollout_ref.model)
+    if family_of(kind).has_states and node.cfg.actor_rollout_ref.rollout.name == "vllm":
+        raise DagError(
+            f"{key} in vLLM, and {node} has a {kind}: it was not seen to compute adapters beside layers with "
+            f"states, and on a CPU it does not. Set actor_rollout_ref.rollout.name=hf, or {fix}."
+        )
+    matrices = expert_targets(kind, model.target_modules)
     if matrices:
         raise DagError(
             f"{key}, and {node} has LoRA adapters on {', '.join(matrices)} of experts: adapters beside a "

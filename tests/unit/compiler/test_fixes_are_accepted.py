@@ -66,6 +66,10 @@ MODELS = {
     | {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128},
     "other bounds": QWEN
     | {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 1.0},
+    "hybrid": QWEN
+    | {"model_type": "qwen3_5_text", "linear_num_key_heads": 16, "linear_num_value_heads": 16}
+    | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+    | {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "full_attention_interval": 4},
     "sees images": QWEN
     | {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 1280, "depth": 32, "num_heads": 16}}
     | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
@@ -110,6 +114,10 @@ REFUSED = [
     ("gpt_oss", [*MEGATRON]),
     ("Moonlight", [*MEGATRON, f"{ENGINE}=3"]),
     ("Moonlight", [LAG, f"{ROLLOUT}.keep_kv=true", "trainer.device=cpu", HF]),
+    ("hybrid", []),
+    ("hybrid", [f"{ROLLOUT}.dtype=float32", "trainer.device=cpu"]),
+    ("hybrid", [LAG, f"{ROLLOUT}.keep_kv=true", "trainer.device=cpu"]),
+    ("hybrid", [f"{POLICY}.model.lora_rank=8", f"{ROLLOUT}.merge_lora=false", "trainer.device=cpu"]),
     *((name, [SGLANG]) for name in ("experts", "gpt_neox", "Moonlight", "windows")),
     *((name, [SGLANG, f"{ENGINE}={tp}"]) for name, tp in (("qwen", 2), ("twelve heads", 3), ("72B", 8))),
     *((name, [HF, f"{ENGINE}={tp}"]) for name, tp in (("qwen", 2), ("qwen", 3), ("Moonlight", 8))),

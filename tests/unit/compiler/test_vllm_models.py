@@ -18,8 +18,9 @@ WHY_NOT = types_with(lambda row: row.vllm.why_not)
 
 VLLM, CPU = "actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu"
 HF = "actor_rollout_ref.rollout.name=hf"
-LATENT = types_with(lambda row: row.latent)
-SAMPLED = [kind for kind in known_types("fsdp") if kind not in (*WHY_NOT, *LATENT)]
+LATENT = types_with(lambda row: row.latent and not row.vllm.why_not)
+STATES = types_with(lambda row: row.has_states)
+SAMPLED = [kind for kind in known_types("fsdp") if kind not in (*WHY_NOT, *LATENT, *STATES)]
 
 
 def compiled(folder, raw: dict, *keys: str) -> None:
@@ -48,18 +49,50 @@ def test_heads_without_a_kernel_are_refused_on_a_cpu_and_only_there(tmp_path, si
 def test_the_size_is_that_of_each_type_whatever_its_file_calls_it(kind):
     sizes = {"hidden_size": 96, "n_embd": 96, "num_attention_heads": 4, "n_head": 4}
     raw = {"model_type": kind, **sizes, "head_dim": None}
-    assert "heads of 24 features" in why_not_on_cpu(raw)
-    assert "heads of 24 features" in why_not_in_vllm(raw, on_cpu=True)
-    assert why_not_in_vllm(raw, on_cpu=False) == ""
+    assert "heads of 24 features" in why_not_on_cpu(raw, "bfloat16")
+    assert "heads of 24 features" in why_not_in_vllm(raw, on_cpu=True, dtype="bfloat16")
+    assert why_not_in_vllm(raw, on_cpu=False, dtype="bfloat16") == ""
 
 
 @pytest.mark.parametrize("kind", LATENT)
 def test_compressed_keys_and_values_have_a_kernel_of_one_size_on_a_cpu(kind):
     raw = {"model_type": kind, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    assert why_not_in_vllm(raw, on_cpu=True) == ""
+    assert why_not_in_vllm(raw, on_cpu=True, dtype="bfloat16") == ""
     for other in ({"kv_lora_rank": 256}, {"qk_rope_head_dim": 32}):
-        assert "kv_lora_rank=512 with qk_rope_head_dim=64 alone" in why_not_in_vllm(raw | other, on_cpu=True)
-        assert why_not_in_vllm(raw | other, on_cpu=False) == ""
+        assert "kv_lora_rank=512 with qk_rope_head_dim=64 alone" in why_not_in_vllm(
+            raw | other, on_cpu=True, dtype="bfloat16"
+        )
+        assert why_not_in_vllm(raw | other, on_cpu=False, dtype="bfloat16") == ""
+
+
+DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("raw", "on_cpu", "dtype", "words"),
+    [
+        ({"model_type": "qwen3_next"}, True, "bfloat16", ""),
+        (
+            {"model_type": "qwen3_5_text"},
+            True,
+            "float32",
+            "compute in bfloat16, not in rollout.dtype=float32",
+        ),
+        (
+            {"model_type": "qwen3_5_text"} | DELTA | {"linear_key_head_dim": 64},
+            True,
+            "bfloat16",
+            "64 or 128 features of a key and as many of a value, not for 64 with 128",
+        ),
+        ({"model_type": "granitemoehybrid", "mamba_n_groups": 1}, True, "float32", ""),
+        ({"model_type": "granitemoehybrid", "mamba_n_groups": 2}, True, "float32", "with mamba_n_groups=2"),
+        *(({"model_type": kind}, False, "bfloat16", "has been seen on a CPU alone") for kind in STATES),
+    ],
+)
+def test_states_are_sampled_where_that_was_seen(raw, on_cpu, dtype, words):
+    delta = DELTA if raw["model_type"] != "granitemoehybrid" else {}
+    problem = why_not_in_vllm(delta | raw, on_cpu=on_cpu, dtype=dtype)
+    assert words in problem and bool(words) == bool(problem)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +117,7 @@ def test_compressed_keys_and_values_have_a_kernel_of_one_size_on_a_cpu(kind):
     ],
 )
 def test_what_vllm_reads_of_no_file_is_refused_where_a_file_says_otherwise(kind, values, words):
-    problem = why_not_in_vllm({"model_type": kind, **values}, on_cpu=False)
+    problem = why_not_in_vllm({"model_type": kind, **values}, on_cpu=False, dtype="bfloat16")
     assert words in problem and bool(words) == bool(problem)
 
 
@@ -100,13 +133,13 @@ def test_a_teacher_in_vllm_on_a_cpu_has_such_heads_too(tmp_path):
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_heads_that_vllm_would_cut_are_refused_on_every_device(kind):
     raw = {"model_type": kind, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 128}
-    problem = why_not_in_vllm(raw, on_cpu=False)
+    problem = why_not_in_vllm(raw, on_cpu=False, dtype="bfloat16")
     if kind not in SHARED_HEADS:
         assert problem == ""
         return
     assert "with head_dim=128 it computes heads of 64 features" in problem
     for same in ({"head_dim": 64}, {"head_dim": None}, {"hidden_size": 512}):
-        assert why_not_in_vllm(raw | same, on_cpu=False) == ""
+        assert why_not_in_vllm(raw | same, on_cpu=False, dtype="bfloat16") == ""
 
 
 def test_the_command_says_so_in_one_message(tmp_path, capsys):

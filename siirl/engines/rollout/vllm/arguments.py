@@ -13,13 +13,14 @@ from transformers import PretrainedConfig
 from siirl.config import Config
 from siirl.engines.rollout.call_limits import (
     MAX_CPU_CACHE_BYTES,
+    NUMBER_BYTES,
     cache_bytes_per_token,
     cached_tokens,
     max_model_len,
 )
 from siirl.errors import ConfigError, RolloutError
 from siirl.models.families import family_of
-from siirl.models.sizes import expert_layers
+from siirl.models.sizes import expert_layers, state_numbers
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of LoRA that vLLM has room for: a smaller one takes the next."""
@@ -39,6 +40,11 @@ CPU_LATENT = {
 """Attention over compressed keys and values that any CPU has (another one forgets weights that an update
 needs), and rotary embeddings by torch: those of vLLM 0.32's kernel are wrong where queries are a part of a
 tensor."""
+
+
+STATES = {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}
+"""Of models whose layers have states: the state of what prompts have in common is not cached, and states are
+in the type in which training has them."""
 
 
 def engine_arguments(
@@ -68,6 +74,8 @@ def engine_arguments(
         "hf_overrides": {**model.override_config, **_values(hf_config)},
         "seed": cfg.trainer.seed,
     }
+    if family_of(hf_config.model_type).has_states:
+        arguments |= STATES
     if rollout.quantization:
         arguments["quantization"] = ONLINE[rollout.quantization]
     if device.type == "cpu":
@@ -139,10 +147,16 @@ def adapter_arguments(adapters: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _cpu_cache_bytes(cfg: Config, hf_config: PretrainedConfig, max_len: int) -> int:
-    """A KV cache in host memory that holds max_num_seqs of the longest rows, up to MAX_CPU_CACHE_BYTES."""
+    """A KV cache in host memory that holds max_num_seqs of the longest rows, up to MAX_CPU_CACHE_BYTES.
+
+    Where layers have states, a block of each layer is as large as one.
+    """
     blocks = -(-max_len // CPU_BLOCK) + 1
-    tokens = cached_tokens(cfg.actor_rollout_ref.rollout.max_num_seqs, blocks * CPU_BLOCK)
-    return min(max(tokens * cache_bytes_per_token(hf_config), LEAST_CPU_CACHE_BYTES), MAX_CPU_CACHE_BYTES)
+    row_bytes, text = blocks * CPU_BLOCK * cache_bytes_per_token(hf_config), hf_config.get_text_config()
+    if family_of(text.model_type).has_states:
+        row_bytes += text.num_hidden_layers * state_numbers(text.to_dict()) * NUMBER_BYTES
+    whole = cached_tokens(cfg.actor_rollout_ref.rollout.max_num_seqs, row_bytes)
+    return min(max(whole, LEAST_CPU_CACHE_BYTES), MAX_CPU_CACHE_BYTES)
 
 
 ARGUMENT = "enable_return_routed_experts"

@@ -37,7 +37,8 @@ class VLLMRollout(ServedRollout):
                 "not supported yet: actor.router_replay.mode=R3 with rollout.name=vllm on a CPU, where vLLM "
                 "does not say which experts computed a token. Set rollout.name=hf."
             )
-        if device.type == "cpu" and (problem := why_not_on_cpu(as_built(cfg.actor_rollout_ref.model))):
+        model, dtype = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout.dtype
+        if device.type == "cpu" and (problem := why_not_on_cpu(as_built(model), dtype)):
             raise NotSupportedError(f"not supported yet: rollout.name=vllm: {problem}. Set rollout.name=hf.")
 
     def engine_arguments(self, plan: ModelPlan, hf_config: Any, num_ranks: int) -> dict[str, Any]:
