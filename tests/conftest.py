@@ -20,28 +20,23 @@ from dist_harness import start_by_forks
 from forked_starts import asks, in_the_way
 
 start_by_forks()
-SCOPES = dict.fromkeys(
-    (
-        *("test_config_keys_are_read", "test_field_docs", "test_glossary", "test_messages_page"),
-        *("test_observe_docs", "test_op_table", "test_trace_job", "test_waiting"),
-    ),
-    "sources",
-) | dict.fromkeys(
-    (
-        *("test_adapter_alone_job", "test_engine_keeper", "test_kept_tokens", "test_moe_main_job"),
-        *("test_native_draws", "test_vllm_process"),
-        *("test_native_places", "test_native_slots", "test_native_tokens", "test_rollout_engine_contract"),
-        *("test_vllm_heads", "test_vllm_job", "test_vllm_leftovers", "test_vllm_restarts"),
-    ),
-    "vLLM",
-)
-"""Files of `make test` that share what takes seconds: the package's sources, parsed; vLLM, imported in their
-worker or in what it starts."""
+SHARED = {
+    "sources": "config_keys_are_read field_docs glossary messages_page observe_docs op_table trace_job "
+    "waiting",
+    "vLLM": "adapter_alone_job engine_keeper kept_tokens moe_main_job native_draws native_places "
+    "native_slots native_tokens rollout_engine_contract vllm_heads vllm_job vllm_leftovers vllm_process "
+    "vllm_restarts",
+    "trl": "algorithms_losses distillation given_responses_job policy_loss_terms reward_training_job",
+    "sympy": "rewards_math_table rewards_near_misses",
+}
+"""Files of `make test` that share what takes seconds: the package's sources, parsed; packages, imported in
+their worker or in what it starts."""
+SCOPES = {f"test_{name}": scope for scope, names in SHARED.items() for name in names.split()}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Workers take whole files, and one of them all that parse the package, or import vLLM: 20 s for each."""
+    """Workers take whole files, and one of them all that share an import of seconds (SHARED)."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling

@@ -64,7 +64,7 @@ MAY_DIFFER = frozenset(
         "LAZY_LEGACY_OP", "LD_PRELOAD", "NUMEXPR_MAX_THREADS",  # and an engine of vLLM these, see `preloaded`
         "DRY_RUN", "MODEL_PATH", "N_GPUS_PER_NODE", "NODE_WAIT_S", "OUTPUT_DIR", "SCRIPT", "SHARED", "SIIRL",
         "TEST_DATA_PATH", "TRAIN_DATA_PATH",  # of scripts, as those of examples/
-        *(f"{path.name.upper()}_DIR" for path in Path(__file__).parents[2].joinpath("examples").iterdir()),
+        *(f"{path.name.upper()}_DIR" for path in Path(__file__).parents[2].glob("examples/*")),
         "GOMP_SPINCOUNT",  # read as torch is imported, and for threads that wait: a test's process has one
     }
 )  # fmt: skip

@@ -14,7 +14,7 @@ from job_harness import Inputs, overrides
 
 from siirl.algorithms.advantages import built_in
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.real_starts]  # forks have imported siirl from elsewhere
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("siirl", "docs", "dag_templates", "tools", "tests/support")
 
@@ -139,7 +139,6 @@ def liked(ctx, rows):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.real_starts  # forks have imported siirl from elsewhere
 def test_an_op_with_a_model_of_a_role_of_its_own_takes_three_files(tree):
     """Its code, its row among ops, its row among roles of models: checked, planned, and run a step."""
     ops, last = tree / "siirl/dag/ops.py", "FILTER, CUSTOM),\n"

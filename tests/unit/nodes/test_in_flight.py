@@ -233,7 +233,7 @@ def test_dynamic_sampling_with_a_lag_keeps_what_it_keeps_without_and_within_the_
 
 @settings(max_examples=8, deadline=None)
 @given(SMALL, ROUNDS, st.integers(1, 3), st.randoms(use_true_random=False))
-@example((2, 2, 1, 1, 1.0, 2), (6, 1.0), 1, Random(2))  # saved after its first step, and killed
+@example((2, 2, 1, 1, 1.0, 3), (3, 1.0), 1, Random(2))  # saved with groups of a batch given, and killed
 def test_dynamic_sampling_that_is_killed_and_resumed_loses_none_and_trains_none_twice(
     case, rounds, other_shards, rng
 ):
