@@ -347,7 +347,7 @@ def _unmeasured(model: ModelPlan, cfg: Config, shape: ModelShape) -> list[str]:
     if BYTES[dtype] != 2:
         lines.append(f"{model.name} computes in {dtype}: measured in bfloat16, and counted as fast as that")
     if _offloads(model, cfg):
-        lines.append(f"{model.name}: offloaded parts go at the rate at which an H200 saved to host memory")
+        lines.append("offloaded parts go at the rate at which an H200 saved to host memory")
     return lines
 
 
