@@ -40,7 +40,8 @@ case $NAME in
   guess)
     PORT=${GUESS_PORT:-8123}
     "$PYTHON" examples/environments/guess_server.py "$PORT" &
-    (while kill -0 $$ 2>/dev/null; do sleep 1; done; kill $!) & # the server ends with the run
+    SERVER=$!
+    exec 9> >(cat; kill "$SERVER" 2>/dev/null) # the server ends when all that has this open has ended: with the run
     keys+=(
       dag.workflow_path=examples/environments/guess.yaml
       dag.node_config.number.env_path="openenv:http://127.0.0.1:$PORT"
@@ -48,7 +49,10 @@ case $NAME in
       data.max_response_length=48
       actor_rollout_ref.rollout.agent.max_turn_tokens=1
     )
-    until (exec 3<>"/dev/tcp/127.0.0.1/$PORT") 2>/dev/null || ! kill -0 $! 2>/dev/null; do sleep 1; done
+    until (exec 3<>"/dev/tcp/127.0.0.1/$PORT") 2>/dev/null; do
+      kill -0 "$SERVER" 2>/dev/null || { echo "run.sh: the server of the environment has ended: see above" >&2; exit 1; }
+      sleep 1
+    done
     ;;
   shop)
     PATH=$(cd "$(dirname "$PYTHON")" && pwd):$PATH # the server's python

@@ -3,9 +3,10 @@
 The DAG (dag.py) puts it between the reward and the advantages: reads score, writes bonus.
 """
 
+import torch
 from tensordict import TensorDict
 
-from siirl.nodes.context import NodeContext
+from siirl.nodes.context import NodeContext, sum_over_ranks
 
 
 def short_bonus(ctx: NodeContext, rows: TensorDict) -> TensorDict:
@@ -17,7 +18,9 @@ def short_bonus(ctx: NodeContext, rows: TensorDict) -> TensorDict:
 
 
 def add_bonus(ctx: NodeContext, rows: TensorDict) -> TensorDict:
-    """advantage [B, T] of outcome and bonus, less their mean over this rank's rows."""
+    """advantage [B, T] of outcome and bonus, less their mean over the rows of all ranks."""
     outcome_B = rows["score"] + rows["bonus"]
-    advantage_B = outcome_B - outcome_B.mean() if len(outcome_B) else outcome_B
+    totals = torch.tensor([float(outcome_B.sum()), len(outcome_B)], dtype=torch.float64)
+    total, count = sum_over_ranks(ctx, totals).tolist()
+    advantage_B = outcome_B - total / max(count, 1)
     return TensorDict({"advantage": advantage_B[:, None] * rows["response_mask"]}, batch_size=rows.batch_size)

@@ -428,9 +428,14 @@ def audit(run: Path) -> tuple[list[str], bool]:
 
 def life_of(run: Path, row: int) -> list[str]:
     """All that the ledger says of a row (its id), a line for each event. DataError if it has no such row."""
-    lines = list(_lines_of(read_ledger(run), lambda rows: rows["id"] == row))
+    ledger = read_ledger(run)
+    lines = list(_lines_of(ledger, lambda rows: rows["id"] == row))
     if not lines:
-        raise DataError(f"{run / FOLDER} has no row {row}. `siirl audit {run}` names rows by these numbers.")
+        some = ", ".join(map(str, ledger.events["sampled"]["id"][:3].tolist()))
+        raise DataError(
+            f"{run / FOLDER} has no row {row}. `siirl audit {run}` and siirl view name rows by their numbers"
+            f"{f'; it has {some} and others' if some else ''}."
+        )
     return [line for _, _, line in lines]
 
 

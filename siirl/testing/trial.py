@@ -22,7 +22,7 @@ from typing import Any
 from siirl.compiler.plan import Plan
 from siirl.config import Config, to_dict
 from siirl.config.load import read_config
-from siirl.errors import Place, UserError
+from siirl.errors import NotSupportedError, Place, UserError
 from siirl.findings import Findings
 from siirl.launch.devices import machine_of
 from siirl.launch.job import Job
@@ -160,9 +160,21 @@ def play(
     _import_all()
     job = tiny_job(with_template_date(cfg), folder, tiny)
     runs = {name: _prepared(job, name, RUNS[name], said) for name in only}
+    _refuse_clients(runs)
     _play_all(runs, start_s + DEADLINE_S)
     outcomes = {name: run.outcome() for name, run in runs.items()}
     return Trial(real, said, outcomes, folder, time.perf_counter() - start_s, refused)
+
+
+def _refuse_clients(runs: Mapping[str, "_Run"]) -> None:
+    """NotSupportedError for episodes that somebody else is to play, who does not know of the test."""
+    for run in runs.values():
+        for name, cfg in run.node_cfgs.items():
+            if cfg.actor_rollout_ref.serve.listen and run.plan is not None and name in run.plan.nodes:
+                raise NotSupportedError(
+                    f"not supported yet: siirl test of node {name!r} with serve.listen=true: clients play "
+                    "its episodes, and none comes to a test. Let serve.command start the program."
+                )
 
 
 def _import_all() -> None:

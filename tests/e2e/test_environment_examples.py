@@ -116,6 +116,11 @@ def test_the_shopper_asks_and_says_what_the_tool_says(tmp_path):
     assert right[0] < 0.1 and max(right[-3:]) > 0.8, right  # of 16 episodes, with prices that are drawn
 
 
+def test_an_example_ends_where_its_server_does_not_begin(tmp_path):
+    told = run_example(tmp_path, "guess", example="environments", python="echo", fails=True, timeout_s=60)
+    assert "the server of the environment has ended" in told
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_guesser_learns_from_the_hints_of_an_openenv_server(tmp_path):
