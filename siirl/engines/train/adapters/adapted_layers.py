@@ -165,8 +165,8 @@ def _forward_apart(
     x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: str, segments: Sequence[Segment]
 ) -> tuple[Tensor, list[Tensor]]:
     out_NO, low, turned = x_NI.new_empty(len(x_NI), len(weight)), [], weight.t()
-    for segment in segments:
-        own, into = x_NI[segment.tokens], out_NO[segment.tokens]
+    sizes = [one.tokens.stop - one.tokens.start for one in segments]
+    for segment, own, into in zip(segments, x_NI.split(sizes), out_NO.split(sizes), strict=True):
         if bias is None:
             torch.mm(own, turned, out=into)
         else:
@@ -187,9 +187,13 @@ def _backward_apart(
     wanted: bool,
 ) -> Tensor | None:
     grad_NI, lows = torch.empty_like(x_NI) if wanted else None, iter(low)
-    for segment in segments:
-        grad, own = grad_NO[segment.tokens], x_NI[segment.tokens]
-        into = None if grad_NI is None else torch.mm(grad, weight, out=grad_NI[segment.tokens])
+    sizes = [one.tokens.stop - one.tokens.start for one in segments]
+    intos = [None] * len(segments) if grad_NI is None else grad_NI.split(sizes)
+    for segment, grad, own, into in zip(
+        segments, grad_NO.split(sizes), x_NI.split(sizes), intos, strict=True
+    ):
+        if into is not None:
+            torch.mm(grad, weight, out=into)
         if pair := segment.pair(layer, x_NI.dtype):
             assert segment.adapter is not None and segment.gradient is not None
             (a, b), (of_a, of_b), scale = pair, segment.gradient[layer], segment.adapter.scale

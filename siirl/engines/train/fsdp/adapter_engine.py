@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from siirl.algorithms.log_probs import linear_log_prob_entropy
 from siirl.algorithms.top_log_probs import linear_log_probs_of, linear_top_log_probs
@@ -83,8 +84,8 @@ class TrainedAdapter:
         """Steps taken."""
         self.sums: Tensor | None = None
         """This rank's share of the gradient, [P]; None: nothing was added."""
-        self._param = torch.nn.Parameter(adapter.vector, requires_grad=False)
-        self._optimizer = torch.optim.AdamW([self._param])
+        self._moments: dict[str, Tensor] = {}
+        """As torch.optim.AdamW names them: step, exp_avg, exp_avg_sq. None before the first step."""
 
     def add(self, gradient: Tensor) -> None:
         """Add the gradient of a request."""
@@ -105,15 +106,26 @@ class TrainedAdapter:
             return norm
         if 0 < adam.max_norm < norm:
             gradient.mul_(adam.max_norm / norm)
-        self._optimizer.param_groups[0].update(
-            lr=adam.learning_rate,
-            betas=(adam.beta1, adam.beta2),
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-        )
-        self._param.grad = gradient
-        self._optimizer.step()
-        self._param.grad = None
+        vector = self.adapter.vector
+        if not self._moments:
+            zeros = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
+            self._moments = {"step": torch.zeros((), dtype=torch.float32), **zeros}
+        with torch.no_grad():
+            adamw(
+                [vector],
+                [gradient],
+                *([self._moments[name]] for name in ("exp_avg", "exp_avg_sq")),
+                [],
+                [self._moments["step"]],
+                foreach=False,
+                amsgrad=False,
+                beta1=adam.beta1,
+                beta2=adam.beta2,
+                lr=adam.learning_rate,
+                weight_decay=adam.weight_decay,
+                eps=adam.eps,
+                maximize=False,
+            )
         self.adapter.changed()
         self.version += 1
         return norm
@@ -126,7 +138,7 @@ class TrainedAdapter:
     def state(self) -> dict[str, Tensor]:
         """Weights and moments, each matrix by its name, on the host: what `load` takes."""
         found = {f"model/{name}": one for name, one in self.adapter.parts(self.adapter.vector).items()}
-        for kind, value in self._optimizer.state.get(self._param, {}).items():
+        for kind, value in self._moments.items():
             parts = {"": value} if value.ndim == 0 else self.adapter.parts(value)
             found |= {f"optimizer/{kind}.{name}".rstrip("."): one for name, one in parts.items()}
         return {name: one.detach().cpu().clone() for name, one in found.items()}
@@ -135,14 +147,13 @@ class TrainedAdapter:
         """Take what `state` gave; the gradient so far is dropped."""
         self.adapter.take({n.removeprefix("model/"): one for n, one in state.items() if n[:6] == "model/"})
         self.sums, self.version = None, version if with_optimizer else 0
-        self._optimizer.state.clear()
+        self._moments = {}
         if not (with_optimizer and version):
             return
-        moments = self._optimizer.state[self._param]
-        moments["step"] = state["optimizer/step"].clone()
+        self._moments["step"] = state["optimizer/step"].clone()
         for kind in ("exp_avg", "exp_avg_sq"):
-            moments[kind] = torch.zeros_like(self.adapter.vector)
-            for name, matrix in self.adapter.parts(moments[kind]).items():
+            self._moments[kind] = torch.zeros_like(self.adapter.vector)
+            for name, matrix in self.adapter.parts(self._moments[kind]).items():
                 matrix.copy_(state[f"optimizer/{kind}.{name}"])
 
 
