@@ -74,7 +74,7 @@ class Ticket:
     """Of the request while it waits, of the answer then."""
     charged: int = 0
     """Tokens that its tenant was charged for."""
-    told: list[Callable[[], None]] = field(default_factory=list)
+    told: list[Callable[[], object]] = field(default_factory=list)
     """Called when it is done, on the worker's thread."""
 
 
@@ -411,7 +411,7 @@ class Desk:
         if ticket.is_done and (tenant := self._tenants.get(ticket.tenant)) is not None:
             tenant.kept_bytes -= ticket.num_bytes
 
-    def when_done(self, ticket: Ticket, tell: Callable[[], None]) -> None:
+    def when_done(self, ticket: Ticket, tell: Callable[[], object]) -> None:
         """Have this called when there is an answer, or at once if there is one."""
         with self._lock:
             if not ticket.is_done:

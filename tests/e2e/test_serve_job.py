@@ -4,15 +4,18 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from fixtures_tiny import make_tiny_model_dir
 
@@ -23,6 +26,24 @@ from siirl.service.wire import PROTOBUF, messages
 CLIENT = Path(sys.prefix) / "tinker" / "bin" / "python"
 TOKENS = [5, 6, 7, 8, 9]
 ADAM = {"learning_rate": 1e-2, "grad_clip_norm": 1.0}
+
+
+LIMITED = """
+import sys, time
+import tinker
+from tinker import types
+
+client = tinker.ServiceClient().create_lora_training_client(base_model=sys.argv[1], rank=4)
+tokens = list(range(5, 35))
+inputs = {"target_tokens": tokens[1:] + [5], "weights": [1.0] * len(tokens)}
+datum = types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+begin_s, losses = time.monotonic(), []
+for _ in range(14):
+    losses.append(client.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"])
+assert len(set(losses)) == 1, losses
+print(time.monotonic() - begin_s)
+"""
+"""Asks for more tokens than it may have at once; each request counts once."""
 
 
 class Server:
@@ -263,6 +284,87 @@ def test_clients_of_a_killed_server_go_on_where_they_were(tmp_path, monkeypatch)
         assert server.of("asample", sample | {"seq_id": 2}) == before
         lines = (server.output / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4], "steps go on"
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_costs_a_restart_and_clients_go_on(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    with serving(tmp_path, 100, trainer__n_gpus_per_node=2, service__address=address) as server:
+        model = server.new_model(server.session())
+        server.train(model, 1)
+        trained = server.train(model, 2)
+        ranks = [
+            one
+            for one in psutil.Process(server.job.pid).children(recursive=True)
+            if "worker_entry" in " ".join(one.cmdline()) and "--standby" not in one.cmdline()
+        ]
+        ranks[-1].kill()
+        end_s = time.monotonic() + 200
+        while True:
+            try:
+                if server.ask("get_info", {"model_id": model})[0] == 200 and not ranks[0].is_running():
+                    break
+            except OSError:
+                pass
+            assert time.monotonic() < end_s and server.job.poll() is None, server.log.read_text()[-3000:]
+            time.sleep(1)
+        assert server.train(model, 2)[0] == trained[0], "the answer of before"
+        steps = {"model_id": model, "adam_params": ADAM, "seq_id": 3}
+        assert server.of("optim_step", steps)["metrics"]["grad_norm:mean"] > 0, "its gradients are there"
+
+
+CLIENT_THAT_DIES = """
+import json, sys, urllib.request
+url, token, path, body = sys.argv[1], sys.argv[2], sys.argv[3], sys.stdin.buffer.read()
+while True:
+    heads = {"X-API-Key": token, "Content-Type": "application/x-protobuf"}
+    urllib.request.urlopen(urllib.request.Request(url + path, body, heads), timeout=60).read()
+    print("asked", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_client_that_dies_amid_its_requests_changes_no_bit_of_another(tmp_path):
+    with serving(tmp_path, 1000, service__idle_s=15) as server:
+        alone = a_session(server)
+        other = server.new_model(server.session())
+        rows = [[5 + (3 * row + place) % 50 for place in range(20)] for row in range(64)]
+        words = [sys.executable, "-c", CLIENT_THAT_DIES, server.url, server.token, "/api/v1/forward_backward"]
+        dying = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert dying.stdin is not None and dying.stdout is not None
+        dying.stdin.write(training(other, 1, "cross_entropy", rows))
+        dying.stdin.close()
+        dying.stdout.readline()
+        for number in range(2, 6):  # these wait when it dies, and nobody reads their answers
+            server.ask("forward_backward", training(other, number, "cross_entropy", rows), PROTOBUF)
+        url = urllib.parse.urlparse(server.url)
+        half = socket.create_connection((url.hostname, url.port))
+        half.sendall(f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: {url.netloc}\r\nX-API-Key: ".encode())
+        half.sendall(f"{server.token}\r\nContent-Length: 100000\r\n\r\nhalf of it".encode())
+        dying.kill()
+        dying.wait()
+        half.close()
+        beside = a_session(server)
+        for one, again in zip(alone, beside, strict=True):
+            np.testing.assert_array_equal(one, again)
+        end_s = time.monotonic() + 120
+        while server.ask("get_info", {"model_id": other})[0] != 410:
+            assert time.monotonic() < end_s, "its session ends when nothing is heard of it"
+            time.sleep(20)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CLIENT.exists(), reason="the package tinker is not there: make .venv/.tinker")
+def test_the_unmodified_client_waits_for_its_tokens_a_second_and_goes_on(tmp_path):
+    with serving(tmp_path, 1000, service__max_tokens_per_s=20) as server:
+        variables = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.token}
+        words = [CLIENT, "-c", LIMITED, str(server.model)]
+        done = subprocess.run(words, env=os.environ | variables, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+        took_s = float(done.stdout.split()[-1])
+        assert took_s > 5, "420 tokens, of which 200 may come at once, at 20 a second"
 
 
 @pytest.mark.slow

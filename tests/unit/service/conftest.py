@@ -16,8 +16,8 @@ MOST_RANK = 8
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    """The service of a worker, whose server does not listen."""
+def service(request, tmp_path_factory):
+    """The service of a worker, whose server does not listen. KEYS of the test's module are set."""
     folder = tmp_path_factory.mktemp("service")
     model = make_tiny_model_dir(folder / "model", init_std=0.1)
     cfg = load_config(
@@ -31,6 +31,7 @@ def service(tmp_path_factory):
             "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32",
             "service.max_models=6",
             f"trainer.output_dir={folder / 'run'}",
+            *getattr(request.module, "KEYS", ()),
         ],
         "serve",
     )
