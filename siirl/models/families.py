@@ -78,6 +78,8 @@ class InVLLM:
     """Ends of the names of other tensors that its loader copies past that."""
     cpu_dtype: str = ""
     """The only type in which its kernels on a CPU compute it; "": they do in any."""
+    package: str = ""
+    """What the code of its model imports there besides what vLLM brings on a CPU."""
     on_gpu: bool = True
     """What it computes of it on a GPU is no kind of layer that was not seen there."""
     since: int = 24
@@ -220,6 +222,7 @@ _SINKS = InVLLM(
 )
 _DIVIDED = ("logits_scaling",)
 _STATES = InVLLM(cpu_dtype="bfloat16", on_gpu=False, since=32)
+_STATES_BESIDE_IMAGES = replace(_STATES, package="torchvision")
 _DECAYS = ("linear_attn.A_log",)
 _DENSE = Family(float8=True)
 _OF_ANY_HEAD = Family(any_head=True, float8=True)
@@ -415,7 +418,7 @@ FAMILIES: dict[str, Family] = {
         windows=True,
     ),
     "qwen3_5_moe_text": Family(
-        vllm=_STATES,
+        vllm=_STATES_BESIDE_IMAGES,
         counted=True,
         delta_nets=True,
         in_float32=_DECAYS,
@@ -424,7 +427,7 @@ FAMILIES: dict[str, Family] = {
         tiny=_TINY_DELTA_NETS | _TINY_GATED_EXPERT,
     ),
     "qwen3_5_text": Family(
-        vllm=_STATES,
+        vllm=_STATES_BESIDE_IMAGES,
         counted=True,
         delta_nets=True,
         in_float32=_DECAYS,

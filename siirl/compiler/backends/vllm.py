@@ -1,6 +1,7 @@
 """vLLM: what an engine of it takes, how it is cut, which of its abilities go with which model. Pure."""
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Iterable, Iterator
 
 from siirl.compiler.backends.base import ASKED, Backend, replicas
@@ -149,7 +150,8 @@ def scored_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) ->
 
 
 def vllm_version(kind: str = "") -> str:
-    """The installed version. ConfigError: none, or one that siirl does not work with, or not with a type."""
+    """The installed version. ConfigError: none, or one that siirl does not work with, or not with a type, or
+    without what it needs for that."""
     for package in PACKAGES:
         try:
             version = importlib.metadata.version(package)
@@ -161,6 +163,12 @@ def vllm_version(kind: str = "") -> str:
             raise ConfigError(
                 f"actor_rollout_ref.rollout.name=vllm: {package} {version} is installed, siirl works with "
                 f"{first[0]}.{first[1]} to {last[0]}.{last[1]}. Install one of these."
+            )
+        needed = family_of(kind).vllm.package
+        if needed and importlib.util.find_spec(needed) is None:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name=vllm with a {kind}: vLLM's code of such a model imports "
+                f"{needed}, which is not installed. Install it, or set actor_rollout_ref.rollout.name=hf."
             )
         if number < (0, since := family_of(kind).vllm.since):
             raise ConfigError(

