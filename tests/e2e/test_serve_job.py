@@ -66,7 +66,10 @@ class Server:
             "trainer.output_dir": self.output,
             "trainer.logger": "[]",
         } | {name.replace("__", "."): value for name, value in more.items()}
-        self.words = [sys.executable, "-m", "siirl.cli", "serve", *(f"{k}={v}" for k, v in keys.items())]
+        torchrun = keys.get("trainer.launcher") == "torchrun"
+        start = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"] if torchrun else []
+        start = [sys.executable, "-m", *start, "siirl.cli", "serve"]
+        self.words = [*start, *(f"{k}={v}" for k, v in keys.items())]
         self.start()
 
     def start(self) -> None:
@@ -241,7 +244,7 @@ def a_session(server: Server) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["local", "ray"])
+@pytest.mark.parametrize("launcher", ["local", "ray", "torchrun"])
 def test_two_ranks_answer_as_one_does_and_alike_each_time(tmp_path, launcher):
     with serving(tmp_path / "one", 100) as server:
         alone = a_session(server)
