@@ -207,7 +207,7 @@ class Desk:
                 tenant.served = max(tenant.served, self._now)
             if lane in self._away:
                 self._away.remove(lane)
-                took_s = self._clock() - here.answered_s
+                took_s = min(self._clock() - here.answered_s, MOST_AWAY_S)  # a pause is soon forgotten
                 usual_s = took_s if here.away_s is None else here.away_s
                 here.away_s = usual_s + NEW_SHARE * (took_s - usual_s)
             self._tickets[id] = here.waiting[number] = ticket

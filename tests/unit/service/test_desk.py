@@ -262,6 +262,16 @@ def test_clients_who_ask_again_at_once_are_in_one_pass_and_who_is_slow_or_gone_i
     assert gone.sizes[-9:] == [1] * 9 and gone.now_s - before_s < 10 * 1.3
 
 
+def test_a_client_that_paused_is_soon_waited_for_again():
+    loop = ClosedLoop(0.05, {"flood": 8, "a": 1})
+    loop.run(20)
+    loop._asks["a:0"] += 6.0
+    loop.run(10)
+    before = {name: one.tokens for name, one in loop.desk.tenants().items()}
+    had = {name: tokens - before[name] for name, tokens in loop.run(20).items()}
+    assert max(had.values()) < 1.2 * min(had.values()), had
+
+
 def test_tenants_of_several_models_share_a_pass_by_their_tokens():
     loop = ClosedLoop(0.05, {"a": 4, "b": 4, "c": 8})
     had = loop.run(40)
