@@ -267,6 +267,7 @@ def test_a_client_that_paused_is_soon_waited_for_again():
     loop.run(20)
     loop._asks["a:0"] += 6.0
     loop.run(5)
+    assert "a:0" not in loop.desk._away or loop.desk._lanes["a:0"].away_s < 0.5, "it is back"
     before = {name: one.tokens for name, one in loop.desk.tenants().items()}
     had = {name: tokens - before[name] for name, tokens in loop.run(6).items()}
     assert max(had.values()) < 1.2 * min(had.values()), had
