@@ -81,7 +81,8 @@ SCRIPTS = (
     "real_model/run.sh sums",
     TEAM,
     "real_model/run.sh products --answers examples/real_model/answers/products.yaml "
-    "data.max_prompt_length=256 data.max_response_length=400 actor_rollout_ref.rollout.agent.max_turn_tokens=160",
+    "data.max_prompt_length=256 data.max_response_length=400 "
+    "actor_rollout_ref.rollout.agent.max_turn_tokens=160",
     "agents_elsewhere/quickstart.sh openai",
     "vision/run.sh --no-tiny",
     "serve/run.sh job",
