@@ -5,21 +5,20 @@ policies, tools and environments. unblocked by: their answers or deadlines.
 """
 
 import asyncio
-import concurrent.futures
 import copy
 import functools
 import hashlib
 import math
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 from siirl.agents.branches import Branch, NotChosen, Tree
 from siirl.agents.contexts import AsMessage, Context, ContextFull, Limits, TurnPrompt, as_said
 from siirl.agents.environments import HostedEnvironment, StepResult, Texts, reset_env, step_env
 from siirl.agents.episode import Episode, Message
+from siirl.agents.event_loop import interruptible
 from siirl.agents.policy import Policy, RecordedPolicy
 from siirl.agents.renderer import Chat, ChatRenderer, TokenizedText
 from siirl.agents.shown import PLACE, Shown, content_of
@@ -32,9 +31,6 @@ from siirl.compiler.plan import AgentStage, EnvStage, InteractionPlan, Stage, St
 from siirl.dialect.tool_formats import ToolParser
 from siirl.errors import EpisodeFailed, UserCodeError
 from siirl.observe.printable import encodable
-
-WAKE_S = 0.5
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -165,51 +161,6 @@ def run_all(
         return [played for several in found for played in several]
 
     return run(interruptible(everything()))
-
-
-class LoopThread:
-    """An event loop that runs all the time, in a thread of its own, until `close`."""
-
-    def __init__(self) -> None:
-        self._loop: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
-        self._closed = asyncio.Event()
-        self._thread = threading.Thread(target=self._serve, name="episodes", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """What `work` gives, from any other thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop.result()).result()
-
-    def close(self) -> None:
-        """Cancel all tasks and wait for their ends. Idempotent."""
-        if self._thread.is_alive():
-            self._loop.result().call_soon_threadsafe(self._closed.set)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        async def until_closed() -> None:
-            self._loop.set_result(asyncio.get_running_loop())
-            await self._closed.wait()
-
-        asyncio.run(until_closed())
-
-
-async def interruptible(work: Coroutine[Any, Any, Result]) -> Result:
-    """What `work` gives; a Ctrl-C is heeded within WAKE_S even if nothing else happens in the event loop.
-
-    Python handles a signal between two instructions: of one that comes just before the loop goes to sleep it
-    hears when the loop wakes.
-    """
-
-    async def wake() -> None:
-        while True:
-            await asyncio.sleep(WAKE_S)
-
-    waking = asyncio.create_task(wake())
-    try:
-        return await work
-    finally:
-        waking.cancel()
 
 
 async def _run_alone(game: Game, episode: Episode, prompt_ids: list[int]) -> list[Played]:

@@ -27,7 +27,8 @@ from siirl.compiler.cost.device_kinds import CPU, DeviceKind, chosen_device
 from siirl.compiler.cost.lengths import Lengths, lengths_of
 from siirl.compiler.cost.step_time import StepTime, rank_rows, step_time
 from siirl.compiler.memory.phases import host_peaks, memory_lines, phase_peaks
-from siirl.compiler.plan import Plan, Run
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Run
 from siirl.config import Config, with_overrides
 from siirl.config.load import read_config
 from siirl.config.resolve import get

@@ -6,12 +6,12 @@ others, and neither waits for them nor lets them wait.
 
 from collections.abc import Iterator, Mapping
 
-from siirl.compiler.plan import (
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import (
     Collect,
     Free,
     Instruction,
     Load,
-    Plan,
     Repeat,
     Reshard,
     Run,

@@ -14,16 +14,8 @@ from siirl.compiler.layouts import AgentRows, LayoutTable, NodePlacement, agent_
 from siirl.compiler.ledger_fields import with_ledger
 from siirl.compiler.memory.resident_engines import with_shares
 from siirl.compiler.models import plan_links, plan_models
-from siirl.compiler.plan import (
-    Instruction,
-    InteractionPlan,
-    LinkPlan,
-    ModelPlan,
-    NodePlan,
-    Plan,
-    Repeat,
-    RoutePlan,
-)
+from siirl.compiler.plan import InteractionPlan, LinkPlan, ModelPlan, NodePlan, Plan, RoutePlan
+from siirl.compiler.plan_instructions import Instruction, Repeat
 from siirl.compiler.pruning import prune, with_moved_rows
 from siirl.compiler.resolved_node import ResolvedNode, resolve_nodes
 from siirl.compiler.serving import heads_of, place_interactions, serving_ranks

@@ -17,16 +17,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from siirl.compiler.layouts import LayoutTable, NodePlacement, union
-from siirl.compiler.plan import (
+from siirl.compiler.plan import LinkPlan, LoaderPlan, RoutePlan
+from siirl.compiler.plan_instructions import (
     Collect,
     Free,
     Instruction,
-    LinkPlan,
     Load,
-    LoaderPlan,
     Repeat,
     Reshard,
-    RoutePlan,
     Run,
     Serve,
     SyncWeights,

@@ -9,7 +9,8 @@ from collections.abc import Container, Mapping, Sequence
 
 import torch
 
-from siirl.compiler.plan import Collect, Free, Instruction, NodePlan, Reshard, Run
+from siirl.compiler.plan import NodePlan
+from siirl.compiler.plan_instructions import Collect, Free, Instruction, Reshard, Run
 
 LEAST_FREE = 0.04
 """Of a device: what others find free of it at least, though they do not take memory in turn."""

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from siirl.compiler.plan import Repeat
+from siirl.compiler.plan_instructions import Repeat
 from siirl.config.batch import batch_of
 from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import DataError, SamplingError

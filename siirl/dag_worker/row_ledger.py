@@ -13,7 +13,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.compiler.ledger_fields import LEDGER_ID
-from siirl.compiler.plan import Collect, Load, Plan, Run
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Collect, Load, Run
 from siirl.config import Config, with_overrides
 from siirl.config.batch import batch_of
 from siirl.data.buffer import ORDER

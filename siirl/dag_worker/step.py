@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from siirl.compiler.plan import (
+from siirl.compiler.plan_instructions import (
     Collect,
     Free,
     Instruction,

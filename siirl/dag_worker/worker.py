@@ -16,18 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.compiler.ledger_fields import LEDGER_ID
-from siirl.compiler.plan import (
-    Collect,
-    Instruction,
-    LinkPlan,
-    Load,
-    NodePlan,
-    Plan,
-    Reshard,
-    Run,
-    Serve,
-    SyncWeights,
-)
+from siirl.compiler.plan import LinkPlan, NodePlan, Plan
+from siirl.compiler.plan_instructions import Collect, Instruction, Load, Reshard, Run, Serve, SyncWeights
 from siirl.config import Config, with_overrides
 from siirl.config.roles import ROLES, role_model
 from siirl.dag_worker.cached_memory import cached_after, give_back

@@ -25,8 +25,9 @@ import torch
 from tensordict import TensorDict
 
 from siirl.agents.episode import Episode
+from siirl.agents.event_loop import LoopThread, interruptible
 from siirl.agents.policy import ResumablePolicy, StreamGate
-from siirl.agents.runner import Game, LoopThread, Played, interruptible, run_episode
+from siirl.agents.runner import Game, Played, run_episode
 from siirl.agents.stream_client import StreamClient
 from siirl.agents.transcript import Transcript
 from siirl.data.buffer import ORDER

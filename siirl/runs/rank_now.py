@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from siirl.compiler.plan import Instruction, Plan, Run, Serve
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Instruction, Run, Serve
 from siirl.observe.position import AT_END
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.runs.run_state import RankState

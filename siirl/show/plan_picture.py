@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from siirl.compiler.instructions import ROUTING
-from siirl.compiler.plan import EnvStage, LinkPlan, Plan, Reshard, Run, StagePlan
+from siirl.compiler.plan import EnvStage, LinkPlan, Plan, StagePlan
+from siirl.compiler.plan_instructions import Reshard, Run
 from siirl.errors import ConfigError
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.show.credit_text import Configs, credit_words, tool_words, turn_words

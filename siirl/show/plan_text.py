@@ -9,21 +9,15 @@ from siirl.compiler.choices import choice_lines
 from siirl.compiler.instructions import ROUTING
 from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.memory.resident_engines import resident_shares, shares_text
-from siirl.compiler.plan import (
-    ALL,
-    Branches,
+from siirl.compiler.plan import ALL, Branches, InteractionPlan, LinkPlan, ModelPlan, Plan, StagePlan
+from siirl.compiler.plan_instructions import (
     Collect,
     Free,
-    InteractionPlan,
-    LinkPlan,
     Load,
-    ModelPlan,
-    Plan,
     Repeat,
     Reshard,
     Run,
     Serve,
-    StagePlan,
     SyncWeights,
     Until,
 )

@@ -21,7 +21,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.agents.runner import turn_seed
-from siirl.compiler.plan import Plan, Run
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Run
 from siirl.config import Config
 from siirl.dag.ops import OpSpec
 from siirl.dag_worker.boundary import RunPlaces

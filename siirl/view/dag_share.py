@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from siirl.compiler.plan import Load, Plan, Reshard, Run
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Load, Reshard, Run
 from siirl.observe.columns import moved_metric, rows_metric
 from siirl.observe.curve import Series
 from siirl.observe.printable import printable

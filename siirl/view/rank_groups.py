@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from siirl.compiler.plan import Plan, Run
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Run
 from siirl.parallel.placement import Ranks, format_ranks, parse_ranks
 from siirl.runs.rank_now import Doing
 from siirl.runs.run_state import RankState

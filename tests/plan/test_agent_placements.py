@@ -8,7 +8,8 @@ from plan_cases import add_agent, compiled, config, run_symbolically
 from siirl.agents.runner import in_turn
 from siirl.compiler.compile import compile_plan
 from siirl.compiler.memory.phases import engine_rows
-from siirl.compiler.plan import Plan, Serve, SyncWeights
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Serve, SyncWeights
 from siirl.compiler.serving import _streams
 from siirl.dag.spec import DagBuilder
 from siirl.errors import PlacementError

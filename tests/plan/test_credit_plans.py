@@ -6,7 +6,8 @@ import pytest
 from plan_cases import add_agent, compiled, config, run_symbolically
 
 from siirl.compiler.interactions.credit_reads import policy_trains
-from siirl.compiler.plan import Plan, Run
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Run
 from siirl.dag.spec import DagBuilder, DagSpec
 from siirl.errors import DagError, PlacementError
 

@@ -7,7 +7,8 @@ from plan_cases import compiled, config
 
 from siirl.compiler.agent_steps import in_step
 from siirl.compiler.compile import TEMPLATES, compile_plan
-from siirl.compiler.plan import Plan, Run
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Run
 from siirl.config.checks import check_config
 from siirl.dag.node_config import with_node_config
 from siirl.dag.spec import DagSpec, NodeSpec, dag_spec

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from plan_cases import add_agent, compiled, custom, moves, order, run_symbolically, template_plan
 
 from siirl.compiler.compile import TEMPLATES
-from siirl.compiler.plan import Free, Load, Plan, Reshard, Run, SyncWeights
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Free, Load, Reshard, Run, SyncWeights
 from siirl.dag.spec import DagBuilder
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import DagError, NotSupportedError, UserError

@@ -9,7 +9,7 @@ from plan_cases import add_agent, compiled, config, custom, run_symbolically
 from plan_rows import Interpreter
 
 from siirl.compiler.compile import compile_plan
-from siirl.compiler.plan import Reshard
+from siirl.compiler.plan_instructions import Reshard
 from siirl.dag.spec import DagBuilder, DagSpec, dag_spec, node_spec
 from siirl.errors import NotSupportedError, UserError
 

@@ -6,7 +6,8 @@ import pytest
 from plan_cases import compiled, config
 
 from siirl.compiler.compile import TEMPLATES, template_of
-from siirl.compiler.plan import Plan, Run
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Run
 from siirl.config.effects import effect_warnings
 from siirl.dag.node_config import with_node_config
 from siirl.dag.spec import DagSpec, NodeSpec, dag_spec

@@ -6,7 +6,7 @@ import pytest
 from plan_cases import compiled, run_symbolically, template_plan
 
 from siirl.compiler.compile import TEMPLATES
-from siirl.compiler.plan import Collect, Repeat
+from siirl.compiler.plan_instructions import Collect, Repeat
 from siirl.dag.spec import DagBuilder, DagSpec, dag_spec, node_spec
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import ConfigError, DagError, NotSupportedError

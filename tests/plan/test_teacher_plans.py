@@ -8,7 +8,8 @@ from plan_cases import compiled, config
 
 from siirl.compiler.compile import TEMPLATES, template_of
 from siirl.compiler.memory.phases import memory_lines
-from siirl.compiler.plan import Plan, Run
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Run
 from siirl.config.batch import batch_of
 from siirl.config.checks import check_config
 from siirl.config.effects import effect_warnings

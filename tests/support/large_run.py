@@ -7,7 +7,8 @@ from pathlib import Path
 from plan_cases import add_agent, config
 
 from siirl.compiler.compile import compile_plan
-from siirl.compiler.plan import Free, Plan, Reshard, Run, SyncWeights
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Free, Reshard, Run, SyncWeights
 from siirl.dag.spec import DagBuilder
 from siirl.launch.job import Job
 from siirl.observe.position import PositionFile, record_begin

@@ -8,7 +8,18 @@ import yaml
 
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.instructions import routing
-from siirl.compiler.plan import Collect, Free, Load, Plan, Repeat, Reshard, Run, Serve, SyncWeights, Until
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import (
+    Collect,
+    Free,
+    Load,
+    Repeat,
+    Reshard,
+    Run,
+    Serve,
+    SyncWeights,
+    Until,
+)
 from siirl.config import Config, load_config, with_overrides
 from siirl.dag.spec import DagBuilder, DagSpec
 from siirl.types import FieldKey

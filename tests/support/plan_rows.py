@@ -13,7 +13,8 @@ from zlib import crc32
 
 import numpy as np
 
-from siirl.compiler.plan import Collect, Free, Instruction, Load, Plan, Repeat, Reshard, Run, Until
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Collect, Free, Instruction, Load, Repeat, Reshard, Run, Until
 from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.data.assign import assign, split_weights, tabulate

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from siirl.compiler.plan import Plan, Run
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Run
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Workflow
 from siirl.config import Config

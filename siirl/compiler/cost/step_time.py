@@ -24,7 +24,8 @@ from siirl.compiler.cost.work import (
 )
 from siirl.compiler.memory.estimate import BYTES, Activity, MemoryLine, ModelShape, read_shape
 from siirl.compiler.memory.phases import engine_rows
-from siirl.compiler.plan import ModelPlan, NodePlan, Plan, Repeat, Reshard, Run, SyncWeights
+from siirl.compiler.plan import ModelPlan, NodePlan, Plan
+from siirl.compiler.plan_instructions import Repeat, Reshard, Run, SyncWeights
 from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.config.resolve import COMPUTE_DTYPE, get

@@ -12,7 +12,8 @@ from typing import Any
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.memory.estimate import ENGINE_PARTS, Activity, MemoryLine, read_shape
-from siirl.compiler.plan import ModelPlan, NodePlan, Plan, Run
+from siirl.compiler.plan import ModelPlan, NodePlan, Plan
+from siirl.compiler.plan_instructions import Run
 from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.config.roles import ROLES

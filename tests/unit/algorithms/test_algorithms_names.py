@@ -14,7 +14,7 @@ from siirl.algorithms.kl import KL_ESTIMATORS
 from siirl.algorithms.policy_losses import POLICY_LOSSES
 from siirl.algorithms.token_picks import pick_tokens
 from siirl.compiler.compile import TEMPLATES, template_of
-from siirl.compiler.plan import Run
+from siirl.compiler.plan_instructions import Run
 from siirl.config import effect_warnings, load_config, with_overrides
 from siirl.config.algorithm_table import AGGREGATIONS, ESTIMATORS, LOSSES
 from siirl.config.checks import check_config

@@ -7,7 +7,7 @@ import pytest
 from plan_cases import config
 
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.plan import Load, Run
+from siirl.compiler.plan_instructions import Load, Run
 from siirl.errors import UserError
 from siirl.models.families import types_with
 from siirl.models.trained import why_not

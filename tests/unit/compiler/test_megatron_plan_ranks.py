@@ -6,7 +6,7 @@ import pytest
 from megatron_cases import megatron_plan, sizes
 from plan_cases import run_symbolically
 
-from siirl.compiler.plan import Run
+from siirl.compiler.plan_instructions import Run
 from siirl.errors import PlacementError
 from siirl.parallel.dims import ParallelDims
 from siirl.show.plan_text import report

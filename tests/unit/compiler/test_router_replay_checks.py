@@ -8,7 +8,7 @@ from plan_cases import config
 
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.memory.phases import memory_lines
-from siirl.compiler.plan import Run
+from siirl.compiler.plan_instructions import Run
 from siirl.config import check_config
 from siirl.config.batch import batch_of
 from siirl.errors import UserError

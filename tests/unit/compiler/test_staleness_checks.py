@@ -6,7 +6,7 @@ import pytest
 from plan_cases import add_agent, compiled, config, custom, run_symbolically
 
 from siirl.compiler.compile import TEMPLATES, compile_plan, load_dag
-from siirl.compiler.plan import Serve
+from siirl.compiler.plan_instructions import Serve
 from siirl.config.checks import check_config
 from siirl.config.effects import effect_warnings
 from siirl.dag.spec import DagBuilder, dag_spec

@@ -7,7 +7,17 @@ import pytest
 import torch
 from plan_cases import config, template_plan
 
-from siirl.compiler.plan import Collect, Free, Load, Repeat, Reshard, Run, Serve, SyncWeights, Until
+from siirl.compiler.plan_instructions import (
+    Collect,
+    Free,
+    Load,
+    Repeat,
+    Reshard,
+    Run,
+    Serve,
+    SyncWeights,
+    Until,
+)
 from siirl.dag.ops import OPS
 from siirl.dag_worker.cached_memory import cached_after
 from siirl.dag_worker.worker import DAGWorker

@@ -6,7 +6,8 @@ import pytest
 from plan_cases import add_agent, compiled
 from viewed_runs import write_run
 
-from siirl.compiler.plan import Plan, Reshard, Run
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Reshard, Run
 from siirl.dag.spec import DagBuilder
 from siirl.observe.position import AT_END, Position, PositionFile, read_position
 from siirl.observe.spans import Observer

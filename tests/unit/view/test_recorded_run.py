@@ -14,7 +14,7 @@ import pytest
 from page_browser import opened_tab
 from viewed_runs import write_error
 
-from siirl.compiler.plan import Serve
+from siirl.compiler.plan_instructions import Serve
 from siirl.runs.rank_now import Doing, doing
 from siirl.runs.run_files import read_plan
 from siirl.runs.run_state import RankState

@@ -5,7 +5,8 @@ from page_browser import opened_tab
 from plan_cases import add_agent, compiled
 from viewed_runs import write_error, write_run
 
-from siirl.compiler.plan import Plan, Run
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_instructions import Run
 from siirl.dag.spec import DagBuilder
 from siirl.observe.position import AT_END, PositionFile
 from siirl.view.view_page import export
