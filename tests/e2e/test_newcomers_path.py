@@ -34,6 +34,8 @@ siirl() {{
   case $1 in
     run|check|plan) command siirl "$@" $small {MORE} $more ;;
     view) command siirl "$@" --export page.html ;;
+    resume) command siirl resume "$2" trainer.total_training_steps=2 ;;
+    chat) echo "3 + 4 = ?" | command siirl "$@" --max-tokens 2 ;;
     *) command siirl "$@" ;;
   esac
 }}

@@ -10,7 +10,7 @@ from siirl.config.root import TOP_GROUPS, all_groups, all_keys
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / f"docs/{name}.md" for name in ("troubleshooting", "messages", "observability", "metrics")]
-COMMANDS = ("siirl trace", "siirl check", "siirl plan", "cat ", "kill ", "python ", "# ")
+COMMANDS = ("siirl ", "cat ", "kill ", "python ", "# ")
 
 
 def quoted(page: Path) -> list[str]:
