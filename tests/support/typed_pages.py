@@ -16,7 +16,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-BEGIN = "make quickstart\nsource .venv/bin/activate"
+BEGIN = """\
+make quickstart                # once: makes the environment, and trains a first model in about a minute
+source .venv/bin/activate      # in each new shell"""
 """The first commands of each page. The environment that they make is the one that runs the test."""
 BLOCK = re.compile(r"(<!-- trains -->\n)?^```(\w*)\n(.*?)\n```$", re.M | re.S)
 NAMED = re.compile(r"(?:#!.*\n)?# (\w+\.(?:py|yaml|sh))\n")

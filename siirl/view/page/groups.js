@@ -46,15 +46,15 @@ function groupsView(episodes, reward, agent, again) {
   const groups = all.filter(group => which === "" || group.flat === (which === "flat"));
   const at = Math.max(0, Math.min(groups.length - 1, groups.findIndex(group => group.key === keep("group", ""))));
   const go = to => { if (groups[to]) { page.state.group = groups[to].key; again(); } };
-  const kind = choice("groups", which, [["", "all"], ["mixed", "with different rewards"], ["flat", "with zero variance"]], value => { page.state.groups = value; again(); });
-  const counts = make("span", { class: "faint" }, plural(all.length, "group") + ", " + flat + " with zero variance");
+  const kind = choice("groups", which, [["", "all"], ["mixed", "with different rewards"], ["flat", "with zero std"]], value => { page.state.groups = value; again(); });
+  const counts = make("span", { class: "faint" }, plural(all.length, "group") + ", " + flat + " with zero std");
   if (!groups.length) return { boxes: [make("div", { class: "bar" }, kind, counts), make("p", { class: "box" }, "No prompt has several samples here: rollout.n and the filters above decide.")], written: Promise.resolve() };
   const group = groups[at], { holder, written } = groupBox(group, reward, agent), first = group.members[0];
   const move = (text, to) => make("button", { type: "button", id: "go-" + text, disabled: !groups[to], onclick: () => go(to) }, text);
   const head = make("div", { class: "bar" }, move("previous", at - 1), move("next", at + 1), make("span", { role: "status" }, (at + 1) + " of " + groups.length), kind, counts);
   const title = make("h2", {}, first.kind + ", step " + first.step + ": " + first.prompt + " ", make("span", { class: "chip" }, plural(group.members.length, "sample")),
     make("span", { class: "chip" }, "mean " + short(group.mean) + ", deviation " + short(group.deviation)),
-    group.flat ? make("span", { class: "chip down", id: "flat" }, "zero variance: nothing to learn from") : null);
+    group.flat ? make("span", { class: "chip down", id: "flat" }, "zero std: nothing to learn from") : null);
   return { boxes: [head, make("div", { class: "box" }, title, holder)], written };
 }
 

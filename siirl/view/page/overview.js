@@ -18,7 +18,7 @@ section("overview", "Overview", ["overview"], () => {
   page.written = Promise.all([
     later(parts, "Numbers", "curves", "numbers", found => [lastNumbers(found || {})]),
     later(parts, "Alerts", "alerts", "alerts", found => found && found.length ? found.map(alert => make("div", { class: "box alert" }, alert.text))
-      : [make("p", { class: "faint" }, "Nothing in the numbers asks for a look.")]),
+      : [make("p", { class: "faint" }, "No alerts.")]),
   ]);
   const settings = about.settings.map(([name, value, key]) => [name, value, key]);
   parts.push(make("h2", {}, "Settings and origin"), make("div", { class: "box" }, make("div", { class: "pair" }, make("div", {}, table(settings, "settings")), make("div", {}, table(facts, "facts"))),
