@@ -23,7 +23,7 @@ start_by_forks()
 SHARED = {
     "sources": "config_keys_are_read field_docs glossary messages_page observe_docs op_table trace_job "
     "waiting",
-    "vLLM": "adapter_alone_job engine_keeper kept_tokens moe_main_job native_draws native_places "
+    "vLLM": "adapter_alone_job kept_tokens moe_main_job native_draws native_places "
     "native_slots native_tokens rollout_engine_contract vllm_heads vllm_job vllm_leftovers vllm_process "
     "vllm_restarts",
     "trl": "algorithms_losses distillation given_responses_job policy_loss_terms reward_training_job",

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,16 +87,8 @@ class Attempts:
     A restart counts until a new checkpoint has come, or until it is trainer.restart_window_s old.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        step_in_memory: Callable[[], int],
-        logs_in_use: Callable[[], Collection[Path]] = tuple,
-    ):
-        """step_in_memory: the newest checkpoint in memory that the next attempt can go on from; 0: none.
-
-        logs_in_use: of processes that outlive an attempt and go on writing to them.
-        """
+    def __init__(self, job: Job, step_in_memory: Callable[[], int]):
+        """step_in_memory: the newest checkpoint in memory that the next attempt can go on from; 0: none."""
         self.job = job
         """Of the attempt that runs now."""
         self.fruitless = 0
@@ -104,7 +96,7 @@ class Attempts:
         trainer = from_dict(job.config).trainer
         self._most, self._window_s = trainer.max_restarts, trainer.restart_window_s
         self._root = absolute(trainer.default_local_dir)
-        self._step_in_memory, self._logs_in_use = step_in_memory, logs_in_use
+        self._step_in_memory = step_in_memory
         self._first = self._last = self._pointers()
         self._began_s = time.time()
         self._before: Before | None = None
@@ -256,16 +248,12 @@ class Attempts:
         """Move what the attempt left into a folder of its own, anew: its results too; what to tell of it."""
         output = self.job.output_path
         kept = output / ATTEMPTS_DIR / str(number)
-        patterns, in_use = (*LEFT, *OWN) if anew else LEFT, self._logs_in_use()
+        patterns = (*LEFT, *OWN) if anew else LEFT
         try:
             for path in sorted({path for pattern in patterns for path in output.glob(pattern)}):
                 target = kept / path.relative_to(output)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                if path in in_use:
-                    shutil.copyfile(path, target)
-                    os.truncate(path, 0)  # who writes to it appends
-                else:
-                    shutil.move(path, target)
+                shutil.move(path, target)
         except OSError as error:  # the run goes on without
             return f"What attempt {number} left could not all be kept: {error}"
         return f"What attempt {number} left is in {kept}"

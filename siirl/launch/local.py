@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from siirl.config import from_dict
 from siirl.launch.attempts import Attempts, Ended
-from siirl.launch.engine_keeper import EngineKeeper
 from siirl.launch.failure import Death, death_of, only_followers, oom_kill_count, without_folder
 from siirl.launch.health import Watch
 from siirl.launch.job import Job
@@ -43,12 +42,8 @@ def run_local(job: Job) -> int:
     """
     with memory_folder(from_dict(job.config)) as folder:
         run = LocalRun(dataclasses.replace(job, memory_dir=folder, amendable=True))
-        attempts = Attempts(run.job, lambda: step_in(folder), run.keeper.logs)
-        with (
-            catch_signals(run.stop, run.match_size),
-            contextlib.closing(run.standbys),
-            contextlib.closing(run.keeper),
-        ):
+        attempts = Attempts(run.job, lambda: step_in(folder))
+        with catch_signals(run.stop, run.match_size), contextlib.closing(run.standbys):
             attempts.run(run.attempt, run.stop)
         return attempts.conclude(run.stop)
 
@@ -58,7 +53,7 @@ class LocalRun:
 
     def __init__(self, job: Job):
         self.job, self.stop = job, Stop()
-        self.standbys, self.keeper = Standbys(job), EngineKeeper(from_dict(job.config))
+        self.standbys = Standbys(job)
         self.workers: list[Worker] = []
         self._tee: ConsoleTee | None = None
 
@@ -69,15 +64,14 @@ class LocalRun:
 
     def attempt(self, job: Job) -> Ended:
         """Start all workers, and watch them until they have ended."""
-        await_groups(self.workers)  # of the attempt before: a device's memory is free only then,
-        self.keeper.settle()  # and when engines that stay have given theirs back
+        await_groups(self.workers)  # of the attempt before: a device's memory is free only then
         self.job, self.workers = job, []
         job_path, oom_before = str(job.prepare()), oom_kill_count()
         self._tee = tee = ConsoleTee(job.log_path(0))
         with lifeline() as lifeline_fd, heartbeat_file(job.world_size) as heartbeat_fd:
             watch = Watch(self.workers, heartbeat_fd, from_dict(job.config).trainer.stuck_s)
             try:
-                fds = {LIFELINE: lifeline_fd, HEARTBEAT: heartbeat_fd, **self.keeper.descriptors()}
+                fds = {LIFELINE: lifeline_fd, HEARTBEAT: heartbeat_fd}
                 self.start(job_path, tee, fds)
                 deaths = self._watched(watch, oom_before)
             finally:

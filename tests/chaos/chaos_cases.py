@@ -49,9 +49,9 @@ SAID = {
 }
 """What happens to a disk, or who is lost -> what is said of it."""
 PARALLEL = "parallel vLLM"
-"""Whose names begin so: processes of an engine of two ranks, and these ranks, for which it stays."""
-KEPT = "kept vLLM"
-"""Whose names begin so: ranks with an engine each, that stays when they are struck."""
+"""Whose names begin so: processes of an engine of two ranks, and these ranks."""
+TWO = "two vLLM"
+"""Whose names begin so: ranks with an engine each."""
 JUMPS_S = {"a day ahead": 86400, "a day back": -86400}
 """Of the clock that all processes of the run read."""
 
@@ -76,13 +76,13 @@ class Case:
     @property
     def job(self) -> str:
         """The kind of job: "local", or what it runs on or asks."""
-        kinds = ("Ray", "vLLM", PARALLEL, KEPT, "standby", *SERVICES)
+        kinds = ("Ray", "vLLM", PARALLEL, TWO, "standby", *SERVICES)
         return next((kind for kind in kinds if self.who.startswith(kind)), "local")
 
     @property
     def rank(self) -> int:
         """The rank that is held in the phase."""
-        second = ("rank 1", f"{KEPT} rank 1", f"{PARALLEL} rank 1", *BESIDE_STANDBYS, *RAY_PARTS)
+        second = ("rank 1", f"{TWO} rank 1", f"{PARALLEL} rank 1", *BESIDE_STANDBYS, *RAY_PARTS)
         return 1 if self.who in second else 0
 
     @property
@@ -147,10 +147,10 @@ def make_cases() -> list[Case]:
     add("standby's launcher", ("export",), ("SIGKILL",), COMMAND_AGAIN)
     for how in ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP"):
         add("vLLM engine", ("rollout", "train"), (how,), GOES_ON)
-    for who in (f"{KEPT} rank 0", f"{KEPT} rank 1"):
-        add(who, ("rollout", "train", "weight sync"), ("SIGKILL",), STARTS_AGAIN)
+    add(f"{TWO} rank 0", ("rollout",), ("SIGKILL",), STARTS_AGAIN)
+    add(f"{TWO} rank 1", ("weight sync",), ("SIGKILL",), STARTS_AGAIN)
     for who in (f"{PARALLEL} rank 0", f"{PARALLEL} rank 1"):
-        add(who, ("rollout", "train", "weight sync", HALF), ("SIGKILL",), STARTS_AGAIN)
+        add(who, (HALF,), ("SIGKILL",), STARTS_AGAIN)
     for part in (f"{PARALLEL} core", f"{PARALLEL} worker"):
         add(part, ("rollout",), ("SIGKILL", "SIGSTOP"), STARTS_AGAIN)
     add(TOOL_SERVER, ("rollout", "tool", "train"), ("SIGKILL", "SIGSTOP"), GOES_ON)
@@ -182,8 +182,7 @@ FILES = {
     "ray": (*RAY_PARTS, "Ray driver", "Ray GCS"),
     "vllm": ("vLLM engine",),
     "parallel_vllm": (f"{PARALLEL} core", f"{PARALLEL} worker"),
-    "kept_engines": (f"{KEPT} rank 0", f"{KEPT} rank 1"),
-    "kept_parallel": (f"{PARALLEL} rank 0", f"{PARALLEL} rank 1"),
+    "vllm_ranks": (f"{TWO} rank 0", f"{TWO} rank 1", f"{PARALLEL} rank 0", f"{PARALLEL} rank 1"),
     "services": SERVICES,
 }
 """test_chaos_FILE.py -> who is struck there. Workers of the suite take whole files: 10 minutes at most."""

@@ -149,7 +149,7 @@ def test_a_process_that_stands_by_becomes_the_next_worker_of_its_rank(tmp_path, 
     job_path, tee = str(job.prepare()), ConsoleTee(job.log_path(0))
     run = local.LocalRun(job)
     workers = run.workers
-    with contextlib.closing(run.standbys) as ready, contextlib.closing(run.keeper), lifeline() as fd:
+    with contextlib.closing(run.standbys) as ready, lifeline() as fd:
         ready.begin_attempt()
         there = wait_for_standbys(ready)
         os.kill(there[1], signal.SIGSTOP)
@@ -175,14 +175,13 @@ def test_an_attempt_begins_when_all_that_the_one_before_has_started_is_gone(tmp_
     run.workers = [Worker(0, before)]
     began = []
 
-    def begin():
+    def begin(job):
         began.append(alive(pid))
         raise InterruptedError
 
-    with contextlib.closing(run.keeper):
-        monkeypatch.setattr(run.keeper, "settle", begin)
-        with pytest.raises(InterruptedError):
-            run.attempt(run.job)
+    monkeypatch.setattr(Job, "prepare", begin)
+    with pytest.raises(InterruptedError):
+        run.attempt(run.job)
     assert began == [False]
 
 

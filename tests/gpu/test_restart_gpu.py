@@ -22,7 +22,7 @@ SHAPE = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64, 
 RUNS = {"killed": ([3, 6], [1]), "undisturbed": ([], []), "again": ([], [])}
 """Name -> steps after which ranks are killed, and which."""
 MOST_RESTART_S = 60.0
-"""From a kill until all ranks work again, each with the engine that it had, or one that has restarted."""
+"""From a kill until all ranks work again, each with a new engine."""
 
 
 def test_two_kills_leave_the_weights_as_they_were(tmp_path):
@@ -37,22 +37,11 @@ def test_two_kills_leave_the_weights_as_they_were(tmp_path):
     lines = (tmp_path / "killed" / "out" / "metrics.jsonl").read_text().splitlines()
     print(f"\nof the way that training went ({moved:.3g}): {away}\nattempts: {attempts}")
     print(f"seconds from a kill to the first instruction of the last rank: {restarts_s}")
-    print(f"engines that stayed, by attempt and rank: {stayed(tmp_path / 'killed' / 'out')}")
     assert [attempt.cause for attempt in attempts] == ["killed by SIGKILL"] * 2
     assert all(attempt.next.endswith(" in memory") for attempt in attempts)
     assert [json.loads(line)["step"] for line in lines] == list(range(9)), "each step once"
     assert len(restarts_s) == 2 and max(restarts_s) <= MOST_RESTART_S, restarts_s
     assert away["killed"] <= 2 * away["again"] + 0.01
-
-
-def stayed(output: Path) -> dict[str, list[str]]:
-    """Which workers found an engine of the attempt before. Not so if it was within a weight sync."""
-    words = "its engine is the one that stayed"
-    logs = {"2": output / "attempts" / "2" / "logs", "3": output / "logs"}
-    return {
-        number: sorted(log.name for log in folder.glob("rank_*.log") if words in log.read_text())
-        for number, folder in logs.items()
-    }
 
 
 def finish(

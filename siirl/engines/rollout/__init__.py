@@ -47,38 +47,7 @@ link is asked, which would need the trainers, who are elsewhere in the step. On 
 worker's own; on a GPU each bucket is copied while the engine loads it. A process is lost when it ends,
 when no heartbeat comes for 20 s of waiting (it beats once a second from a thread of its own,
 `server.py`), or when its engine makes no progress for `trainer.deadline_s`. The first start is not
-tried again.
-
-**Engines outlive their worker** where the local launcher may start the run again (`trainer.max_restarts`).
-Then a thread of the launcher starts them in the workers' place (`EngineKeeper`,
-`siirl/launch/engine_keeper.py`): they are the launcher's children, so what ends a worker and all below does
-not reach them, and what ends the launcher does. A worker inherits one socket to the keeper
-(`SIIRL_ENGINES_FD`, beside those of lifeline and heartbeat). It sends three descriptors over it: a
-conversation, the engine's end of a socket pair, and the log; so nothing has an address. In the conversation
-it says what it wants, by the path of the log and a digest of the first message and of the environment, and
-hears what it has got and when that ends (`served/kept_engine.py`). `KeptEngine` is to `EngineProcess` what
-`EngineChild`, an engine's process below one's own, is without a keeper. The rest of an engine's life does
-not know the difference: messages, beats, recovery, temporary folders.
-
-- **When the worker goes**, its connection ends. The engine's process (`server.py`) then makes
-  its engine what it was when it had started: no requests (one that works on an answer gives it up between
-  two steps), empty caches, no adapter that could be asked for, in sleep mode if the worker ever put it there.
-  It refuses to sample until a sync of the next worker is complete. It says so to its keeper and waits
-  there; the launcher starts the next attempt when all engines wait (10 s at most: then it ends those that
-  do not). Nothing of the worker's memory stays mapped in any process of the engine, all of which must
-  answer; the keeper hears which they are.
-- **A worker that comes** is handed a new connection to the engine of the same log and digest, and has all
-  its processes answer before it uses it. It skips `Start`; the first `sleep` that it asks for, as of a new
-  engine, is done already. From there on it does what every worker does: version -1, and a sync.
-- **Several ranks** may share it: its first rank alone has the engine and speaks for all, and its next
-  workers may lie in other processes and buffers. One that is lost within a sync leaves the first rank in a
-  collective that fails: it tells the engine `Doubt` before it tells it to finish.
-- **In every doubt a new one**: weights half replaced, a part in sleep mode, an error of the engine's own, a
-  process of it (vLLM's core and workers too) stopped or gone, no answer within 10 s, other arguments. What
-  a worker gives up as lost, it ends: all its processes together, by the folder for temporary files that
-  they share. A keeper that does not answer is done without: the engine is the worker's child, as it is
-  under torchrun and Ray, where no process of the launcher's that outlives the workers starts engines.
-- Not SGLang's: its `NativeEngine` has no `renew`, so nothing of it stays.
+tried again. An engine ends with its worker: an attempt that follows another starts new ones.
 
 **Streams.** An engine is a stream: `RolloutEngine.stream()` takes requests while others run and answers each
 as it completes. `generate` is a stream of its own that is drained, written once in the base class. vLLM's

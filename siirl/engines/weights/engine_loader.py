@@ -9,7 +9,6 @@ from torch import Tensor
 
 from siirl.engines.rollout.served.engine_shard import EngineShard
 from siirl.engines.rollout.served.journal import BeginUpdate, FinishUpdate, LoadChunk
-from siirl.engines.rollout.served.messages import Doubt
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.train.adapters.lora import adapter_name
 from siirl.engines.weights.bucket import ChunkPlaces, LiveWeights, WeightChunk, WeightPacker
@@ -127,7 +126,7 @@ class EngineWeights:
     ) -> Iterator[list[Any]]:
         """What has begun and happens inside is finished, also if it fails; gives what `finish` gave.
 
-        finish: called with the engine, whether it keeps its KV cache, and whether all is there.
+        finish: called with the engine, and whether it keeps its KV cache.
         """
         finished: list[Any] = []
         complete = False
@@ -135,18 +134,17 @@ class EngineWeights:
             yield finished
             complete = True
         finally:  # after a failure, which is the one to tell of, finishing may fail too
-            if process is not None and not complete:
-                for message in (Doubt(), Doubt()):  # the first one may hear how the begin failed
-                    with suppress(RolloutError):
-                        process.ask(message)
-            with phase("finish"), nullcontext() if complete else suppress(RolloutError):
-                keeps = keeps_kv and complete
-                finished.append(self.together(process, lambda engine: finish(engine, keeps, complete)))
+            keeps = keeps_kv and complete
+            with phase("finish"):
+                for _ in range(1 if complete else 2):  # the first one may hear how the begin failed
+                    with nullcontext() if complete else suppress(RolloutError):
+                        finished.append(self.together(process, lambda engine: finish(engine, keeps)))
+                        break
 
     def _begin_loading(self, engine: RecoveringEngine) -> None:
         engine.tell(BeginUpdate())
 
-    def _finish_loading(self, engine: RecoveringEngine, keeps_kv: bool, complete: bool) -> Any:
+    def _finish_loading(self, engine: RecoveringEngine, keeps_kv: bool) -> Any:
         return engine.tell(FinishUpdate(keeps_kv))
 
     def _load(

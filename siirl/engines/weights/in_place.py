@@ -98,7 +98,10 @@ class FinishWriting(FinishLearning):
 
     def tell(self, process: EngineProcess) -> str:
         """See Told."""
-        return "" if process.writes_in_place else super().tell(process)
+        if not process.writes_in_place:
+            return super().tell(process)
+        process.settle()
+        return ""
 
 
 class WeightsInPlace(EngineWeights):
@@ -180,7 +183,7 @@ class WeightsInPlace(EngineWeights):
     def _begin_loading(self, engine: RecoveringEngine) -> None:
         engine.tell(BeginUpdate({"tensors": self._packer.tensors()}))
 
-    def _finish_loading(self, engine: RecoveringEngine, keeps_kv: bool, complete: bool) -> str:
+    def _finish_loading(self, engine: RecoveringEngine, keeps_kv: bool) -> str:
         """Why the next update cannot be in place, or ""."""
         return engine.tell(FinishLearning(keeps_kv))
 
@@ -205,7 +208,7 @@ class WeightsInPlace(EngineWeights):
                     self.together(process, lambda engine, event=event: engine.tell(event))
         return finished.pop()
 
-    def _finish_writing(self, engine: RecoveringEngine, keeps_kv: bool, complete: bool) -> str:
+    def _finish_writing(self, engine: RecoveringEngine, keeps_kv: bool) -> str:
         return engine.tell(FinishWriting(keeps_kv))
 
 

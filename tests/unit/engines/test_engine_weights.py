@@ -12,7 +12,7 @@ import torch
 from siirl.engines.rollout.served import recovery
 from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.engines.rollout.served.engine_shard import EngineShard
-from siirl.engines.rollout.served.messages import Call, Done, Doubt, Start
+from siirl.engines.rollout.served.messages import Call, Done, Start
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.weights import in_place as writing
 from siirl.engines.weights import kept as keeping
@@ -33,12 +33,12 @@ SPECS = {
 
 
 class ModelProcess:
-    stayed = writes_in_place = False
+    writes_in_place = False
 
     def __init__(self, rng, mean):
         self.rng, self.left = rng, rng.expovariate(1 / mean) if mean else float("inf")
         self.weights, self.updating, self.asked, self.knows = {}, "", False, False
-        self.learns, self.doubtful, self.dead, self.owed = True, False, False, []
+        self.learns, self.dead, self.owed = True, False, []
 
     def post(self, message):
         """It works on it whenever it comes to that."""
@@ -77,15 +77,11 @@ class ModelProcess:
         if isinstance(message, Call):
             result = getattr(self, message.method)(**message.arguments)
         else:
-            assert isinstance(message, Start | Doubt)
-            self.doubtful = self.doubtful or isinstance(message, Doubt)
+            assert isinstance(message, Start)
         if lost:
             self.dead = True
             raise EngineLost("it died.", "")
         return Done(result)
-
-    def begin(self, start):
-        return self.ask(start)
 
     def call(self, method, **arguments):
         return self.ask(Call(method, arguments)).result
@@ -341,23 +337,23 @@ def test_what_a_process_cannot_learn_is_loaded_each_time_and_said_once(tmp_path,
 
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("way", ["by loaders", "in place"])
-def test_an_engine_whose_update_failed_is_told_that_it_is_not_whole(way, before, tmp_path):
-    """Before it is told to finish: it would be taken for whole, and for the worker of the next attempt."""
-    log, process = [], ModelProcess(random.Random(0), 0)
+def test_an_update_that_failed_is_finished_and_the_next_one_is_whole(way, before, tmp_path):
+    log, rng = [], random.Random(0)
+    process = ModelProcess(rng, 0)
     ways_of(process, log)
     engine = RecoveringEngine(lambda: process, Start("", {}), tmp_path / "log", 0)
     shard = EngineShard((0,))
     sent = in_place(False) if way == "in place" else EngineWeights("engine", SPECS, CPU, False, shard)
-    now = a_set(random.Random(1))
+    now = a_set(rng)
     for _ in range(before):
         sent.replace(engine, iter(now.items()), False)
-    assert not process.doubtful
     log.clear()
     with pytest.raises(ZeroDivisionError):
         sent.replace(engine, failing(now), False)
+    assert not process.owed and ("finish_update" in log or before)
+    sent.replace(engine, iter(now.items()), False)
     sent.close()
-    assert process.doubtful and log.index("doubt") > 0
-    assert not {"finish_update", "finish_writing"}.intersection(log[: log.index("doubt")])
+    assert holds(process, now)
 
 
 def test_a_begin_that_fails_is_an_error_of_its_update_and_the_next_one_is_whole(tmp_path):
@@ -374,11 +370,11 @@ def test_a_begin_that_fails_is_an_error_of_its_update_and_the_next_one_is_whole(
         raise RolloutError("a parameter has another layout")
 
     for later in (lambda weights: iter(weights.items()), failing):
-        process.begin_writing, process.doubtful = fails, False
+        process.begin_writing = fails
         log.clear()
         with pytest.raises((RolloutError, ZeroDivisionError), match=r"another layout|zero|^$"):
             sent.replace(engine, later(a_set(rng)), False)
-        assert process.doubtful and log[0] == "begin_writing" and not process.owed
+        assert log[0] == "begin_writing" and not process.owed
         process.begin_writing = begin
         for _ in range(2):  # by loaders, then in place
             now = a_set(rng)

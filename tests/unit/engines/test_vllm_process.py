@@ -25,7 +25,6 @@ from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served import engine_child, engine_process
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
 from siirl.engines.rollout.served.engine_shard import physical_gpu
-from siirl.engines.rollout.served.kept_engine import KEEPER_FD as KEEPER
 from siirl.engines.rollout.served.messages import (
     Abort,
     Answer,
@@ -50,7 +49,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 LAUNCHERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "CUDA_DEVICE_MAX_CONNECTIONS"),
-    *(HEARTBEAT, KEEPER),
+    HEARTBEAT,
 )
 PARAMS = SamplingParams(max_tokens=1)
 
@@ -100,19 +99,19 @@ def test_what_was_posted_fails_for_who_asks_next_and_each_answer_is_that_of_its_
         process.ask(Abort())
     assert process.ask(Abort()) == Done(None)
     process.post(Abort())
-    with pytest.raises(RolloutError, match="renew: AttributeError"):
-        process.call("renew")
-    process.post(Call("greet", {}))
-    with pytest.raises(RolloutError, match="greet: AttributeError"):
+    with pytest.raises(RolloutError, match="rest: AttributeError"):
+        process.call("rest")
+    process.post(Call("stats", {}))
+    with pytest.raises(RolloutError, match="stats: AttributeError"):
         process.listen(0.0)
-    for method in ("write", "renew", "greet"):
+    for method in ("write", "rest", "stats"):
         process.post(Call(method, {}))
     with pytest.raises(RolloutError, match="write: AttributeError"):
         process.settle(but_last=2)
-    with pytest.raises(RolloutError, match="renew: AttributeError"):
+    with pytest.raises(RolloutError, match="rest: AttributeError"):
         process.settle(but_last=1)
     process.settle(but_last=1)
-    with pytest.raises(RolloutError, match="greet: AttributeError"):
+    with pytest.raises(RolloutError, match="stats: AttributeError"):
         process.settle()
 
 

@@ -57,8 +57,6 @@ class Fate:
 class ModelProcess:
     """An engine process whose state can be read, and whose responses follow from it."""
 
-    stayed = False
-
     def __init__(self, fate):
         self.fate, self.left = fate, fate.draw()
         self.started, self.killed = False, False
@@ -75,9 +73,6 @@ class ModelProcess:
         if self.left < 0:
             self.fate.num_losses += 1
             raise EngineLost("it died.", "\n  | a line")
-
-    def begin(self, start):
-        self.ask(start)
 
     def ask(self, message):
         if self.fate.rng.random() < 0.5:

@@ -181,22 +181,6 @@ def test_what_an_attempt_left_is_kept_and_its_results_too_if_the_next_begins_ane
         assert not (tmp_path / "logs" / "rank_0.log").exists()
 
 
-def test_a_log_of_what_outlives_an_attempt_is_kept_and_goes_on_where_it_is(tmp_path):
-    logs = {name: tmp_path / "logs" / f"vllm_a_rank_{name}.log" for name in ("stays", "ends")}
-    attempts = Attempts(make_attempts(tmp_path).job, lambda: 0, lambda: {logs["stays"]})
-    with logs["stays"].open("a") as engine:
-        logs["ends"].write_text("first\n")
-        for line in ("first\n", "second\n"):
-            engine.write(line)
-            engine.flush()
-            attempts.after([killed()], {})
-        engine.write("third\n")
-    kept = [(tmp_path / "attempts" / str(number) / "logs") for number in (1, 2)]
-    assert [(folder / logs["stays"].name).read_text() for folder in kept] == ["first\n", "second\n"]
-    assert logs["stays"].read_text() == "third\n"
-    assert (kept[0] / logs["ends"].name).exists() and not logs["ends"].exists()
-
-
 @pytest.mark.parametrize("mode", ["auto", "disable", "resume_path"])
 def test_the_next_attempt_takes_the_newer_of_the_checkpoints_on_disk_and_in_memory(mode, tmp_path):
     given, memory = tmp_path / "elsewhere" / "global_step_7", tmp_path / "memory"

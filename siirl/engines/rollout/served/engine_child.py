@@ -14,30 +14,20 @@ SERVER = "siirl.engines.rollout.served.server"
 class EngineChild:
     """One that this process has started. It ends with the thread that did, however that ends."""
 
-    stayed = False
-    """Whether it has had a worker before."""
-    outlives = False
-    """Whether it stays when its worker lets go of it."""
-
-    def __init__(
-        self, environment: Mapping[str, str], connection: int, log: int, keeper: int | None = None
-    ) -> None:
+    def __init__(self, environment: Mapping[str, str], connection: int, log: int) -> None:
         """Start it. connection: its end of that to its worker; log: where it writes what it prints.
 
-        keeper: its end of a socket to who keeps it when its worker is gone; in a session of its own then,
-        out of reach of what ends the worker and all below. OSError if it cannot be started.
+        OSError if it cannot be started.
         """
         self._temporary = TemporaryFolder()
-        descriptors = [connection] if keeper is None else [connection, keeper]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", SERVER, *map(str, descriptors)],
+                [sys.executable, "-m", SERVER, str(connection)],
                 env={**environment, **self._temporary.environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=descriptors,
-                start_new_session=keeper is not None,
+                pass_fds=[connection],
             )
         except OSError:
             self._temporary.close()

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import socket
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from siirl.deadline import Deadline
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
 from siirl.engines.rollout.served.engine_child import EngineChild
 from siirl.engines.rollout.served.engine_parts import EngineParts
-from siirl.engines.rollout.served.kept_engine import KEEPER_FD, KeptEngine, ask_keeper, bound_waits
 from siirl.engines.rollout.served.messages import (
     Alive,
     Beat,
@@ -43,16 +43,14 @@ LAUNCHER_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
     "CUDA_DEVICE_MAX_CONNECTIONS",
-    *(HEARTBEAT, KEEPER_FD),
+    HEARTBEAT,
 )
-"""Environment of our torch.distributed, which the engine's must not see, what Megatron wants of CUDA, and
-descriptors of this worker."""
+"""Environment of our torch.distributed, which the engine's must not see, what Megatron wants of CUDA, and a
+descriptor of this worker."""
 POLL_S = 0.5
 STOP_GRACE_S = 3.0
 SILENCE_S = 20.0
 """A process that says nothing for so long while this worker waits for it is lost: it beats every second."""
-GREETING_S = 10.0
-"""How long one that has stayed may take to say that all of it is there."""
 
 
 class EngineLost(RolloutError):
@@ -69,19 +67,8 @@ class EngineLost(RolloutError):
 class EngineProcess:
     """One process that runs an engine. Every wait for it has a deadline; its death is named at once."""
 
-    def __init__(
-        self,
-        name: str,
-        env: dict[str, str],
-        log_path: Path,
-        deadline_s: float,
-        keep_for: Start | None = None,
-    ) -> None:
-        """Start it. env: on top of this worker's environment. Its output goes to log_path.
-
-        keep_for: it may be one that was started with this for a worker before, and may stay for another one,
-        where the launcher keeps engines.
-        """
+    def __init__(self, name: str, env: dict[str, str], log_path: Path, deadline_s: float) -> None:
+        """Start it. env: on top of this worker's environment. Its output goes to log_path."""
         self._what = f"rollout engine {name!r}"
         self.deadline_s = deadline_s
         self.silence_s = SILENCE_S
@@ -93,32 +80,16 @@ class EngineProcess:
         clean = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
         with log_path.open("ab") as log, theirs:
             self._log_offset = log.tell()
-            kept = ask_keeper(log_path, keep_for, clean | env, theirs, log.fileno()) if keep_for else None
-            self._process: EngineChild | KeptEngine = kept or EngineChild(
-                clean | env, theirs.fileno(), log.fileno()
-            )
+            self._process = EngineChild(clean | env, theirs.fileno(), log.fileno())
         self._parts = EngineParts(self.pid, log_path, self._log_offset)
         # A process that is stopped within a message, or reads none, stops nobody.
-        bound_waits(ours, SILENCE_S)
+        patience = struct.pack("ll", int(SILENCE_S), 0)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, patience)
         self._channel = Channel(ours, FromEngine)
         self._heard_s, self._waited_s = time.monotonic(), 0.0
         self._unread: list[Finished] = []
         self._owed: list[Message] = []  # messages whose answers nobody has waited for yet
-
-    @property
-    def stayed(self) -> bool:
-        """Whether it has had a worker before."""
-        return self._process.stayed
-
-    def begin(self, start: Start) -> None:
-        """Have it start its engine; of one that has stayed, see that all of it answers. Errors as of ask."""
-        if not self.stayed:
-            self.ask(start)
-            return
-        self._parts.find()
-        deadline_s, self.deadline_s = self.deadline_s, GREETING_S
-        self.call("greet")
-        self.deadline_s = deadline_s
 
     @property
     def pid(self) -> int:
@@ -257,11 +228,7 @@ class EngineProcess:
         return RolloutError(f"{self._what}, {kind}: {failed.text}{self._tail()}")
 
     def close(self) -> None:
-        """End the process, or let go of one that is kept. Idempotent."""
-        if self._process.outlives:
-            self._channel.close()
-            self._process.leave()
-            return
+        """End the process. Idempotent."""
         with contextlib.suppress(ChannelClosed):
             self._channel.send(Stop())
         self._channel.close()

@@ -82,10 +82,6 @@ class Abort(Message):
     """Forget all requests that were submitted. Answered by Done."""
 
 
-class Doubt(Message):
-    """What the engine holds is not whole, whatever comes next: no other worker gets it. Answered by Done."""
-
-
 class Stop(Message):
     """End the process. Not answered."""
 
@@ -174,7 +170,7 @@ class Hello(Message):
     rank: int
 
 
-FromWorker = Start | Call | Score | Submit | Pause | Abort | Doubt | Stop
+FromWorker = Start | Call | Score | Submit | Pause | Abort | Stop
 FromEngine = Done | Scored | Paused | Finished | Alive | Beat | Failed
 FromClient = Hello | Submit | Pause | Alive | Failed | Done
 FromServer = Finished | Unanswered | Alive | Failed

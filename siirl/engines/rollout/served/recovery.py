@@ -140,19 +140,13 @@ class RecoveringEngine:
         self._process.close()
 
     def _started(self) -> EngineProcess:
-        while True:
-            process = _STARTER.submit(self._make).result()
-            try:
-                process.begin(self._start)
-            except BaseException as error:
-                process.kill()
-                if not (process.stayed and isinstance(error, RolloutError)):
-                    raise
-                log.warning("an engine that stayed is given up, and another one started: %s", error)
-            else:
-                if process.stayed:
-                    log.info("its engine is the one that stayed from the attempt before, pid %d", process.pid)
-                return process
+        process = _STARTER.submit(self._make).result()
+        try:
+            process.ask(self._start)
+        except BaseException:
+            process.kill()
+            raise
+        return process
 
     def _restart(self, lost: EngineLost) -> None:
         """Start a new process and bring it to where the lost one was. RolloutError if that was too often."""
@@ -206,7 +200,7 @@ class RecoveringEngine:
         self._restarted_s = [at_s for at_s in self._restarted_s if now_s - at_s < WINDOW_S]
         if len(self._restarted_s) < self._max_restarts:
             return
-        self._process.kill()  # it does not stay for another worker
+        self._process.kill()
         if self._max_restarts:
             why = (
                 f"It was started again {len(self._restarted_s)} times within an hour already, as often as "

@@ -179,7 +179,7 @@ class ServedRollout(RolloutEngine):
             start = Start(self.native, arguments)
             with phase(f"start_{self.backend}"):
                 self._process = RecoveringEngine(
-                    lambda: EngineProcess(plan.name, environment, log_path, cfg.trainer.deadline_s, start),
+                    lambda: EngineProcess(plan.name, environment, log_path, cfg.trainer.deadline_s),
                     start,
                     log_path,
                     self._restarts,
@@ -352,7 +352,7 @@ class ServedRollout(RolloutEngine):
             self._state = "empty" if self._state == "sleeping" else self._state
 
     def close(self) -> None:
-        """End the engine's process, for all its users; where the launcher keeps engines, it does that."""
+        """End the engine's process, for all its users."""
         self._stream = None
         self._state, self.weight_version = "empty", -1
         if self._process is not None:

@@ -1,13 +1,11 @@
 """The process of an engine: driven by its worker's messages over a socket.
 
-    python -m siirl.engines.rollout.served.server FD [KEEPER_FD]
+    python -m siirl.engines.rollout.served.server FD
 
-FD: the inherited socket. What is said over it stands in messages.py. The process ends with its worker; with a
-socket to a keeper, which has started it, it waits for another worker then, if its engine is fit for one
-(server.py). The requests of a Submit join those that run, and those that a step has completed are told by a
-Finished, whatever else the worker sends; what it does not read yet waits here, and the engine goes on. While
-it generates, the process says Alive about every second, from the thread that runs the engine: an engine that
-hangs falls silent.
+FD: the inherited socket. What is said over it stands in messages.py. The process ends with its worker. The
+requests of a Submit join those that run, and those that a step has completed are told by a Finished, whatever
+else the worker sends; what it does not read yet waits here, and the engine goes on. While it generates, the
+process says Alive about every second, from the thread that runs the engine: one that hangs falls silent.
 """
 
 import argparse
@@ -22,13 +20,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from siirl.deadline import Deadline
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
-from siirl.engines.rollout.served.engine_parts import find_parts
-from siirl.engines.rollout.served.kept_engine import next_worker
 from siirl.engines.rollout.served.messages import (
     Abort,
     Alive,
@@ -36,7 +32,6 @@ from siirl.engines.rollout.served.messages import (
     Beat,
     Call,
     Done,
-    Doubt,
     Failed,
     Finished,
     FromEngine,
@@ -51,7 +46,7 @@ from siirl.engines.rollout.served.messages import (
     Submit,
 )
 from siirl.engines.rollout.served.temporary import names_noted
-from siirl.errors import RolloutError, UserError
+from siirl.errors import UserError
 from siirl.observe.printable import printable
 
 BEAT_EVERY_S = 1.0
@@ -90,117 +85,36 @@ class BeatingChannel(Channel):
                 self._sending.release()
 
 
-ALL = frozenset({"weights", "kv_cache"})
-"""The parts that sleep."""
-BEGINS, FINISHES = "begin_", "finish_"
-"""How methods of NativeEngine are named between which weights are replaced, in whatever way."""
-
-
-class Renewal:
-    """What a worker has had its engine do, as far as the next worker depends on it."""
-
-    def __init__(self) -> None:
-        self.sound = True
-        """It has had no error of its own."""
-        self._updating = False
-        self._without_weights = False
-        """None have come since it changed its worker."""
-        self._sleeping: frozenset[str] = frozenset()
-        self._sleep: dict[str, Any] | None = None
-        """How it was told to sleep last."""
-        self._rests = False
-        """It sleeps since it changed its worker, who does not know."""
-
-    def begins(self, method: str) -> bool:
-        """It is told to do this; False if that is done already."""
-        if method.startswith(BEGINS):
-            self._updating = True
-        if method == "sleep" and self._rests:
-            self._rests = False
-            return False
-        return True
-
-    def done(self, method: str, arguments: Mapping[str, Any]) -> None:
-        """It has done this."""
-        match method:
-            case _ if method.startswith(FINISHES):
-                self._updating = self._without_weights = False
-            case "sleep":
-                self._sleep, self._sleeping = dict(arguments), ALL
-            case "wake":
-                self._sleeping -= {arguments["part"]}
-
-    def check_weights(self) -> None:
-        """RolloutError if what it has are weights of a worker before."""
-        if self._without_weights:
-            raise RolloutError("it has no weights of this worker: a sync comes first")
-
-    def renew(self, engine: Any) -> bool:
-        """Make an engine (NativeEngine, or None before it was started) fit; whether it is."""
-        partly = bool(self._sleeping) and self._sleeping != ALL
-        if engine is None or not hasattr(engine, "renew") or not self.sound or self._updating or partly:
-            return False
-        engine.renew()
-        if self._sleep is not None and not self._sleeping:
-            engine.sleep(**self._sleep)
-            self._sleeping = ALL
-        self._without_weights, self._rests = True, bool(self._sleeping)
-        return True
-
-
 ALIVE_EVERY_S = 1.0
 PR_SET_PDEATHSIG = 1
 
 
 class Server:
-    """Answers the messages of its worker, and of those that come after it, with one engine."""
+    """Answers the messages of its worker with one engine."""
 
     def __init__(self, channel: Channel) -> None:
         self._engine: Any = None
         self._running: set[str] = set()  # requests of the stream
         self._speaks = Deadline(ALIVE_EVERY_S)
-        self._renewal = Renewal()
-        self.connect(channel)
-
-    def connect(self, channel: Channel) -> None:
-        """From now on, `run` answers the messages of this channel."""
         self._channel = channel
-        self._alone = threading.Event()  # the worker has gone
         self._inbox: queue.Queue[FromWorker | None] = queue.Queue()
         self._outbox: queue.Queue[FromEngine | None] = queue.Queue()
 
-    def run(self) -> bool:
-        """Until the worker closes the channel or says Stop; whether it did not say so."""
+    def run(self) -> None:
+        """Until the worker closes the channel or says Stop."""
         # Threads of their own: the worker can always send, and the engine go on, while neither is read.
-        ways = (self._channel, self._inbox, self._alone), (self._channel, self._outbox)
-        for work, way in zip((_read, _write), ways, strict=True):
-            threading.Thread(target=work, args=way, daemon=True).start()
+        for work, box in ((_read, self._inbox), (_write, self._outbox)):
+            threading.Thread(target=work, args=(self._channel, box), daemon=True).start()
         while True:
             while self._running and self._inbox.empty():
                 self._guarded(True, self._advance)
             match self._inbox.get():
-                case None:
-                    return True
-                case Stop():
-                    return False
+                case None | Stop():
+                    return
                 case Submit() as submitted:
                     self._guarded(True, self._submit, submitted)
                 case message:
                     self._guarded(False, self._answer, message)
-
-    def renew(self) -> bool:
-        """Make the engine fit for another worker; whether it is."""
-        self._outbox.put(None)
-        self._channel.close()
-        self._running.clear()
-        why_not = "it was not whole when its worker went, within a weight sync or after an error"
-        try:
-            if self._renewal.renew(self._engine):
-                return True
-        except Exception as error:  # noqa: BLE001 - the edge of the process: another one is started
-            why_not = repr(error)
-        print(f"siirl: the engine is not fit for another worker: {why_not}.", file=sys.stderr, flush=True)
-        return False
 
     def _answer(self, message: FromWorker) -> None:
         answer: Done | Scored | Paused = Done()
@@ -209,17 +123,13 @@ class Server:
                 with names_noted():
                     self._engine = importlib.import_module(native).NativeEngine(arguments)
             case Call(method, arguments):
-                if self._renewal.begins(method):
-                    answer = Done(getattr(self._engine, method)(**arguments))
-                    self._renewal.done(method, arguments)
+                answer = Done(getattr(self._engine, method)(**arguments))
             case Score():
                 answer = self._score(message)
             case Pause(names):
                 answer = Paused(self._pause(names or []))
             case Abort():
                 self._abort()
-            case Doubt():
-                self._renewal.sound = False
         if not isinstance(message, Call) or self._outbox.unfinished_tasks:
             self._outbox.put(answer)
         else:  # the worker reads it now: no other thread need come to run, which is time of each weight sync
@@ -237,12 +147,10 @@ class Server:
             if of_stream:
                 self._abort()
             known = isinstance(error, UserError)
-            self._renewal.sound = self._renewal.sound and known
             text = str(error) if known else f"{type(error).__name__}: {error}"
             self._outbox.put(Failed(printable(text), known, of_stream))
 
     def _submit(self, submitted: Submit) -> None:
-        self._renewal.check_weights()
         for request in submitted.unpacked():
             self._engine.add(request, submitted.adapter)
             self._running.add(str(request.key))
@@ -266,7 +174,6 @@ class Server:
         self._running.clear()
 
     def _score(self, asked: Score) -> Scored:
-        self._renewal.check_weights()
         for number, tokens in enumerate(asked.rows):
             self._engine.add_scored(number, tokens, asked.top_k)
         scores: dict[int, RowScores] = {}
@@ -276,18 +183,15 @@ class Server:
         return Scored([scores[number] for number in range(len(asked.rows))])
 
     def _say_alive(self, progress: str) -> None:
-        """To the worker. ChannelClosed if it has gone, so that the work for it ends."""
-        if self._alone.is_set():
-            raise ChannelClosed("the worker has gone")
+        """To the worker."""
         if self._speaks.due():
             self._outbox.put(Alive(progress))
 
 
-def _read(channel: Channel, inbox: queue.Queue[FromWorker | None], alone: threading.Event) -> None:
+def _read(channel: Channel, inbox: queue.Queue[FromWorker | None]) -> None:
     with contextlib.suppress(ChannelClosed):
         while True:
             inbox.put(channel.receive())
-    alone.set()
     inbox.put(None)
 
 
@@ -301,26 +205,13 @@ def _write(channel: Channel, outbox: queue.Queue[FromEngine | None]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="an engine of a siirl run; started by a worker")
     parser.add_argument("fd", type=int)
-    parser.add_argument("keeper_fd", type=int, nargs="?", help="a socket to who keeps it without a worker")
     given = parser.parse_args(argv)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the worker, which ends us
-    server, keeper = Server(_connected(given.fd)), None
-    if given.keeper_fd is not None:
-        os.set_inheritable(given.keeper_fd, False)
-        keeper = socket.socket(fileno=given.keeper_fd)
-    while server.run() and keeper is not None and server.renew():
-        parts = [process.pid for process in find_parts(os.getpid())]  # all of which have just answered
-        if (sock := next_worker(keeper, parts)) is None:
-            break
-        server.connect(BeatingChannel(sock, FromWorker))
+    os.set_inheritable(given.fd, False)
+    Server(BeatingChannel(socket.socket(fileno=given.fd), FromWorker)).run()
     sys.stdout.flush()
     os._exit(0)  # an engine's own teardown can hang; nothing is left to save
-
-
-def _connected(descriptor: int) -> BeatingChannel:
-    os.set_inheritable(descriptor, False)
-    return BeatingChannel(socket.socket(fileno=descriptor), FromWorker)
 
 
 if __name__ == "__main__":

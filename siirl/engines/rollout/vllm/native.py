@@ -171,25 +171,6 @@ class NativeEngine:
         self._engine.abort_request(request_ids)
         self._forget_tokens(request_ids)
 
-    def renew(self) -> None:
-        """Forget all that a worker has asked and left in caches: another one comes. Also while it sleeps.
-
-        Adapters stay loaded under names that nobody can ask for, until begin_update.
-        """
-        running = [*self._engine.output_processor.request_states]
-        self._engine.abort_request(running, internal=True)
-        self._forget_tokens(map(own_name, running))
-        self._adapters.clear()
-        if self._images is not None:
-            self._engine.reset_encoder_cache()
-        if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
-            raise RuntimeError("requests are still in flight")
-        self.greet()
-
-    def greet(self) -> None:
-        """Answer, in all processes of the engine, none of which maps what is a worker's that has gone."""
-        self._engine.collective_rpc("let_go")
-
     def sleep(self, keeps_weights: bool) -> None:
         """Give back the device memory of weights and KV cache. The weights are gone, or in host memory.
 
@@ -311,11 +292,6 @@ def _row_scores(output: RequestOutput, start: int) -> RowScores:
 
 class WorkerExtension:
     """Methods that vLLM's workers get from us: called by name through collective_rpc."""
-
-    def let_go(self) -> None:
-        """Unmap the memory of a worker of siirl's that has gone; where weights land is found out anew."""
-        self.weight_transfer_engine.shutdown()
-        self.weight_transfer_engine.saw = self._places = None
 
     def draw_by_seeds(self) -> None:
         """See native_draws."""
