@@ -87,11 +87,13 @@ def _weights(model: str, path: Path, recorded: RecordedRun | None) -> dict[str, 
     """The keys that say whose weights are evaluated."""
     checkpoint = path
     if recorded and path in (recorded.folder, recorded.checkpoints):
-        newest = recorded.newest_checkpoint()
+        newest, exported = recorded.newest_checkpoint(), recorded.folder / "hf_model"
+        if newest is None and exported.is_dir():
+            return _weights(str(exported), exported, recorded)
         if newest is None:
             raise ConfigError(
-                f"{recorded.checkpoints} has no checkpoint: there are no weights to evaluate. Name a model "
-                f"instead: {recorded.folder}/hf_model, if the run has written it."
+                f"{recorded.folder} has neither checkpoints nor hf_model: there are no weights to evaluate. "
+                "Start the run with trainer.save_freq, or let it end: it then writes hf_model."
             )
         checkpoint = newest
     if (checkpoint / MANIFEST).is_file():

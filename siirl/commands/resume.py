@@ -120,9 +120,9 @@ def resume(folder: Path, overrides: list[str], trust: bool) -> int:
         )
     if recorded.newest_checkpoint() is None:
         raise ConfigError(
-            f"{recorded.checkpoints} has no checkpoint: there is nothing to go on from. Start over: "
-            f"siirl run --config-name {recorded.config_file} trainer.overwrite=true; with trainer.save_freq "
-            "it saves some."
+            f"{recorded.checkpoints} has no checkpoint to resume from, as trainer.save_freq was not set or "
+            "the run ended before its first one. Start over: "
+            f"siirl run --config-name {recorded.config_file} trainer.overwrite=true trainer.save_freq=10."
         )
     keys = {
         "trainer.output_dir": folder,

@@ -10,9 +10,10 @@ import pytest
 
 from siirl.commands import evaluate
 from siirl.commands.evaluate import pass_at_k, results, summary, table_text
-from siirl.commands.recorded_run import from_here
+from siirl.commands.recorded_run import RecordedRun, from_here
 from siirl.config import load_config
 from siirl.config.resolve import is_changed
+from siirl.errors import ConfigError
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -68,6 +69,20 @@ def test_values_that_name_files_are_taken_from_where_the_user_is(tmp_path, monke
         "x.y=1.0",
         f"z={here}",
     ]
+
+
+def test_a_run_without_checkpoints_is_evaluated_by_the_model_that_it_exported(tmp_path):
+    run = RecordedRun(tmp_path, tmp_path / "checkpoints")
+    with pytest.raises(ConfigError, match="neither checkpoints nor hf_model"):
+        evaluate._weights(str(tmp_path), tmp_path, run)
+    (exported := tmp_path / "hf_model").mkdir()
+    (exported / "config.json").write_text("{}")
+    keys = evaluate._weights(str(tmp_path), tmp_path, run)
+    assert keys["actor_rollout_ref.model.path"] == str(exported)
+    (exported / "agent_1").mkdir()
+    (exported / "config.json").rename(exported / "agent_1" / "config.json")
+    with pytest.raises(ConfigError, match=r"several models \(agent_1\)"):
+        evaluate._weights(str(tmp_path), tmp_path, run)
 
 
 def test_a_model_of_a_run_is_evaluated_without_a_word_about_the_critic_of_that_run(tmp_path):
