@@ -431,7 +431,7 @@ def vespo(
 
 @register_policy_loss("sft")
 def sft(log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> TokenLoss:
-    """The negative log-likelihood of each token, in nats: supervised fine-tuning on given responses.
+    """The negative log-likelihood of each token, in nats: supervised fine-tuning on responses of the data.
 
     Neither the old log-probs nor the advantages have a part in it.
     """

@@ -1,4 +1,4 @@
-"""In which steps of a run an agent's nodes run: a warm-up on given responses before rollouts, for one.
+"""In which steps of a run an agent's nodes run: a warm-up on responses of the data before rollouts, for one.
 
 Outside of them none of its instructions is run, on any rank: an agent with such a window shares no rows with
 others, and neither waits for them nor lets them wait.

@@ -60,7 +60,7 @@ class PolicyLoss:
     kinked: bool = False
     """Its slope jumps where the ratio is 1, which it then exactly is in the first mini-batch."""
     imitates: bool = False
-    """It makes given responses likelier: it reads no advantage, and no log-probs of before the step."""
+    """It makes responses of the data likelier: it reads no advantage, and no log-probs of before the step."""
     distills: bool = False
     """It is the divergence from teachers alone (actor.distill), and reads no advantage."""
     pairs: bool = False

@@ -266,7 +266,7 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
         ),
         Contradiction(
             lambda rollout: rollout.name == "vllm" and rollout.quantization and rollout.dtype == "float32",
-            "{quantization=} with {dtype=}: products in FP8 are given in 16 bits. Set {}.dtype=bfloat16.",
+            "{quantization=} with {dtype=}: matmuls in FP8 give 16 bits. Set {}.dtype=bfloat16.",
         ),
         Contradiction(
             lambda rollout: (

@@ -1,12 +1,19 @@
-"""Curriculum: training prompts in the order of their difficulty, which is a function of the epoch alone."""
+"""Curriculum: training prompts in the order of their difficulty, which is a function of the epoch alone. No
+torch: rows are checked before any worker starts."""
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from siirl.config import Config
 from siirl.config.data import DataConfig
-from siirl.data.dataset import PromptDataset
-from siirl.data.difficulties import difficulty_of
+from siirl.data.data_files import list_files, read_columns
+from siirl.data.dataset_columns import EXTRA_KEY, Columns
+from siirl.data.row_values import values_of
+from siirl.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -45,10 +52,38 @@ class Curriculum:
         return np.concatenate([*drawn, generator.permutation(left)])
 
 
-def make_curriculum(data: DataConfig, dataset: PromptDataset) -> Curriculum | None:
-    """That of data.curriculum_key; None without one. DataError, with the row, for a missing number."""
+def make_curriculum(data: DataConfig, extra_infos: Callable[[], Iterable[Any]]) -> Curriculum | None:
+    """That of data.curriculum_key, by the extra_info of all prompts; None without one.
+
+    DataError, with the row, for a missing number.
+    """
     if data.curriculum_key is None:
         return None
-    infos = enumerate(dataset.extra_infos())
+    infos = enumerate(extra_infos())
     difficulty = [difficulty_of(data.curriculum_key, f"training prompt {n}", info) for n, info in infos]
     return Curriculum(np.array(difficulty), data.curriculum_steps)
+
+
+def difficulty_of(key: str, who: str, info: Any) -> float:
+    """The number of data.curriculum_key in the extra_info of a prompt; DataError without one, naming it."""
+    value = info.get(key) if isinstance(info, dict) else None
+    if not isinstance(value, int | float) or math.isnan(value):
+        raise DataError(
+            f"data.curriculum_key={key}: extra_info of {who} has {value!r} under this name. Give every "
+            "prompt a number there."
+        )
+    return float(value)
+
+
+def check_difficulties(cfg: Config) -> None:
+    """DataError unless each row of the training files has a number; rows that may be dropped are left out."""
+    key = cfg.data.curriculum_key
+    if key is None or cfg.trainer.val_only or cfg.data.filter_overlong_prompts:
+        return
+    for file in list_files(cfg.data.train_files):
+        rows = Columns.of(cfg.data).open(file)
+        infos: list[Any] = [None]
+        if EXTRA_KEY in rows.schema.names:
+            infos = values_of(read_columns(file, rows, [EXTRA_KEY]), EXTRA_KEY, str(file))
+        for row, info in enumerate(infos):
+            difficulty_of(key, f"{file}, row {row}", info)

@@ -171,7 +171,7 @@ def make_loader(
         mini_batch_size=None if batch.in_rounds else batch.mini_prompts,
         seed=cfg.data.seed,
         shuffle=cfg.data.shuffle,
-        curriculum=make_curriculum(cfg.data, dataset),
+        curriculum=make_curriculum(cfg.data, dataset.extra_infos),
         mixture=parse_shares(cfg.data.mixture),
         fields=loaded_fields(cfg),
     )

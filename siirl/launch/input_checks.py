@@ -19,9 +19,9 @@ from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import ROLES, normalizes_weights, role_model
 from siirl.dag.ops import score_names
 from siirl.data.check_files import data_sources, inspect_data
+from siirl.data.curriculum import check_difficulties
 from siirl.data.data_files import list_files, read_columns
 from siirl.data.dataset_columns import Columns
-from siirl.data.difficulties import check_difficulties
 from siirl.data.mixture import check_mixture
 from siirl.data.recorded_rollouts import check_recorded
 from siirl.data.row_checks import count_rows

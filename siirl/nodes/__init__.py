@@ -50,8 +50,8 @@ runs in a thread all the time, and clients stay open until a validation or check
 its client use the stream in turn (`StreamGuard`), so that weights can come whenever they do. Else the loop
 runs in steps only, and streams, their clients and Serves are opened anew in each step, so a rank that serves
 knows of no staleness; a driver takes back its own requests of a shared stream (`Pause`,
-`siirl/engines/rollout/remote.py`). What both kinds share: who leaves and when a step may end
-(`deadlines.py`), and the prompts that are loaded ahead (`in_flight.py`). A checkpoint has the transcript of
+`siirl/engines/rollout/remote.py`). What both kinds share (`in_flight.py`): who leaves, when a step may end,
+and the prompts that are loaded ahead. A checkpoint has the transcript of
 each episode (`siirl/agents/transcript.py`): after a resume it is played again, and answered from there.
 
 

@@ -7,6 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from tensordict import TensorDict
@@ -14,15 +15,17 @@ from tensordict import TensorDict
 from siirl.config import Config
 from siirl.dag.fields_read import experts_by
 from siirl.data.completions import Completion, SamplingParams, expert_columns
+from siirl.data.recorded_rollouts import step_folder
+from siirl.data.replayed_rows import conditions, record
 from siirl.data.rows import pad_stack, seen_of, take_rows
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.models.config_json import as_built
 from siirl.models.sizes import router_choices
 from siirl.nodes.context import OpContext, StepInfo
-from siirl.nodes.recording import dump_rollouts
 from siirl.nodes.rollouts_in_flight import FinishedGroups, RolloutsInFlight
 from siirl.nodes.staleness_report import report_staleness, report_token_staleness
-from siirl.types import FIELDS, FINISH_LENGTH, FINISH_STOP
+from siirl.observe.spans import phase
+from siirl.types import EXPERT_FIELDS, FIELDS, FINISH_LENGTH, FINISH_STOP
 
 
 def rollout(
@@ -161,3 +164,21 @@ def report(ctx: OpContext, out: TensorDict, full_at: int = 0) -> None:
     ctx.metrics.sum("rollout/tokens", sum(lengths))
     ctx.metrics.max("rollout/response_length_max", max(lengths, default=0))
     ctx.metrics.sum("perf/tokens", int(out["prompt_length"].sum()) + sum(lengths))
+
+
+def dump_rollouts(ctx: OpContext, out: TensorDict) -> None:
+    """Write a training step's rows where trainer.dump_rollouts_dir says, if it does, for rollout.name=replay.
+
+    Without the experts of their tokens, which are many times as large: a replay trains by those of its pass.
+    """
+    root = ctx.cfg.trainer.dump_rollouts_dir
+    if root and not ctx.validate:
+        with phase("dump"):
+            folder = step_folder(Path(root).expanduser(), ctx.agent, ctx.step)
+            record(folder, out.exclude(*EXPERT_FIELDS), conditions_of(ctx))
+
+
+def conditions_of(ctx: OpContext) -> dict[str, str]:
+    """What this run's rows depend on: to be recorded, or compared."""
+    rollout_cfg = ctx.cfg.actor_rollout_ref.rollout
+    return conditions(ctx.tokenizer, rollout_cfg.n, rollout_cfg.temperature)

@@ -12,6 +12,12 @@ have begun by then; prompts that a batch of the loader had too many stay unread,
 Shards load whole batches and give parts of them: the groups that leave are assigned to the shards in turn, so
 that each has loaded all that it must give. All load the same batches. Where groups are dropped
 (rollout.stale=drop), the shard that lacks the most says how many, and what the others have too many waits.
+
+The bound (rollout.max_lag, L): a row that trains in step k has no token sampled before step k - L. It is
+held by waiting: the groups that were begun first leave first, and a step ends only when those that stay can
+leave in time, as many in each step as are sure to leave (the earliest deadline goes first). As what stays is
+the surplus, at most L times as many, that is always so once all are complete. The same is asked of each round
+of a step that has several: what a later one gives is not counted on.
 """
 
 import functools
@@ -29,7 +35,33 @@ from siirl.data.buffer import ORDER, RowBuffer, rows_of_state
 from siirl.data.loader import PromptLoader, assignment_order
 from siirl.data.rows import take_rows
 from siirl.errors import DataError
-from siirl.nodes.deadlines import Oldest, is_enough, leaving
+
+Oldest = Mapping[int, int]
+"""Group -> the step of its oldest token; that of now if it has none yet."""
+
+
+def leaving(num_open: Mapping[int, int], oldest: Oldest, batch: int) -> list[int]:
+    """Of the groups that are complete, the `batch` that were begun first, ascending.
+
+    num_open: group -> how much of it is not complete.
+    """
+    complete = [group for group, left in num_open.items() if not left]
+    return sorted(sorted(complete, key=lambda group: (oldest[group], group))[:batch])
+
+
+def is_enough(
+    num_open: Mapping[int, int], oldest: Oldest, batch: int, steady: int, step: int, max_lag: int
+) -> bool:
+    """Whether a batch is complete, and what stays can leave in time: with `steady` groups leaving in each of
+    the next steps, none has to wait until it is too old.
+    """
+    if not any(num_open.values()):
+        return True
+    chosen = leaving(num_open, oldest, batch)
+    if len(chosen) < batch:
+        return False
+    ages = [step - oldest[group] for group in num_open.keys() - set(chosen)]
+    return all(sum(age + later >= max_lag for age in ages) <= later * steady for later in range(max_lag))
 
 
 class Unit(Protocol):
@@ -185,7 +217,7 @@ class InFlight(RowBuffer, ABC, Generic[Work]):
         return [order for order in self.work if self._oldest(order, step) < step - self._max_lag]
 
     def _may_end(self, num_open: Mapping[int, int], oldest: Callable[[], Oldest], step: int) -> bool:
-        """Whether the step may end; see deadlines.py. oldest: asked where enough groups are complete only."""
+        """Whether the step may end; see is_enough. oldest: asked where enough groups are complete only."""
         complete = sum(not left for left in num_open.values())
         if complete < min(self._num_leaving, len(num_open)):
             return False

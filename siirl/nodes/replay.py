@@ -8,8 +8,7 @@ from siirl.data.recorded_rollouts import step_folder
 from siirl.data.replayed_rows import recorded_rows
 from siirl.errors import DataError
 from siirl.nodes.context import OpContext
-from siirl.nodes.generate import report, samples_of
-from siirl.nodes.recording import conditions_of
+from siirl.nodes.generate import conditions_of, report, samples_of
 
 
 def replay(ctx: OpContext, rows: TensorDict, recordings: Path) -> TensorDict:

@@ -1,4 +1,4 @@
-"""A worker's signs of life: once a second, from a thread of its own, where it is and since which moment.
+"""A worker's heartbeat: once a second, from a thread of its own, where it is and since which moment.
 
 They go to memory that the launcher shares (no disk, however busy, holds one up), a record for each rank. It
 counts beats and does not read clocks, so that one that jumps, and a machine that slept, mean nothing.

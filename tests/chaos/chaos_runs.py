@@ -37,8 +37,8 @@ from job_harness import ROOT, Finished, Inputs, audited, overrides
 from ray_machines import RayMachines
 
 from siirl.checkpoint import files
-from siirl.engines.rollout.served.engine_child import SERVER
 from siirl.engines.rollout.served.engine_parts import find_parts
+from siirl.engines.rollout.served.engine_process import SERVER
 from siirl.launch.standby import NAME as STANDBY
 
 STEPS, FEW_STEPS = 24, 14

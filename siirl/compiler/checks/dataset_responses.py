@@ -49,7 +49,7 @@ def check_pairs(kept: Workflow) -> Iterator[UserError]:
 
 
 def _check_share(rollout: ResolvedNode, owner: int, kept: Workflow) -> Iterator[UserError]:
-    """The policy that is trained on given responses is another agent's, which samples from it."""
+    """The policy that is trained on responses of the data is another agent's, which samples from it."""
     key = f"{rollout}: rollout.agent.share_instance = {owner}"
     target = kept.rollouts.get(owner)
     own = [x for x in kept.nodes.values() if x.op.trains_policy and x.agent == x.model_agent == owner]
@@ -75,7 +75,7 @@ def _check_share(rollout: ResolvedNode, owner: int, kept: Workflow) -> Iterator[
 
 
 def check_order(plan: Plan) -> Iterator[UserError]:
-    """DagError if a policy is trained on given responses between its rollout and the update on that.
+    """DagError if a policy is trained on responses of the data between its rollout and the update on that.
 
     The update would take log-probs of weights that have not sampled its rows.
     """

@@ -314,7 +314,7 @@ def _multiplies_in_float8(one: ModelOfRole) -> Iterator[UserError]:
         )
     if not one.family.float8:
         yield one.refused(
-            f"{key}=True for a {one.type}, whose products in FP8 were compared with nothing (mixtures of "
+            f"{key}=True for a {one.type}, whose matmuls in FP8 were compared with nothing (mixtures of "
             f"experts have theirs in kernels of their own). Set {key}=false, or use a usual model of "
             f"{', '.join(types_with(lambda row: row.float8))}."
         )

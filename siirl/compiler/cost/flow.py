@@ -3,7 +3,7 @@
 Groups leave when all their responses are whole, those that were begun first; others take their places, and
 what is in flight decodes together. So the lengths alone say how many tokens a step decodes, how many rows at
 a time, what is read again after an update, and how old rows are when they are trained. A step ends when
-siirl/nodes/deadlines.py says; a test holds both equal.
+siirl/nodes/in_flight.py says; a test holds both equal.
 """
 
 import collections

@@ -10,7 +10,7 @@ import pytest
 from siirl.compiler.cost.flow import Flow, Group, flow, may_end
 from siirl.compiler.cost.lengths import RowTokens, decoding, lengths_of
 from siirl.errors import ConfigError
-from siirl.nodes.deadlines import is_enough
+from siirl.nodes.in_flight import is_enough
 
 
 def geometric(rng: random.Random, mean: int, most: int) -> int:

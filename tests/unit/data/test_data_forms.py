@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from siirl.config import load_config
 from siirl.data.check_files import inspect_data
+from siirl.data.curriculum import check_difficulties
 from siirl.data.dataset import PromptDataset
-from siirl.data.difficulties import check_difficulties
 from siirl.data.row_checks import count_rows
 from siirl.data.rows import make_rows, objects
 from siirl.errors import DataError

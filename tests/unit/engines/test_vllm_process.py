@@ -22,7 +22,7 @@ from launch_jobs import wait_until_dead
 from siirl.config import load_config
 from siirl.data.completions import Completion, Request, SamplingParams
 from siirl.engines.rollout.channel import Channel, ChannelClosed
-from siirl.engines.rollout.served import engine_child, engine_process
+from siirl.engines.rollout.served import engine_process
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
 from siirl.engines.rollout.served.engine_shard import physical_gpu
 from siirl.engines.rollout.served.messages import (
@@ -249,7 +249,7 @@ def test_a_process_that_reads_nothing_or_stops_within_a_message_holds_nobody(mon
     def instead(command, **options):
         return popen([sys.executable, "-c", HALF_A_MESSAGE, command[-1]], **options)
 
-    monkeypatch.setattr(engine_child.subprocess, "Popen", instead)
+    monkeypatch.setattr(engine_process.subprocess, "Popen", instead)
     for waits in (
         lambda process: process.send(Submit([Request("0", range(1 << 20), PARAMS, 0)], None)),
         lambda process: process.listen(60.0),

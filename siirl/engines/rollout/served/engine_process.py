@@ -6,13 +6,15 @@ import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from siirl.deadline import Deadline
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
-from siirl.engines.rollout.served.engine_child import EngineChild
 from siirl.engines.rollout.served.engine_parts import EngineParts
 from siirl.engines.rollout.served.messages import (
     Alive,
@@ -28,6 +30,7 @@ from siirl.engines.rollout.served.messages import (
     Stop,
     Submit,
 )
+from siirl.engines.rollout.served.temporary import TemporaryFolder
 from siirl.errors import ConfigError, RolloutError
 from siirl.observe.heartbeat import FD_VARIABLE as HEARTBEAT
 from siirl.observe.logs import last_lines
@@ -47,6 +50,7 @@ LAUNCHER_VARIABLES = (
 )
 """Environment of our torch.distributed, which the engine's must not see, what Megatron wants of CUDA, and a
 descriptor of this worker."""
+SERVER = "siirl.engines.rollout.served.server"
 POLL_S = 0.5
 STOP_GRACE_S = 3.0
 SILENCE_S = 20.0
@@ -62,6 +66,51 @@ class EngineLost(RolloutError):
     def __init__(self, cause: str, tail: str) -> None:
         super().__init__(cause + tail)
         self.cause, self.tail = cause, tail
+
+
+class EngineChild:
+    """One that this process has started. It ends with the thread that did, however that ends."""
+
+    def __init__(self, environment: Mapping[str, str], connection: int, log: int) -> None:
+        """Start it. connection: its end of that to its worker; log: where it writes what it prints.
+
+        OSError if it cannot be started.
+        """
+        self._temporary = TemporaryFolder()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", SERVER, str(connection)],
+                env={**environment, **self._temporary.environment()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[connection],
+            )
+        except OSError:
+            self._temporary.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended; minus the number of the signal that ended it."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The same, after so many seconds at most."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def end(self) -> None:
+        """End it and all that it has started, at once. Idempotent."""
+        if self._process.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._process.wait()
+        self._temporary.close()
 
 
 class EngineProcess:
