@@ -104,3 +104,10 @@ def test_a_window_that_may_end_inside_a_shared_prompt_is_refused():
     bounds = forest_bounds([5], [[3, 2]], [])
     with pytest.raises(AssertionError, match="window"):
         packed_attention(nn.Module(), *sample(10), None, sequence_bounds=bounds, sliding_window=4)
+
+
+def test_the_compiler_of_layers_has_no_reason_to_look_into_the_bounds_of_rows():
+    """torch 2.11 compiles a layer again for other lengths of the tuples in a frozen dataclass that it is given."""
+    from torch._dynamo.utils import is_frozen_dataclass
+
+    assert not is_frozen_dataclass(forest_bounds([3], [[2, 2]], [4]))

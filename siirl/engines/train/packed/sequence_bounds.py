@@ -126,11 +126,13 @@ class SequenceShard:
     """How many of them are of rows; what fills the batch up comes last."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SequenceBounds:
     """Where S segments begin and end among N packed tokens; tensors are on the model's device.
 
-    A segment is a row, or, where rows share prompts, a prompt or a response.
+    A segment is a row, or, where rows share prompts, a prompt or a response. Not frozen, though nothing
+    changes it: torch's compiler (2.11) reads the fields of a frozen argument of a compiled layer, compiles
+    the layer again for another number of prompts, and gives up after eight.
     """
 
     cu_seqlens: Tensor
