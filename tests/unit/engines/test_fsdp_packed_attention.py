@@ -107,7 +107,7 @@ def test_a_window_that_may_end_inside_a_shared_prompt_is_refused():
 
 
 def test_the_compiler_of_layers_has_no_reason_to_look_into_the_bounds_of_rows():
-    """torch 2.11 compiles a layer again for other lengths of the tuples in a frozen dataclass that it is given."""
+    """torch 2.11 compiles a layer again for other lengths of tuples in a frozen dataclass."""
     from torch._dynamo.utils import is_frozen_dataclass
 
     assert not is_frozen_dataclass(forest_bounds([3], [[2, 2]], [4]))
