@@ -15,5 +15,4 @@ def pre_process(messages, episode):
         return messages
     question = messages[0]["content"].rsplit("\n", 1)[-1]
     proposal = episode.last_turn(0).content.strip()
-    example = "41 + 27 = 58 is wrong: 41 + 27 = 68\n9 + 4 = 13 is right: 9 + 4 = 13"
-    return [{"role": "user", "content": f"{example}\n{question} {proposal} is"}]
+    return [{"role": "user", "content": f"41 + 27 = 58? 68\n9 + 4 = 13? 13\n{question} {proposal}?"}]
