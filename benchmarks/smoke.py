@@ -8,7 +8,9 @@ experts: the experts of one layer of Qwen3-30B-A3B with its router, forward and 
 --arm NAME=VALUE once more where the modules of experts have another value under a name (expert_kernels=null).
 step: workload A of grpo_gpu.py (Qwen3-1.7B's shape, 32 prompts x 8 samples, 256 + 1,024 tokens, two optimizer
 steps) by the keys of README and of the workload, none of speed or memory: seconds of each part, the tokens a
-second that are decoded, and the weight sync, which is in place from the second one on.
+second that are decoded, and the weight sync, which is in place from the second one on. --kernels: also what
+the device did in training and passes of the second step, which is not counted: milliseconds of the kernels
+that took longest, of all of them, and from the first to the last.
 
 Writes benchmarks/results/smoke_<commit>.json after each part and each counted step, and does what is not
 there yet of the same commit, so that a call may be cut and the next one goes on. SIIRL_COMMIT names the
@@ -17,12 +19,13 @@ bold that is more than 3% worse than the best of earlier commits on the same dev
 """
 
 import argparse
+import gzip
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +51,12 @@ WORKLOAD = (
     f"{POLICY}.ref.fsdp_config.model_dtype=bfloat16",
 )
 """What verl's figures were measured with, besides the sizes."""
+PROFILE = (
+    "profiler.enable=true",
+    f"profiler.profile_steps=[{WARM_UP_STEPS}]",
+    "profiler.ranks=[0]",
+    "profiler.roles=[actor,ref]",
+)
 FIGURES = {
     "step, s": ("step_s", 2, 1),
     "rollout, s": ("rollout_s", 2, 1),
@@ -74,6 +83,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
     parser.add_argument("keys", nargs="*")
     args = parser.parse_args()
     if args.table:
@@ -99,7 +109,7 @@ def resumed(out: Path, asked: dict[str, int], args: argparse.Namespace) -> Repor
     """The report, with the parts that a call before this one has done of the same commit and sizes."""
     own = {"small": args.small, "keys": args.keys, "machine": machine()}
     date = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
-    report = Report(out, asked, date=date, experts={}, metrics={}, figures={}, **own)
+    report = Report(out, asked, date=date, experts={}, metrics={}, kernels_ms={}, figures={}, **own)
     before = json.loads(out.read_text()) if out.exists() else {}
     same = all(before.get(name) == report[name] for name in ("commit", "asked_steps", *own))
     for part, told in {"experts": "experts", "step": "metrics"}.items() if same else ():
@@ -223,7 +233,26 @@ def step(report: Report, args: argparse.Namespace) -> int:
         make_data(folder / "train.parquet", shape["prompts"] * args.steps, shape["prompt"], **words)
         workload = [key % (shape["prompts"] // 2) if "%" in key else key for key in WORKLOAD]
         keys = [*shape.keys_of_run(folder), *workload, f"trainer.total_training_steps={args.steps}"]
-        return run_counted(report, "step", [*keys, *args.keys], folder)
+        keys += [*PROFILE, *args.keys] if args.kernels else args.keys
+        status = run_counted(report, "step", keys, folder)
+        for trace in sorted(folder.glob("out/profile/*.json.gz")):
+            report["kernels_ms"][trace.name.split(".")[0]] = kernels_of(trace)
+        return status
+
+
+def kernels_of(trace: Path) -> dict[str, float]:
+    """Milliseconds of the kernels that a trace of torch has, by name, the longest first."""
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    found: defaultdict[str, float] = defaultdict(float)
+    begins, ends = [], []
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            found[event["name"][:100]] += event["dur"] / 1e3
+            begins.append(event["ts"])
+            ends.append(event["ts"] + event["dur"])
+    span = (max(ends) - min(begins)) / 1e3 if ends else 0.0
+    return {"all": sum(found.values()), "span": span, **dict(Counter(found).most_common(3 * KERNELS))}
 
 
 PARTS = {"experts": experts, "step": step}
