@@ -145,6 +145,11 @@ class NumericsError(SiirlError, ArithmeticError):
     """Training produced numbers that cannot be used: gradients that are not finite, step after step."""
 
 
+class RequestError(SiirlError, RuntimeError):
+    """A client's request failed amid several ranks, which are no longer at one: the run begins again, and
+    refuses it when it does so once more."""
+
+
 class WorkerError(SiirlError, RuntimeError):
     """A worker process died or raised; the message gives host, rank, node, step and the cause."""
 

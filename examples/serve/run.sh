@@ -9,6 +9,7 @@ CLIENT=$(realpath -s "${CLIENT:-.venv/tinker/bin/python}")
 NAME=${1:?name a recipe: supervised, rl, preference, distillation or multi_agent; or job}
 shift
 OUT=${SERVE_DIR:-outputs/serve}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the models are so small that threads wait for each other longer than they compute
 if [[ ! -e $OUT/tangqiaoyu ]]; then # what is written last
   "$PYTHON" examples/serve/prepare.py --out "$OUT"
 fi

@@ -81,6 +81,39 @@ def linear_top_log_probs(
     return value_NK, ids_NK
 
 
+@torch.no_grad()
+def linear_drawn_log_probs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    num_draws: int,
+    temperature: float,
+    seed: int,
+    *,
+    chunk: int = DEFAULT_CHUNK,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(log-probs in nats at temperature 1, fp32 [N, K]; which words they are of, int64 [N, K]) of K words at
+    each token that are drawn at the temperature, with replacement; at 0 all are the likeliest.
+
+    By the inverse of the cumulative distribution, in float64. Arguments as above.
+    """
+    draw = torch.Generator(hidden_ND.device).manual_seed(seed)
+    value_NK = torch.zeros(len(hidden_ND), num_draws, dtype=_wide(weight_VD), device=hidden_ND.device)
+    ids_NK = torch.zeros_like(value_NK, dtype=torch.int64)
+    for part in _parts(len(hidden_ND), chunk):
+        z_CV = _scaled(hidden_ND[part], weight_VD, 1.0, cap)
+        over_CV = z_CV - z_CV.amax(-1, keepdim=True)
+        u_CK = torch.rand(ids_NK[part].shape, dtype=torch.float64, device=z_CV.device, generator=draw)
+        if temperature == 0:
+            ids_NK[part] = over_CV.argmax(-1, keepdim=True)
+        else:
+            sum_CV = (over_CV.double() / temperature).exp_().cumsum(-1)
+            ids_NK[part] = torch.searchsorted(sum_CV, u_CK * sum_CV[:, -1:], right=True)
+            ids_NK[part].clamp_(max=z_CV.shape[1] - 1)
+        value_NK[part] = z_CV.log_softmax(-1).gather(1, ids_NK[part])
+    return value_NK, ids_NK
+
+
 class _LogProbsOf(torch.autograd.Function):
     @staticmethod
     def forward(

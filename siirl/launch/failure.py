@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from siirl.disk import REFUSALS
-from siirl.errors import DeadlineError, RewardError, UserError
+from siirl.errors import DeadlineError, RequestError, RewardError, UserError
 from siirl.launch.job import Job
 from siirl.observe.logs import last_lines
 from siirl.observe.position import Position, read_position
@@ -87,7 +87,7 @@ class Failure:
     traceback: str
     """Where it was raised; of a reward function of the user's, its own lines alone."""
     machine_fault: bool = False
-    """A device or disk broke, or a process that the worker needs was killed."""
+    """A device or disk broke, a process that the worker needs was killed, or a client's request failed."""
 
 
 def describe_exception(error: BaseException, rank: int, position: Position | None) -> Failure:
@@ -337,7 +337,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_machine_fault(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS:
+    if isinstance(error, RequestError) or (isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS):
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(phrase in text for phrase in _MACHINE_PHRASES)

@@ -18,7 +18,7 @@ from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.fsdp.adapter_engine import AdapterEngine
 from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
 from siirl.engines.train.packed.micro_batches import MicroBatchLimit
-from siirl.errors import ConfigError, UserError
+from siirl.errors import ConfigError, RequestError, UserError
 from siirl.guarded_files import write_own
 from siirl.nodes.context import LocalNode, OpContext
 from siirl.observe.spans import phase, waiting, waits_outside
@@ -44,6 +44,7 @@ from siirl.service.request_journal import Journal, Kept
 from siirl.service.saved_weights import OPERATOR
 from siirl.service.service_endpoint import Served, ServiceEndpoint
 from siirl.service.snapshot_sampling import Sampler
+from siirl.service.suspects import Suspects
 from siirl.service.tenant_keys import KEY, tenant_keys
 from siirl.service.tenants import Tenants
 
@@ -69,7 +70,7 @@ class Service:
         self.tenants = Tenants(cfg, self.folder / "models", engine)
         self.sampler = Sampler(cfg, sampler, base, self.tenants, node.tokenizer)
         self._cfg, self._stops = cfg, tuple(node.dialect.stop_ids)
-        self.journal = Journal(self.folder / "journal")
+        self.journal, self.suspects = Journal(self.folder / "journal"), Suspects(self.folder)
         self._endpoint: ServiceEndpoint | None = None
         self._is_started = False
 
@@ -93,6 +94,8 @@ class Service:
                 [] if ticket is None else [one for one in self._alike(ticket) if not self._is_refused(one)]
             )
             box = [[one.command for one in tickets]]  # type: ignore[misc]
+            if tickets:
+                self.suspects.begin([one.id for one in tickets])
         group = self.tenants.engine.group
         if group.size() > 1:
             with waiting():
@@ -100,8 +103,15 @@ class Service:
         return tickets, box[0]
 
     def _is_refused(self, ticket: Ticket) -> bool:
-        """Whether the answer to a request is that it cannot be kept, and so is not carried out."""
-        problem = self.journal.problem(ticket.command)  # type: ignore[arg-type]
+        """Whether a request is not carried out, as it cannot be kept, or ends servers, which is then its
+        answer."""
+        command = ticket.command
+        problem = self.journal.problem(command)  # type: ignore[arg-type]
+        if problem is None and (problem := self.suspects.problem(ticket.id)) is not None:
+            log.error("%s is refused: %s", ticket.id, problem)
+            if not isinstance(command, Sample | Release):
+                with contextlib.suppress(OSError):  # then the next server refuses it
+                    self.journal.add(command.model, _number(ticket), None, Refused(problem))  # type: ignore[union-attr]
         if problem is not None:
             self.desk.done(ticket, Refused(problem))
         return problem is not None
@@ -109,6 +119,8 @@ class Service:
     def _alike(self, ticket: Ticket) -> list[Ticket]:
         """The ticket, and others that are carried out with it: one of a client, or samples of one source."""
         first = ticket.command
+        if ticket.id in self.suspects:
+            return [ticket]
         if isinstance(first, Sample):
             source, most = first.source, self.sampler.most_requests
             return self.desk.take_like(
@@ -132,6 +144,7 @@ class Service:
 
         def kept() -> list[Kept]:
             assert endpoint is not None
+            self.desk.alone = frozenset(self.suspects.read())
             found = self.journal.kept()
             gone = endpoint.restore(found, self.journal.lost)
             for model in gone:
@@ -166,13 +179,15 @@ class Service:
         for place, (ticket, command, answer) in enumerate(zip(tickets, commands, answers, strict=True)):
             if isinstance(command, Release):
                 self.journal.forget(command.session)
+                self.suspects.forget(command.session)
             elif not isinstance(command, Sample):
                 try:
-                    self._keep(int(ticket.id.rpartition(":")[2]), command, answer)
+                    self._keep(_number(ticket), command, answer)
                 except OSError as error:
                     log.exception("%s is lost", command.model)
                     self.journal.lost[command.model] = why = f"the server could not keep its state ({error})"
                     told[place] = RuntimeError(f"{command.model} is lost: {why}")
+        self.suspects.end([one.id for one in tickets])
         return told
 
     def _keep(self, number: int, command: Command, answer: Any) -> None:
@@ -219,6 +234,7 @@ class Service:
         """Answer nobody any more. Idempotent."""
         self.desk.close()
         self.journal.close()
+        self.suspects.close()
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
@@ -254,6 +270,11 @@ def asked(ctx: OpContext, rows: TensorDict, service: Service) -> TensorDict:
     return TensorDict({}, batch_size=rows.batch_size)
 
 
+def _number(ticket: Ticket) -> int:
+    """Of a request, in its lane."""
+    return int(ticket.id.rpartition(":")[2])
+
+
 def _answers(ctx: OpContext, service: Service, commands: Sequence[Command]) -> list[Any]:
     """What comes of commands that are carried out together: what a client reads, or an error."""
     alone = service.tenants.engine.group.size() == 1
@@ -266,17 +287,12 @@ def _answers(ctx: OpContext, service: Service, commands: Sequence[Command]) -> l
                 tokens = sum(len(one.tokens) for command in commands for one in command.data)  # type: ignore[union-attr]
                 ctx.metrics.sum("service/trained_tokens", tokens)
             return found
-    except UserError as error:
-        return [Refused(str(error))] * len(commands)
-    except Refused as error:
-        return [error] * len(commands)
     except Exception as error:  # the edge to a client: one's request costs the others nothing
-        if not alone:  # the ranks are no longer at one
-            raise
-        log.exception("a request of a client failed")
+        if not (alone or isinstance(error, Refused | UserError)):  # the ranks are no longer at one
+            raise RequestError(f"a client's request failed: {type(error).__name__}: {error}") from error
         if len(commands) > 1:
             return [_answers(ctx, service, [one])[0] for one in commands]
-        return [RuntimeError(f"{type(error).__name__}: {error}")]
+        return [_failed(error)]
     return [_answered(ctx, service, one) for one in commands]
 
 
@@ -284,13 +300,18 @@ def _answered(ctx: OpContext, service: Service, command: Command) -> Any:
     """What comes of a command that is carried out by itself."""
     try:
         return _answer(ctx, service, command)
-    except Refused as error:
+    except Exception as error:  # noqa: BLE001 - the edge to a client
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Exception:
+    """What a client is told of what was raised."""
+    if isinstance(error, Refused):
         return error
-    except UserError as error:
+    if isinstance(error, UserError):
         return Refused(str(error))
-    except Exception as error:  # the edge to a client
-        log.exception("a request of a client failed")
-        return RuntimeError(f"{type(error).__name__}: {error}")
+    log.error("a request of a client failed", exc_info=error)
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _told(answer: Any) -> Any:

@@ -6,7 +6,8 @@ answers what is asked of `saved_weights.py` alone, and `tenant_keys.py` reads wh
 between its thread and the worker's: commands in their order, answers until they are read. `wire.py` knows the
 bytes of requests and answers. `tenants.py` has what the commands are about: an adapter with an optimizer for
 each training client, all on one base, snapshots of them for samplers, and their files.
-`snapshot_sampling.py` samples from a snapshot, or the base. `request_journal.py` keeps what was answered, and
-`sessions.py` who asks, for a server that begins again. The loop that takes one command after the other
-is the node's op (siirl/nodes/asked.py), as a step of the plan.
+`snapshot_sampling.py` samples from a snapshot, or the base. For a server that begins again
+`accepted_requests.py` keeps what is to be answered, `request_journal.py` what was, `sessions.py` who asks,
+and `suspects.py` amid which requests servers have ended. `http_edge.py` makes errors answers. The loop that
+takes one command after the other is the node's op (siirl/nodes/asked.py), as a step of the plan.
 """

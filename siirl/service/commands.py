@@ -35,6 +35,25 @@ class Datum:
 
 
 @dataclass(frozen=True)
+class Cells:
+    """A [N, K] tensor, of which some cells have a value."""
+
+    values: np.ndarray
+    """Row by row, [C]."""
+    shape: tuple[int, int]
+    starts: np.ndarray | None = None
+    """Where each row begins among the values, and where the last ends, [N + 1]; None: all cells have one."""
+    columns: np.ndarray | None = None
+    """[C]."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Of each value, [C]."""
+        each = self.shape[1] if self.starts is None else np.diff(self.starts)
+        return np.repeat(np.arange(self.shape[0]), each)
+
+
+@dataclass(frozen=True)
 class CreateModel:
     model: str
     spec: AdapterSpec
@@ -111,6 +130,12 @@ class Sample:
     """So many of the likeliest words, at each token of the prompt but the first."""
     top_samples: int = 0
     """Likewise at each token of a response."""
+    last: int | None = None
+    """Of so many tokens at the end of the prompt these are told; None: of all but the first."""
+    drawn_prompt: int = 0
+    """So many words are drawn at each token of the prompt but the first."""
+    targets: Cells | None = None
+    """Words whose log-probs are told, int64, at each token of the prompt but the first; -1: none."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +175,12 @@ class Trained:
 
 @dataclass(frozen=True)
 class Top:
-    """The likeliest words at each of some tokens, at temperature 1."""
+    """Words at each of some tokens: the likeliest, or drawn ones."""
 
     words: np.ndarray
     """int32 [N, K], the likeliest first."""
     log_probs: np.ndarray
-    """float32 [N, K]."""
+    """float32 [N, K], at temperature 1."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +195,10 @@ class Sampled:
     """Of the prompt from its second token on, if asked for and it has one."""
     top_samples: list[Top] = field(default_factory=list)
     """Of each sequence, if asked for."""
+    drawn_prompt: list[Top] = field(default_factory=list)
+    """Words that were drawn, if asked for."""
+    targets: list[Cells] = field(default_factory=list)
+    """Log-probs of the words that the request names, if it does, float32, 0 where it has none."""
 
 
 def tokens_of(command: Any, found: Any) -> int | None:

@@ -22,7 +22,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,6 +124,8 @@ class Desk:
     def __init__(self, max_tokens_per_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         """max_tokens_per_s: of each tenant; 0: any number."""
         self.is_closed = False
+        self.alone: Container[str] = ()
+        """Ids of requests that are carried out by themselves."""
         self._rate, self._clock = max_tokens_per_s, clock
         self._lock = threading.Condition()
         self._own: deque[Ticket] = deque()
@@ -182,11 +184,13 @@ class Desk:
         with self._lock:
             return dict(self._tenants)
 
-    def submit(self, lane: str, number: int, make: Callable[[], Command], num_bytes: int = 0) -> Ticket:
+    def submit(
+        self, lane: str, number: int, make: Callable[[], Command], num_bytes: int = 0, is_new: bool = True
+    ) -> Ticket:
         """The ticket of a command with this number, new or old. ComeBack; KeyError without such a lane.
 
         make: gives the command, for a number that is new; Refused is an answer, as the number counts.
-        num_bytes: of the request.
+        num_bytes: of the request. is_new: not if an earlier server has accepted it: it is within all bounds.
         """
         id = f"{lane}:{number}"
         with self._lock:
@@ -196,7 +200,8 @@ class Desk:
             if here.number is not None and number < here.number:
                 raise KeyError(id)
             tenant = self._tenants[here.tenant]
-            self._admit(tenant, num_bytes)
+            if is_new:
+                self._admit(tenant, num_bytes)
             try:
                 ticket = Ticket(id, make(), lane, here.tenant, num_bytes=num_bytes)
             except Refused as error:
@@ -244,6 +249,10 @@ class Desk:
         """None if there is none, or none any more."""
         with self._lock:
             return self._tickets.get(id)
+
+    def is_answered(self, id: str) -> bool:
+        """Also if the answer was forgotten."""
+        return (ticket := self.ticket(id)) is None or ticket.is_done
 
     def take(self, timeout_s: float) -> Ticket | None:
         """The next command, of the tenant whose turn it is, when those have come who are waited for; None if
@@ -339,7 +348,9 @@ class Desk:
             tenant.lanes.rotate(-1)
             lane = self._lanes[of := tenant.lanes[-1]]
             first = lane.first()
-            if first is not None and like(first.command) and not (lane.number is not None and of in taken):
+            if first is None or first.id in self.alone or (lane.number is not None and of in taken):
+                continue
+            if like(first.command):
                 return self._pop(tenant, lane)
         return None
 

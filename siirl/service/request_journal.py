@@ -76,8 +76,11 @@ class Journal:
         """Models whose file is not what it was: why."""
         self._answers: dict[str, list[tuple[int, Any]]] = {}
 
-    def add(self, model: str, number: int, command: Command, answer: Any) -> bool:
-        """Write an entry; whether it is time that `begin` writes the state. OSError: nothing is written."""
+    def add(self, model: str, number: int, command: Command | None, answer: Any) -> bool:
+        """Write an entry; whether it is time that `begin` writes the state. OSError: nothing is written.
+
+        command: None for one that was not carried out.
+        """
         file = self._file(model)
         self._write(file, {"number": number, "answer": _plain(answer), "command": _fields(command, answer)})
         self._answers.setdefault(model, []).append((number, answer))
@@ -229,7 +232,7 @@ def _answer(plain: dict[str, Any]) -> Any:
     return plain["told"]
 
 
-def _fields(command: Command, answer: Any) -> dict[str, Any] | None:
+def _fields(command: Command | None, answer: Any) -> dict[str, Any] | None:
     """A command that changes something, as it is written."""
     if isinstance(answer, Exception) and not isinstance(command, OptimStep):  # a step drops the gradient
         return None

@@ -44,6 +44,8 @@ NOT_SERVED = {
 MOST_LISTED = 1000
 TENANT: Any = getattr(web, "RequestKey", lambda name, kind: name)("tenant", str)
 """Of a request: who asks. Releases of aiohttp before RequestKey take a text."""
+BODY: Any = getattr(web, "RequestKey", lambda name, kind: name)("body", bytes)
+"""Of a request: its bytes."""
 Answer = Callable[[Any, web.Request], Awaitable[Any]]
 
 

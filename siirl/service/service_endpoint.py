@@ -14,7 +14,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,10 @@ from typing import Any
 from aiohttp import web
 
 from siirl.access import MOST_UNAUTHENTICATED, UnauthenticatedConnections, is_same
-from siirl.agents.outside.content import BadRequest, parsed, understood
+from siirl.agents.outside.content import BadRequest, parsed
 from siirl.agents.outside.endpoint import http_log, reached_at, run_loop
-from siirl.errors import ConfigError, UserError
+from siirl.errors import ConfigError
+from siirl.service.accepted_requests import AcceptedRequests, KeptRequest
 from siirl.service.commands import (
     BASE,
     AdapterSpec,
@@ -41,8 +42,9 @@ from siirl.service.commands import (
     SaveState,
 )
 from siirl.service.desk import ComeBack, Desk, Ticket
+from siirl.service.http_edge import Answer, error_answer, sound, understood_later
 from siirl.service.request_journal import Kept
-from siirl.service.rest_answers import TENANT, RestAnswers
+from siirl.service.rest_answers import BODY, TENANT, RestAnswers
 from siirl.service.saved_weights import OPERATOR, SavedWeights, labels_of, path_of
 from siirl.service.sessions import Model, Session, read_sessions, write_sessions, write_status
 from siirl.service.wire import MOST_SAMPLES, PROTOBUF, TrainingRequest, adam_step, sample_of
@@ -59,7 +61,6 @@ LOOK_S = 2.0
 """How often sessions, files and the state that `siirl view` shows are looked after."""
 ROOT = "/api/v1/"
 UNSERVED = "no adapter is trained on the embedding or the output layer: train_unembed is passed over"
-Answer = Callable[[Any, web.Request], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class ServiceEndpoint:
         self._desk, self._served, self._keys = desk, served, dict(keys)
         self._saved = SavedWeights(files, keys[OPERATOR])
         self._file = files.with_name("sessions.json")
+        self._accepted = AcceptedRequests(files.with_name("accepted"), desk.is_answered)
         self._rest = RestAnswers(self, served.model, self._saved)
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
@@ -140,6 +142,8 @@ class ServiceEndpoint:
             app, handler_cancellation=True, access_log=None, logger=http_log(), shutdown_timeout=1.0
         )
         await self._runner.setup()
+        for kept in self._accepted.read():
+            await self._take_again(kept)
         try:
             server = await self._loop.create_server(self._connection, host, port)
         except (OSError, OverflowError) as error:
@@ -149,6 +153,17 @@ class ServiceEndpoint:
             ) from error
         self.url = f"http://{reached_at(host)}:{server.sockets[0].getsockname()[1]}"
         self._looking = asyncio.create_task(self._look_after())
+
+    async def _take_again(self, kept: KeptRequest) -> None:
+        """One that an earlier server has accepted."""
+        path, body = kept.path.removeprefix(ROOT), kept[BODY]
+        posts = {"forward_backward": self._train} | {name: one for _, name, one in self._routes()}
+        try:
+            asked = body if path == "forward_backward" else parsed(body, "the body")
+            await understood_later(posts[path], asked, kept)  # type: ignore[arg-type]
+        except (BadRequest, Refused, KeyError) as error:
+            log.warning("%s of an earlier server is dropped: %s", kept.id, error)
+            self._accepted.drop(*kept.id)
 
     def _connection(self) -> asyncio.Protocol:
         assert self._runner is not None and self._runner.server is not None
@@ -193,10 +208,10 @@ class ServiceEndpoint:
         try:
             tenant = self._tenant(request.headers.get("X-API-Key", ""))
             if tenant is None:
-                return _error("X-API-Key is not a key of this server", 401)
+                return error_answer("X-API-Key is not a key of this server", 401)
             request[TENANT] = tenant
             self._unauthenticated.left(request.protocol)
-            body = await request.read()
+            body = request[BODY] = await request.read()
             asked = body
             if is_json:
                 asked = parsed(body or b"{}", "the body")
@@ -205,13 +220,13 @@ class ServiceEndpoint:
             found = await understood_later(answer, asked, request)
             return found if isinstance(found, web.Response) else web.json_response(found)
         except BadRequest as error:
-            return _error(str(error), error.status)
+            return error_answer(str(error), error.status)
         except Refused as error:
-            return _error(str(error), 400)
+            return error_answer(str(error), 400)
         except OSError as error:
-            return _error(f"the server's disk: {error}", 507)
+            return error_answer(f"the server's disk: {error}", 507)
         except ComeBack as error:
-            return _error(str(error), 429, {"Retry-After": str(math.ceil(error.wait_s))})
+            return error_answer(str(error), 429, {"Retry-After": str(math.ceil(error.wait_s))})
 
     def _tenant(self, key: str) -> str | None:
         """Whose key this is; all are looked at, however early one fits."""
@@ -264,6 +279,7 @@ class ServiceEndpoint:
     def _end_session(self, id: str) -> None:
         if (session := self.sessions.pop(id, None)) is not None:
             self._desk.close_lanes(f"{id}:")
+            self._accepted.forget(id)
             if session.tenant == OPERATOR:
                 self._desk.forget(id)
             self._desk.submit_own(Release(id))
@@ -297,7 +313,7 @@ class ServiceEndpoint:
             return CreateModel(model, AdapterSpec(self._add_model(model, int(lora["rank"])), seed, *flags))
 
         model = self._new_model(asked, request)
-        return self._created(model, self._desk.submit(model, 0, _sound(make)))
+        return self._created(model, self._accept(model, 0, make, request))
 
     def _new_model(self, asked: dict, request: web.Request) -> str:
         session, id = self._session(asked["session_id"], request), asked["session_id"]
@@ -310,7 +326,8 @@ class ServiceEndpoint:
         session, most = self.sessions[model.partition(":")[0]], self._served.most_models
         if most:
             mine = [one for one in self.sessions.values() if one.tenant == session.tenant]
-            if sum(model.is_there for one in mine for model in one.models.values()) >= most:
+            others = (one for session in mine for id, one in session.models.items() if id != model)
+            if sum(one.is_there for one in others) >= most:
                 raise Refused(
                     f"this tenant trains {most} models already (service.max_models_per_tenant): finish a "
                     "session"
@@ -343,9 +360,20 @@ class ServiceEndpoint:
         return model
 
     def _submit(self, asked: dict, request: web.Request, make: Callable[[], Command]) -> Any:
-        model, num_bytes = self._model(asked, request), request.content_length or 0
-        ticket = self._desk.submit(model, int(asked["seq_id"]), _sound(make), num_bytes)
-        return self._told(ticket, model)
+        model = self._model(asked, request)
+        return self._told(self._accept(model, int(asked["seq_id"]), make, request), model)
+
+    def _accept(self, model: str, number: int, make: Callable[[], Command], request: web.Request) -> Ticket:
+        """The ticket of a training client's request, which is kept until it is answered."""
+        if (known := self._desk.ticket(f"{model}:{number}")) is not None:
+            return known
+        if is_new := not isinstance(request, KeptRequest):
+            self._accepted.add(model, number, request)
+        try:
+            return self._desk.submit(model, number, sound(make), request.content_length or 0, is_new)
+        except BaseException:
+            self._accepted.drop(model, number)
+            raise
 
     async def _train(self, body: bytes, request: web.Request) -> Any:
         asked = TrainingRequest(body)
@@ -413,7 +441,7 @@ class ServiceEndpoint:
                 self._add_model(model, saved.about["spec"]["rank"])
             return LoadState(model, saved.path, bool(asked.get("optimizer")), creates)
 
-        ticket = self._desk.submit(model, 0 if creates else int(asked["seq_id"]), _sound(make))
+        ticket = self._accept(model, 0 if creates else int(asked["seq_id"]), make, request)
         return self._created(model, ticket) if creates else self._told(ticket, model)
 
     async def _create_sampler(self, asked: dict, request: web.Request) -> Any:
@@ -438,7 +466,7 @@ class ServiceEndpoint:
         if source is None:
             raise BadRequest(f"there is no sampling session {id!r:.100}", status=404)
         make = partial(sample_of, asked, source, self._served.longest, self._served.stops)
-        ticket = self._desk.submit(id, int(asked["seq_id"]), _sound(make), request.content_length or 0)
+        ticket = self._desk.submit(id, int(asked["seq_id"]), sound(make), request.content_length or 0)
         ids = [f"{ticket.id}:{number}" for number in range(max(0, min(count, MOST_SAMPLES)))]
         return {"request_id": ticket.id, "sample_sequence_ids": ids}
 
@@ -465,34 +493,3 @@ class ServiceEndpoint:
             category = "user" if isinstance(ticket.answer, Refused) else "server"
             return {"error": str(ticket.answer), "category": category}
         return ticket.answer
-
-
-def _sound(make: Callable[[], Command]) -> Callable[[], Command]:
-    """Refused for whatever reading a request raises."""
-
-    def command() -> Command:
-        try:
-            return understood("the request cannot be understood", make)
-        except BadRequest as error:
-            if isinstance(error.__cause__, Refused | UserError):
-                raise Refused(str(error.__cause__)) from error
-            raise Refused(str(error)) from error
-
-    return command
-
-
-async def understood_later(answer: Answer, asked: Any, request: web.Request) -> Any:
-    """As `understood`, for what takes time."""
-    try:
-        return await answer(asked, request)
-    except (BadRequest, Refused, ComeBack, OSError, web.HTTPException, asyncio.CancelledError):
-        raise
-    except Exception as error:  # the edge to what others sent
-        log.debug("a request was not understood", exc_info=True)
-        text = f"the request cannot be understood: {type(error).__name__}: {error}"
-        raise BadRequest(text[:500]) from error
-
-
-def _error(text: str, status: int, headers: Mapping[str, str] | None = None) -> web.Response:
-    told = {"detail": text, "error": text, "category": "user"}
-    return web.json_response(told, status=status, headers=headers)

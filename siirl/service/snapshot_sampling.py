@@ -4,7 +4,9 @@ On the worker's thread. Collective over the service's ranks: each engine decodes
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from siirl.engines.train.adapters.lora import adapter_name
 from siirl.engines.train.base import TrainEngine
 from siirl.engines.train.fsdp.adapter_engine import Computed, Work
 from siirl.errors import EpisodeFailed, UserError
-from siirl.service.commands import BASE, Refused, Sample, Sampled, Top
+from siirl.service.commands import BASE, Cells, Refused, Sample, Sampled, Top
 from siirl.service.tenants import Snapshot, Tenants
 
 
@@ -98,6 +100,9 @@ class Sampler:
 
     def _answer(self, command: Sample, number: int, found: dict) -> Sampled | Refused:
         sequences: list[tuple[list[int], list[float], bool]] = []
+        vocab = self._tenants.vocab
+        if command.targets is not None and (most := command.targets.values.max()) >= vocab:
+            return Refused(f"target_prompt_logprobs are ids below {vocab}, not up to {most}")
         for sample in range(command.num_samples):
             one = found[f"{number}:{sample}"]
             if isinstance(one, EpisodeFailed):
@@ -136,35 +141,35 @@ class Sampler:
         """
         works: list[Work] = []
 
-        def ask(tokens: Sequence[int], top_k: int) -> None:
-            adapter, targets = self._adapter(commands[0].source, snapshot), np.asarray(tokens[1:], np.int64)
-            works.append(Work(adapter, [tokens[:-1]], [targets], top_k=top_k, turn=len(works)))
+        tell: list[Callable[[Computed], None]] = []
 
-        places: list[tuple[Sampled, Sample, int]] = []
+        def ask(told: Callable[[Computed], None], tokens: Sequence[int], top_k: int = 0, **more: Any) -> None:
+            targets = more.pop("targets", np.asarray(tokens[1:], np.int64))
+            adapter, turn = self._adapter(commands[0].source, snapshot), len(works)
+            works.append(Work(adapter, [tokens[:-1]], [targets], top_k=top_k, turn=turn, **more))
+            tell.append(told)
+
         for command, answer in zip(commands, answers, strict=True):
             if isinstance(answer, Refused):
                 continue
-            if (command.prompt_log_probs or command.top_prompt) and len(command.prompt) > 1:
-                ask(command.prompt, command.top_prompt)
-                places.append((answer, command, -1))
+            prompt = command.prompt
+            if (command.prompt_log_probs or command.top_prompt) and len(prompt) > 1:
+                ask(partial(_tell_prompt, command, answer), prompt, command.top_prompt)
             elif command.prompt_log_probs:
                 answer.prompt_log_probs.append(math.nan)
+            if command.drawn_prompt and len(prompt) > 1:
+                drawn = (command.params.temperature, command.seed % (1 << 63))
+                ask(partial(_tell_drawn, answer), prompt, command.drawn_prompt, drawn=drawn)
+            if command.targets is not None:
+                ids, at = _in_rows(command.targets)
+                ask(partial(_tell_targets, command.targets, at, answer), prompt, targets=ids)
             if command.top_samples:
-                for number, (tokens, _, _) in enumerate(answer.sequences):
-                    ask([*command.prompt, *tokens], command.top_samples)
-                    places.append((answer, command, number))
-        if not works:
-            return
-        for (answer, command, number), (found, _) in zip(
-            places, self._tenants.engine.run(works, gradients=False), strict=True
-        ):
-            if number >= 0:
-                answer.top_samples.append(_likeliest(found, len(command.prompt) - 1))
-                continue
-            if command.prompt_log_probs:
-                answer.prompt_log_probs.extend([math.nan, *found.log_probs[0].tolist()])
-            if command.top_prompt:
-                answer.top_prompt.append(_likeliest(found, 0))
+                for tokens, *_ in answer.sequences:
+                    told = partial(_tell_sample, answer, len(prompt) - 1)
+                    ask(told, [*prompt, *tokens], command.top_samples)
+        if works:
+            for told, (found, _) in zip(tell, self._tenants.engine.run(works, gradients=False), strict=True):
+                told(found)
 
     def _adapter(self, source: str, snapshot: Snapshot | None) -> Adapter | None:
         """The snapshot on the device, kept until another is asked for."""
@@ -176,9 +181,42 @@ class Sampler:
         return self._read[1]
 
 
-def _likeliest(found: Computed, start: int) -> Top:
+def _words(found: Computed, start: int = 0) -> Top:
     log_probs, words = found.top[0]
     return Top(words[start:].astype(np.int32), log_probs[start:].astype(np.float32))
+
+
+def _tell_prompt(command: Sample, answer: Sampled, found: Computed) -> None:
+    told = found.log_probs[0]
+    before = len(told) - (command.last or len(told))
+    if command.prompt_log_probs:
+        answer.prompt_log_probs.extend([math.nan] * (1 + before) + told[before:].tolist())
+    if command.top_prompt:
+        answer.top_prompt.append(_words(found, before))
+
+
+def _tell_drawn(answer: Sampled, found: Computed) -> None:
+    answer.drawn_prompt.append(_words(found))
+
+
+def _tell_sample(answer: Sampled, start: int, found: Computed) -> None:
+    answer.top_samples.append(_words(found, start))
+
+
+def _tell_targets(asked: Cells, at: tuple[np.ndarray, ...], answer: Sampled, found: Computed) -> None:
+    told = np.zeros(len(asked.values), np.float32)
+    told[asked.values >= 0] = found.log_probs[0][at]
+    answer.targets.append(replace(asked, values=told))
+
+
+def _in_rows(asked: Cells) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """The ids that are asked for, [N, as many as a row has at most], and where each of them is."""
+    named = asked.values >= 0
+    rows = asked.rows[named]
+    place = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    ids = np.zeros((asked.shape[0], place.max() + 1), np.int64)
+    ids[rows, place] = asked.values[named]
+    return ids, (rows, place)
 
 
 def _widened(name: str, snapshot: Snapshot | None, shape: tuple[int, ...], rank: int) -> Tensor:

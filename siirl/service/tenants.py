@@ -81,7 +81,7 @@ class Tenants:
         self._cfg, self._folder = cfg, folder
         self._tenants: dict[str, Tenant] = {}
         self._snapshots: dict[str, Snapshot] = {}
-        self._vocab = load_hf_config(cfg.actor_rollout_ref.model).get_text_config().vocab_size
+        self.vocab = load_hf_config(cfg.actor_rollout_ref.model).get_text_config().vocab_size
 
     @property
     def num_tenants(self) -> int:
@@ -131,7 +131,7 @@ class Tenants:
             if not data:
                 raise Refused("there are no data")
             for number, one in enumerate(data):
-                _check(f"datum {number}", one, loss, self._vocab, _longest(self._cfg))
+                _check(f"datum {number}", one, loss, self.vocab, _longest(self._cfg))
         except Refused as error:
             return error
         whole = [one.inputs["target_tokens"] for one in data]

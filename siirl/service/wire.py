@@ -13,7 +13,7 @@ import numpy as np
 
 from siirl.data.completions import SamplingParams
 from siirl.engines.train.base import AdamStep
-from siirl.service.commands import Datum, Refused, Sample, Sampled, Trained
+from siirl.service.commands import Cells, Datum, Refused, Sample, Sampled, Trained
 
 PROTOBUF = "application/x-protobuf"
 _SCHEMA = {
@@ -37,24 +37,25 @@ _SCHEMA = {
     "TopkLogprobs": "token_ids=1:bytes logprobs=2:bytes k=3:int32 length=4:int32",
     "SampledSequence": "stop_reason=1:int32 tokens=2:bytes logprobs=3:bytes "
     "topk_sampled_logprobs=4:TopkLogprobs",
+    "PromptAltTokens": "tokens=1:Tensor logprobs=2:Tensor",
     "SampleResponse": "sequences=1:SampledSequence* prompt_logprobs=2:bytes "
-    "topk_prompt_logprobs=3:TopkLogprobs",
+    "topk_prompt_logprobs=3:TopkLogprobs target_prompt_logprobs=5:Tensor prompt_alt_tokens=6:PromptAltTokens",
 }
 """Message -> its fields, name=number:type, * for several. A map is a list of entries; an enum a number."""
 _TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12}
 _MESSAGE, _ONE, _SEVERAL = 11, 1, 3
-_FLOAT32 = 1
-_DTYPES = {_FLOAT32: np.float32, 2: np.int64, 3: np.int32}
+_FLOAT32, _INT64 = 1, 2
+_DTYPES = {_FLOAT32: np.float32, _INT64: np.int64, 3: np.int32}
 _STOP, _LENGTH = 0, 1
 MOST_NUMBERS = 1 << 24
 """Of one tensor that is sent as a sparse one."""
 MOST_SAMPLES = 1024
 """Of one prompt."""
 MOST_TOP = 128
-"""Of the likeliest words at a token."""
+"""Words at a token whose log-probs are told."""
 NOT_THERE = -99999.0
 """What the client takes for no log-prob."""
-_UNSERVED_OF_SAMPLES = ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n")
+_NUMBERS_OF_WORDS = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
 _ADAM = {
     "learning_rate": 1e-4,
     "beta1": 0.9,
@@ -151,8 +152,11 @@ def _array(tensor: Any, where: str) -> np.ndarray:
 
 def sample_of(asked: dict, source: str, longest: int, stops: Sequence[int]) -> Sample:
     """A request for samples from `source`. longest: tokens of a sequence. stops: where it names none."""
-    if unserved := [name for name in _UNSERVED_OF_SAMPLES if asked.get(name)]:
-        raise Refused(f"{', '.join(unserved)} is not served yet")
+    if asked.get("record_stability_info"):
+        raise Refused(
+            "record_stability_info is not served: stable_reinforce, which reads it, has no public definition "
+            "here. Choose another loss (in recipes loss_fn=importance_sampling)"
+        )
     prompt: list[int] = []
     for chunk in asked["prompt"]["chunks"]:
         if "tokens" not in chunk:
@@ -178,10 +182,44 @@ def sample_of(asked: dict, source: str, longest: int, stops: Sequence[int]) -> S
     )
     texts = tuple(one for one in asked_stops if isinstance(one, str) and one)
     seed = secrets.randbits(62) if seed is None else int(seed)
-    top = [int(asked.get(name) or 0) for name in ("topk_prompt_logprobs", "topk_sample_logprobs")]
-    if not all(0 <= one <= MOST_TOP for one in top):
-        raise Refused(f"topk_prompt_logprobs and topk_sample_logprobs {top}: 0 to {MOST_TOP} are served")
-    return Sample(source, prompt, found, count, seed, texts, bool(asked.get("prompt_logprobs")), *top)
+    of_prompt, of_samples, drawn = words = [int(asked.get(name) or 0) for name in _NUMBERS_OF_WORDS]
+    if not all(0 <= one <= MOST_TOP for one in words):
+        raise Refused(f"{', '.join(_NUMBERS_OF_WORDS)} {words}: 0 to {MOST_TOP} are served")
+    told, last, targets = bool(asked.get("prompt_logprobs")), asked.get("prompt_logprobs_last_n"), None
+    if last is not None and not (told and 1 <= (last := int(last)) < len(prompt)):
+        raise Refused(
+            f"prompt_logprobs_last_n {last} of {len(prompt)} tokens: 1 to {len(prompt) - 1} are served, with "
+            "prompt_logprobs"
+        )
+    if asked.get("target_prompt_logprobs") is not None:
+        targets = _targets(asked["target_prompt_logprobs"], len(prompt) - 1)
+    return Sample(
+        source, prompt, found, count, seed, texts, told, of_prompt, of_samples, last, drawn, targets
+    )
+
+
+def _targets(asked: dict, num_rows: int) -> Cells:
+    """target_prompt_logprobs, dense or in compressed rows. Refused for what is no such tensor."""
+    if asked["dtype"] != "int64":
+        raise Refused(f"target_prompt_logprobs has dtype {asked['dtype']!r:.20}: ids are int64")
+    values, shape = np.asarray(asked["data"], np.int64).reshape(-1), tuple(map(int, asked["shape"]))
+    starts, columns = (asked.get(f"sparse_{name}_indices") for name in ("crow", "col"))
+    if len(shape) != 2 or shape[0] != num_rows:
+        raise Refused(
+            f"target_prompt_logprobs has shape {list(shape)}: [{num_rows}, K], a row for each token but one"
+        )
+    if starts is None:
+        good, found = len(values) == shape[0] * shape[1], Cells(values, (shape[0], shape[1]))
+    else:
+        found = Cells(values, (shape[0], shape[1]), *(np.asarray(one, np.int64) for one in (starts, columns)))
+        ends = (len(found.starts), found.starts[0], found.starts[-1])  # type: ignore[arg-type, index]
+        good = ends == (num_rows + 1, 0, len(values)) and (np.diff(found.starts) >= 0).all()  # type: ignore[arg-type]
+        good = good and found.columns.shape == values.shape  # type: ignore[union-attr]
+    if not good or values.min(initial=0) < -1 or values.max(initial=-1) < 0:
+        raise Refused("target_prompt_logprobs names no ids, negative ones, or not as many as its shape says")
+    if (most := np.bincount(found.rows[values >= 0]).max()) > MOST_TOP:
+        raise Refused(f"target_prompt_logprobs names {most} ids at a token: up to {MOST_TOP} are served")
+    return found
 
 
 def adam_step(params: dict) -> AdamStep:
@@ -223,11 +261,31 @@ def sampled_bytes(found: Sampled) -> bytes:
         sequence.topk_sampled_logprobs.CopyFrom(_top(top.words, top.log_probs))
     if found.prompt_log_probs:
         out.prompt_logprobs = _floats(found.prompt_log_probs)
-    for top in found.top_prompt:  # nothing is said of the first token
-        words, log_probs = np.pad(top.words, ((1, 0), (0, 0))), np.pad(top.log_probs, ((1, 0), (0, 0)))
-        log_probs[0] = NOT_THERE
-        out.topk_prompt_logprobs.CopyFrom(_top(words, log_probs))
+    for top in found.top_prompt:  # nothing is said of the first token, nor of others that were not asked for
+        before = (((len(found.prompt_log_probs) or len(top.words) + 1) - len(top.words), 0), (0, 0))
+        log_probs = np.pad(top.log_probs, before, constant_values=NOT_THERE)
+        out.topk_prompt_logprobs.CopyFrom(_top(np.pad(top.words, before), log_probs))
+    for top in found.drawn_prompt:
+        out.prompt_alt_tokens.tokens.CopyFrom(_tensor(_INT64, Cells(top.words, top.words.shape)))
+        out.prompt_alt_tokens.logprobs.CopyFrom(_tensor(_FLOAT32, Cells(top.log_probs, top.words.shape)))
+    for cells in found.targets:
+        out.target_prompt_logprobs.CopyFrom(_tensor(_FLOAT32, cells))
     return out.SerializeToString()
+
+
+def _tensor(dtype: int, cells: Cells) -> Any:
+    made = messages()["Tensor"](dtype=dtype, shape=cells.shape)
+    values = cells.values.astype(_DTYPES[dtype]).tobytes()
+    if cells.starts is None or cells.columns is None:
+        made.dense = values
+        return made
+    sparse = made.sparse_csr
+    sparse.values, sparse.crow_indices, sparse.col_indices = (
+        values,
+        cells.starts.tobytes(),
+        cells.columns.tobytes(),
+    )
+    return made
 
 
 def _top(words: np.ndarray, log_probs: np.ndarray) -> Any:

@@ -141,6 +141,11 @@ def training(model: str, number: int, loss: str, rows=(TOKENS,)) -> bytes:
     return request.SerializeToString()
 
 
+def a_free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 @contextmanager
 def serving(folder, steps: int, head_dim: int | None = None, **more):
     server = Server(folder, steps, head_dim, **more)
@@ -291,9 +296,7 @@ def test_clients_of_a_killed_server_go_on_where_they_were(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_a_rank_that_dies_costs_a_restart_and_clients_go_on(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address = f"127.0.0.1:{port}"
+    address = a_free_address()
     with serving(tmp_path, 100, trainer__n_gpus_per_node=2, service__address=address) as server:
         model = server.new_model(server.session())
         server.train(model, 1)
@@ -316,6 +319,85 @@ def test_a_rank_that_dies_costs_a_restart_and_clients_go_on(tmp_path):
         assert server.train(model, 2)[0] == trained[0], "the answer of before"
         steps = {"model_id": model, "adam_params": ADAM, "seq_id": 3}
         assert server.of("optim_step", steps)["metrics"]["grad_norm:mean"] > 0, "its gradients are there"
+
+
+POISON = """
+import importlib.abc, importlib.machinery, os, signal, sys
+
+class Poison(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "siirl.service.tenants":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def executed(module):
+            execute(module)
+            train = module.Tenants.train
+
+            def poisoned(tenants, commands):
+                first = {one.data[0].tokens[0] for one in commands}
+                if os.environ["RANK"] == "1" and 33 in first:
+                    raise ValueError("spilled")
+                if os.environ["RANK"] == "1" and 34 in first:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return train(tenants, commands)
+
+            module.Tenants.train = poisoned
+
+        spec.loader.exec_module = executed
+        return spec
+
+sys.meta_path.insert(0, Poison())
+"""
+"""The second rank raises, or dies, of what begins with one of two tokens."""
+
+
+POISONER = """
+import sys
+import tinker
+from tinker import types
+
+def datum(first):
+    inputs = {"target_tokens": [6, 7, 8], "weights": [1.0] * 3}
+    return types.Datum(model_input=types.ModelInput.from_ints([first, 6, 7]), loss_fn_inputs=inputs)
+
+service = tinker.ServiceClient()
+model, other = (service.create_lora_training_client(base_model=sys.argv[1], rank=4, seed=1) for _ in range(2))
+before = model.forward_backward([datum(5)], "cross_entropy").result().metrics
+for first in (33, 34):
+    bad = model.forward_backward([datum(first)], "cross_entropy")
+    beside = other.forward_backward([datum(5)], "cross_entropy")
+    try:
+        bad.result()
+        raise SystemExit("it is not refused")
+    except tinker.RequestFailedError as error:
+        assert "has ended 2 times" in str(error), error
+    assert beside.result().metrics == before, "what was carried out beside it is not lost"
+assert model.forward_backward([datum(5)], "cross_entropy").result().metrics == before
+still = types.AdamParams(learning_rate=0.0)
+print(*(one.optim_step(still).result().metrics["grad_norm:mean"] for one in (model, other)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not CLIENT.exists(), reason="the package tinker is not there: make .venv/.tinker")
+def test_a_request_that_ends_a_rank_is_refused_and_costs_nobody_else_anything(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(POISON)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    keys = {"trainer.n_gpus_per_node": 2, "trainer.max_restarts": 4, "service.address": a_free_address()}
+    with serving(tmp_path, 1000, **keys) as server:
+        monkeypatch.delenv("PYTHONPATH")
+        variables = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.token}
+        words = [CLIENT, "-c", POISONER, str(server.model)]
+        done = subprocess.run(words, env=os.environ | variables, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}\n{server.log.read_text()[-3000:]}"
+        norms = done.stdout.split()
+        assert norms[0] == norms[1], "two gradients each, of the same data"
+    lines = (server.output / "attempts.jsonl").read_text().splitlines()
+    causes = [json.loads(line)["cause"] for line in lines]
+    assert len(causes) == 4 and "spilled" in causes[0] and "SIGKILL" in causes[2], causes
 
 
 CLIENT_THAT_DIES = """
@@ -359,6 +441,7 @@ def test_a_client_that_dies_amid_its_requests_changes_no_bit_of_another(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not CLIENT.exists(), reason="the package tinker is not there: make .venv/.tinker")
 def test_the_unmodified_client_waits_for_its_tokens_a_second_and_goes_on(tmp_path):
     with serving(tmp_path, 1000, service__max_tokens_per_s=20) as server:
@@ -402,6 +485,7 @@ def test_vllm_samples_from_the_adapter_that_was_asked_for(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not CLIENT.exists(), reason="the package tinker is not there: make .venv/.tinker")
 def test_each_method_of_the_unmodified_client_is_served_or_refused_with_the_reason(tmp_path):
     with serving(tmp_path, steps=1000) as server:

@@ -88,11 +88,13 @@ VALUES = st.recursive(
     ),
     max_leaves=8,
 )
+NUMBERS_OF_TENSOR = st.one_of(st.lists(st.integers(-2, 5), max_size=4), VALUES)
 FIELDS = (
     *("session_id", "model_id", "seq_id", "model_seq_id", "base_model", "model_path", "lora_config", "path"),
     *("optimizer_config", "adam_params", "prompt", "sampling_params", "num_samples", "sampling_session_id"),
     *("sampling_session_seq_id", "request_id", "ttl_seconds", "tinker_path", "source_path", "user_metadata"),
     *("overwrite", "optimizer", "prompt_logprobs", "topk_prompt_logprobs", "age_encryption_recipients"),
+    *("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n", "record_stability_info"),
 )
 
 
@@ -111,6 +113,10 @@ def plausible(session: str) -> dict[str, st.SearchStrategy]:
         "lora_config": st.fixed_dictionaries({"rank": VALUES}),
         "prompt": st.fixed_dictionaries(
             {"chunks": st.lists(st.fixed_dictionaries({"tokens": VALUES}), max_size=2)}
+        ),
+        "target_prompt_logprobs": st.fixed_dictionaries(
+            {"data": NUMBERS_OF_TENSOR, "dtype": st.just("int64"), "shape": NUMBERS_OF_TENSOR},
+            optional={f"sparse_{x}_indices": NUMBERS_OF_TENSOR for x in ("crow", "col")},
         ),
         "sampling_params": st.dictionaries(
             st.sampled_from(["max_tokens", "temperature", "top_k", "top_p", "seed", "stop"]), VALUES

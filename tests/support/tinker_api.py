@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import tinker
+import torch
 from tinker import types
 
 LOCAL = {
@@ -96,9 +97,60 @@ class Session:
         for word, told, some in zip(TOKENS[1:3], top.prompt_logprobs[1:], by_word, strict=True):
             assert len(some) == 3 and some.get(word, told) == told and max(some.values()) >= told
         assert [len(one) for one in top.sequences[0].topk_logprobs] == [2] * len(top.sequences[0].tokens)
+        self.words_scored(params, top)
         again = self.sampler.sample(PROMPT, 2, params).result()
         assert [one.tokens for one in found.sequences] == [one.tokens for one in again.sequences]
         assert found.prompt_logprobs[0] is None and len(found.prompt_logprobs) == 3
+
+    def words_scored(self, params: types.SamplingParams, top: types.SampleResponse) -> None:
+        """Words of the prompt that the client names, dense and sparse, or that are drawn; a part of it."""
+        dense = torch.tensor([[TOKENS[1], 9, 3], [11, -1, TOKENS[2]]])
+        sparse = torch.full((2, 16), -1)
+        sparse[0, 4], sparse[1, 11] = TOKENS[1], TOKENS[2]
+        known = [dict(one) for one in top.topk_prompt_logprobs[1:]]
+        for ids in (dense, sparse):
+            targets = types.TensorData.from_torch_sparse(ids, pad_value=-1)
+            scored = self.sampler.sample(
+                PROMPT,
+                1,
+                params,
+                include_prompt_logprobs=True,
+                topk_prompt_logprobs=3,
+                target_prompt_logprobs=targets,
+                prompt_alt_tokens_k=5,
+                prompt_logprobs_last_n=1,
+            ).result()
+            told = scored.target_prompt_logprobs
+            assert (told.sparse_crow_indices is None) == (ids is dense)
+            told = told.to_torch()
+            own = [told[row][ids[row] == TOKENS[row + 1]].item() for row in range(2)]
+            np.testing.assert_allclose(own, top.prompt_logprobs[1:], atol=1e-6)
+            assert torch.equal(told < 0, ids >= 0), "0 where nothing was asked for"
+            assert scored.prompt_logprobs == [None, None, top.prompt_logprobs[2]]
+            assert scored.topk_prompt_logprobs == [None, None, top.topk_prompt_logprobs[2]]
+            drawn = scored.prompt_alt_tokens
+            words, log_probs = drawn.tokens.to_numpy(), drawn.logprobs.to_numpy()
+            assert words.shape == log_probs.shape == (2, 5)
+            for row, likely in enumerate(known):
+                for word, one in zip(words[row].tolist(), log_probs[row], strict=True):
+                    assert abs(likely.get(word, one) - one) < 1e-6 and one < max(likely.values()) + 1e-6
+        for more, text in (
+            ({"target_prompt_logprobs": types.TensorData.from_torch(dense[:1])}, "a row for each token"),
+            ({"target_prompt_logprobs": types.TensorData.from_torch(dense + 10**6)}, "ids below"),
+            ({"include_prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "1 to 2 are served"),
+            ({"prompt_alt_tokens_k": 1000}, "0 to 128 are served"),
+        ):
+            self.refused(
+                lambda more=more: self.sampler.sample(PROMPT, 1, params, **more).result(),
+                tinker.RequestFailedError,
+                text,
+            )
+        stable = self.service.create_sampling_client(model_path=self.weights, record_stability_info=True)
+        self.refused(
+            lambda: stable.sample(PROMPT, 1, params).result(),
+            tinker.RequestFailedError,
+            "no public definition",
+        )
 
     def listed(self) -> None:
         found = {

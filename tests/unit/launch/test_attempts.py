@@ -13,7 +13,15 @@ import pytest
 
 from siirl.checkpoint.files import POINTER
 from siirl.config import load_config, to_dict
-from siirl.errors import CheckpointError, ConfigError, DeadlineError, RewardError, RolloutError, UserCodeError
+from siirl.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
+    RequestError,
+    RewardError,
+    RolloutError,
+    UserCodeError,
+)
 from siirl.guarded_files import write_own
 from siirl.launch import attempts as attempts_module
 from siirl.launch.attempts import ATTEMPTS_FILE, Attempts, Ended, is_no_fault_of_the_user
@@ -79,6 +87,7 @@ BLAMELESS = {
         RolloutError("agent_0 died during 'x': killed by SIGKILL.")
     ),
     "a memory of the device that broke": raised(RuntimeError("CUDA error: uncorrectable ECC error")),
+    "a client's request": raised(caused(RequestError("failed"), RuntimeError("CUDA out of memory"))),
     "a disk that broke": raised(OSError(5, "Input/output error")),
 }
 USERS = {

@@ -12,9 +12,11 @@ from siirl.agents.outside.content import BadRequest
 from siirl.errors import ConfigError
 from siirl.service.commands import Refused
 from siirl.service.desk import ComeBack, Desk
-from siirl.service.rest_answers import TENANT
+from siirl.service.request_journal import Kept
+from siirl.service.rest_answers import BODY, TENANT
 from siirl.service.saved_weights import OPERATOR, SavedWeights, check_room, owner_of
-from siirl.service.service_endpoint import Served, ServiceEndpoint
+from siirl.service.service_endpoint import ROOT, Served, ServiceEndpoint
+from siirl.service.suspects import Suspects
 from siirl.service.tenant_keys import tenant_keys
 
 KEYS = {OPERATOR: "tml-operator", "ann": "tml-ann-0123456789", "bob": "tml-bob-0123456789"}
@@ -132,13 +134,14 @@ def test_keys_that_others_can_read_are_refused(tmp_path):
 
 
 def endpoint(tmp_path: Path, most_models: int = 0) -> ServiceEndpoint:
-    return ServiceEndpoint(Desk(), Served("M", 64, (), 60.0, most_models), tmp_path, KEYS)
+    return ServiceEndpoint(Desk(), Served("M", 64, (), 60.0, most_models), tmp_path / "models", KEYS)
 
 
 def asked(server: ServiceEndpoint, tenant: str, answer: str, body: dict, **names: str):
     """What a tenant's request is answered."""
-    request = SimpleNamespace(match_info=names, content_length=10)
-    request = type("Request", (dict,), vars(request))({TENANT: tenant})
+    path = f"{ROOT}{answer[1:]}"
+    request = SimpleNamespace(match_info=names, content_length=10, path=path)
+    request = type("Request", (dict,), vars(request))({TENANT: tenant, BODY: json.dumps(body).encode()})
     return asyncio.run(getattr(server, answer)(body, request))
 
 
@@ -183,6 +186,53 @@ def test_a_tenant_trains_as_many_models_as_it_may_and_a_failed_one_does_not_coun
     server._desk.done(first, Refused("full"))
     asked(server, "ann", "_create_model", body | {"model_seq_id": 2})
     assert server._desk.take(0.0) is not None
+
+
+def begun_again(tmp_path: Path, model: str) -> ServiceEndpoint:
+    """A server that goes on with what another has left, which had answered that a model was created."""
+    server = endpoint(tmp_path)
+    server.restore([Kept(model, 1, answers=[(0, {"model_id": model})])])
+    for one in server._accepted.read():
+        asyncio.run(server._take_again(one))
+    return server
+
+
+def test_what_was_accepted_is_taken_by_the_next_server_until_it_is_answered(tmp_path):
+    server, files = endpoint(tmp_path, most_models=1), tmp_path / "accepted"
+    id = asked(server, "ann", "_create_session", {})["session_id"]
+    body = {"session_id": id, "base_model": "M", "lora_config": {"rank": 4}, "model_seq_id": 0}
+    model = asked(server, "ann", "_create_model", body)["model_id"]
+    step = {"model_id": model, "adam_params": {"learning_rate": 0.5}}
+    for number in (3, 1, 2):
+        asked(server, "ann", "_optim_step", step | {"seq_id": number})
+    (files / f"{model}:4").write_bytes((files / f"{model}:3").read_bytes()[:-1])
+    server._desk.done(server._desk.take(0.0), {"model_id": model})
+    for _ in range(2):
+        server = begun_again(tmp_path, model)
+        taken = [server._desk.take(0.0) for _ in range(3)]
+        assert [one.id for one in taken] == [f"{model}:{number}" for number in (1, 2, 3)]
+        assert {one.command.adam.learning_rate for one in taken} == {0.5} and server._desk.take(0.0) is None
+    server._desk.done(taken[0], {})
+    asked(server, "ann", "_optim_step", step | {"seq_id": 5})
+    assert sorted(one.name[-1] for one in files.iterdir()) == ["2", "3", "5"], "what is answered goes"
+    asked(server, "ann", "_finish", {}, session=id)
+    assert not list(files.iterdir())
+
+
+def test_a_request_amid_which_servers_end_is_carried_out_alone_and_then_refused(tmp_path):
+    ids = ["a:train:0:1", "b:train:0:12"]
+    suspects = Suspects(tmp_path)
+    assert suspects.read() == []
+    suspects.begin(ids)
+    suspects = Suspects(tmp_path)
+    assert suspects.read() == ids and not any(map(suspects.problem, ids))
+    suspects.begin(ids[:1])
+    suspects.end(ids[:1])
+    suspects.begin(ids[1:])
+    suspects = Suspects(tmp_path)
+    assert suspects.read() == ids[1:] and "has ended 2 times" in str(suspects.problem(ids[1]))
+    suspects.forget("b")
+    assert ids[1] not in suspects
 
 
 def test_sessions_of_a_tenant_are_bounded(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from siirl.engines.train.packed.micro_batches import MicroBatchLimit
 from siirl.service.commands import (
     BASE,
     AdapterSpec,
+    Cells,
     CreateModel,
     Datum,
     ForwardBackward,
@@ -320,6 +321,33 @@ def test_samples_are_of_the_snapshot_that_is_asked_for_and_so_are_their_log_prob
             np.testing.assert_array_equal(top.words, words)
             np.testing.assert_allclose(top.log_probs, best, atol=2e-5)
     assert math.isnan(first.prompt_log_probs[0])
+
+
+def test_words_of_a_prompt_that_are_named_or_drawn_have_the_log_probs_of_a_forward_pass(service, tenants):
+    created(tenants, "a:train:0", rank=4)
+    tenants.save_sampler(SaveSampler("a:train:0", None, "a:sample:0"))
+    every = np.tile(np.arange(64), (2, 1))
+    by_hand = ByHand(service, tenants.snapshot("a:sample:0").weights, 4)
+    wanted = by_hand.log_probs(Datum([5, 9], {"target_tokens": every})).detach().numpy()
+    ragged = Cells(np.array([3, 60, -1, 9]), (2, 99), np.array([0, 1, 4]), np.array([7, 0, 1, 98]))
+    names = {"targets": ragged, "drawn_prompt": 4096, "temperature": 0.5, "prompt_log_probs": True, "last": 1}
+    found = sampled(service, "a:sample:0", **names)
+    np.testing.assert_allclose(
+        found.targets[0].values, [wanted[0, 3], wanted[1, 60], 0, wanted[1, 9]], atol=2e-5
+    )
+    assert np.isnan(found.prompt_log_probs[:2]).all()
+    np.testing.assert_allclose(found.prompt_log_probs[2], wanted[1, 11], atol=2e-5)
+    (drawn,) = found.drawn_prompt
+    np.testing.assert_allclose(drawn.log_probs, np.take_along_axis(wanted, drawn.words, 1), atol=2e-5)
+    chance = np.exp(2 * wanted) / np.exp(2 * wanted).sum(1, keepdims=True)
+    share = np.stack([np.bincount(row, minlength=64) / 4096 for row in drawn.words])
+    assert (abs(share - chance) < 5 * np.sqrt(chance / 4096) + 1e-3).all(), "at the temperature"
+    again = sampled(service, "a:sample:0", drawn_prompt=4096, temperature=0.5).drawn_prompt[0]
+    np.testing.assert_array_equal(again.words, drawn.words)
+    greedy = sampled(service, "a:sample:0", drawn_prompt=2, temperature=0.0).drawn_prompt[0]
+    np.testing.assert_array_equal(greedy.words, wanted.argmax(1)[:, None].repeat(2, 1))
+    others = sampled(service, "a:sample:0", targets=Cells(np.array([64, -1]), (2, 1)))
+    assert isinstance(others, Refused) and "ids below 64" in str(others)
 
 
 def test_a_text_that_stops_ends_a_response_where_it_is_complete(service):

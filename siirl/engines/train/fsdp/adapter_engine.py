@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from siirl.algorithms.log_probs import linear_log_prob_entropy
-from siirl.algorithms.top_log_probs import linear_log_probs_of, linear_top_log_probs
+from siirl.algorithms.top_log_probs import linear_drawn_log_probs, linear_log_probs_of, linear_top_log_probs
 from siirl.compiler.memory.estimate import LOGITS_CHUNK
 from siirl.engines.train.adapters.adapted_layers import AdaptedLayers, Adapter, Pairs, Segment
 from siirl.engines.train.base import AdamStep
@@ -48,7 +48,9 @@ class Work:
     """What each token predicts, int64 [N], or of all rows [N, K]."""
     loss: Loss | None = None
     top_k: int = 0
-    """The likeliest words that each token predicts are told, so many."""
+    """So many of the words that each token may predict are told, the likeliest."""
+    drawn: tuple[float, int] | None = None
+    """At this temperature and by this seed they are drawn, and are not the likeliest."""
     turn: int = 0
     """Which rank gets the first rows; always the same for an adapter in training, whose sums of gradients
     are then of the same rows on each rank."""
@@ -326,7 +328,10 @@ class AdapterEngine:
             found[f"{number}"] = one
             if work.top_k:
                 how = {"chunk": max(1, chunk // 4), "cap": cap}
-                top, words = linear_top_log_probs(own_ND, weight_VD, work.top_k, temperature, **how)
+                if work.drawn is None:
+                    top, words = linear_top_log_probs(own_ND, weight_VD, work.top_k, temperature, **how)
+                else:
+                    top, words = linear_drawn_log_probs(own_ND, weight_VD, work.top_k, *work.drawn, **how)
                 found |= {f"{number}.top": top, f"{number}.words": words}
         return found
 
