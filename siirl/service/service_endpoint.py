@@ -480,13 +480,14 @@ class ServiceEndpoint:
         ticket = self._desk.ticket(id)
         if ticket is None:
             raise BadRequest(f"there is no request {id!r:.100}, or no more", status=410)
-        done = asyncio.Event()
-        self._desk.when_done(ticket, partial(self._loop.call_soon_threadsafe, done.set))
-        try:
-            async with asyncio.timeout(POLL_S):
-                await done.wait()
-        except TimeoutError:
-            return {"type": "try_again", "request_id": id, "queue_state": "active"}
+        if not ticket.is_done:
+            done = asyncio.Event()
+            self._desk.when_done(ticket, partial(self._loop.call_soon_threadsafe, done.set))
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await done.wait()
+            except TimeoutError:
+                return {"type": "try_again", "request_id": id, "queue_state": "active"}
         if isinstance(ticket.answer, bytes):
             return web.Response(body=ticket.answer, content_type=PROTOBUF)
         if isinstance(ticket.answer, Exception):
