@@ -253,8 +253,8 @@ def _column_use(name: str, prompt_key: str) -> tuple[str, str]:
             "(custom_reward_function.path)",
         )
     if name == prompt_key:
-        return "which data.prompt_key names", "Set data.prompt_key to the one that it is"
-    fix = "Set data.reward_fn_key to the one that it is, or name the source of all rows by data.data_source"
+        return "which data.prompt_key names", "Name the column of the prompts by data.columns={prompt: ...}"
+    fix = "Name the column by data.columns={data_source: ...}, or the source of all rows by data.data_source"
     return "which data.reward_fn_key names", fix
 
 

@@ -175,7 +175,7 @@ BAD_FILES = {
     "not_parquet": "cannot be read as parquet",
     "cut_short": "cannot be read as parquet",
     "no_prompt": "no column 'prompt'.*Did you mean 'prompts'",
-    "no_source": r"no column 'data_source', which data\.reward_fn_key names: .* Set data\.reward_fn_key",
+    "no_source": r"no column .data_source., which data\.reward_fn_key names: .* by data\.columns",
     "number_prompt": "'prompt' has type int64",
     "image_prompt": "'prompt' has type list",
     "bytes_extra": r"extra_info\.blob has type binary",
