@@ -32,7 +32,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-from grpo_gpu import COMMON, SHAPES, make_model
+from grpo_gpu import COMMON, SHAPES, keep_logs, make_model
 from report_file import Report, end_by_signals, end_job, rows_of, run_job
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -254,41 +254,48 @@ def plain_steps(args: argparse.Namespace, rows: np.ndarray, folder: Path) -> lis
     return [after - before for before, after in pairwise(ended_s)][WARM_UP - 1 :]
 
 
+def say(report: Report, part: str) -> None:
+    """Write a part that is done, and the seconds of this process until then."""
+    report.count(part, 1)
+    print(f"{part}: {time.time() - psutil.Process().create_time():.0f} s", flush=True)
+
+
 def compared(args: argparse.Namespace, rows: np.ndarray, folder: Path, report: Report) -> None:
     """The plain job's step."""
     steps = plain_steps(args, rows, folder)
     report["plain_step_s"] = {"median": statistics.median(steps), "steps": steps}
-    report.count("plain", 1)
+    say(report, "plain")
 
 
 def measured(args: argparse.Namespace, server: Server, rows: np.ndarray, report: Report) -> None:
     base, seconds = str(args.model), args.seconds
     new: Callable[..., Client] = lambda count=1: Client(server.told, base, args.rank, count)  # noqa: E731
     clients = [new() for _ in range(args.tenants)]
+    print(f"{len(clients)} clients: {time.time() - psutil.Process().create_time():.0f} s", flush=True)
     size, cpu = rows.size - len(rows), [server.cpu_s]
     one = per_second(clients[:1], rows, seconds)[0]
     cpu.append(server.cpu_s)
     report["tokens_per_s"] = {"one": one}
     report["one_step_s"] = {"mean": size / one, "over_plain": size / one / report["plain_step_s"]["median"]}
-    report.count("one", 1)
+    say(report, "one")
     all_of_them = per_second(clients, rows, seconds)
     cpu.append(server.cpu_s)
     gain = sum(all_of_them) / one
     report["tokens_per_s"] |= {"all": sum(all_of_them), "each": all_of_them, "gain": gain}
     shares = [(after - before) / seconds for before, after in pairwise(cpu)]
     report["tokens_per_cpu_s"] = {"one": one / shares[0], "all": sum(all_of_them) / shares[1]}
-    report.count("all", 1)
+    say(report, "all")
     report["sample_s"] = {"alone": latencies(clients[0], base, rows, seconds / 2)}
     load = Load(clients[1:], rows)
     report["sample_s"]["beside"] = latencies(clients[0], base, rows, seconds)
     load.stop()
-    report.count("sample", 1)
+    say(report, "sample")
     for client in clients[2:]:
         client.close()
     shares = per_second([new(FLOOD), *clients[:2]], rows, seconds)
     most_over_least = max(shares) / min(shares)
     report["flood"] = {"flooding": shares[0], "others": shares[1:], "most_over_least": most_over_least}
-    report.count("flood", 1)
+    say(report, "flood")
 
 
 def arguments() -> argparse.Namespace:
@@ -330,12 +337,16 @@ def main() -> None:
         names = ("gpu", "small", "tenants", "rank", "rows", "length", "seconds", "keys")
         report = Report(args.out, parts, **{name: getattr(args, name) for name in names})
         report["load_before"] = os.getloadavg()[0]
-        compared(args, rows, folder, report)
-        server = Server(args, folder)
         try:
-            measured(args, server, rows, report)
-        finally:
-            end_job(server.job)
+            compared(args, rows, folder, report)
+            server = Server(args, folder)
+            try:
+                measured(args, server, rows, report)
+            finally:
+                end_job(server.job)
+        except BaseException:
+            keep_logs(folder / "run", args.out.parent / "logs")
+            raise
         report["load_after"] = os.getloadavg()[0]
         report.finish()
         told = ("plain_step_s", "one_step_s", "tokens_per_s", "tokens_per_cpu_s", "sample_s", "flood")
