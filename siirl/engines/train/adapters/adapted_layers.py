@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from siirl.engines.train.adapters.adapter_products import add_adapter, add_gradient
 from siirl.engines.train.adapters.lora import linear_layers
 
 Shapes = dict[str, tuple[int, int]]
@@ -172,8 +173,7 @@ def _forward_apart(
         else:
             torch.addmm(bias, own, turned, out=into)
         if pair := segment.pair(layer, x_NI.dtype):
-            low.append(own @ pair[0].t())
-            into.addmm_(low[-1], pair[1].t(), alpha=segment.adapter.scale)  # type: ignore[union-attr]
+            low.append(add_adapter(into, own, pair, segment.adapter.scale))  # type: ignore[union-attr]
     return out_NO, low
 
 
@@ -196,10 +196,8 @@ def _backward_apart(
             torch.mm(grad, weight, out=into)
         if pair := segment.pair(layer, x_NI.dtype):
             assert segment.adapter is not None and segment.gradient is not None
-            (a, b), (of_a, of_b), scale = pair, segment.gradient[layer], segment.adapter.scale
-            back = grad @ b
-            if into is not None:
-                into.addmm_(back, a, alpha=scale)
+            (of_a, of_b), scale = segment.gradient[layer], segment.adapter.scale
+            back = add_gradient(into, grad, pair, scale)
             _add(of_a, back.t(), own, scale)
             _add(of_b, grad.t(), next(lows), scale)
     return grad_NI

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from siirl.config.common import ModelConfig
+from siirl.engines.train.adapters.adapter_products import add_in_products
 from siirl.engines.train.experts.expert_lora import ADAPTER, ExpertAdapter, add_expert_adapters
 from siirl.errors import ConfigError
 from siirl.models.adapter_targets import expert_targets
@@ -75,6 +76,7 @@ def _add_to_linear_layers(
                 f"actor_rollout_ref.model.target_modules={cfg.target_modules!r} includes {name} "
                 f"({type(base).__name__}): adapters go on linear layers. Leave it out, or set lora_rank=0."
             )
+    add_in_products(model, ADAPTER)
 
 
 def linear_layers(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:

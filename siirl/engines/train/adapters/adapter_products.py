@@ -1,0 +1,74 @@
+"""What an adapter adds to a linear layer, in the product that makes it: y = W x + scale * B A x.
+
+The output is read and written once by a matrix product, which scales, too; peft's layers scale what they
+add, and add it, in passes of their own. The same in the backward pass, for the gradient of the input. What
+is scaled in a compiled layer are the R numbers of a token.
+
+Legend: N tokens, I inputs, O outputs, R rank.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+Pair = tuple[Tensor, Tensor]
+"""A [R, I] and B [O, R]."""
+
+
+def add_adapter(out_NO: Tensor, x_NI: Tensor, pair: Pair, scale: float) -> Tensor:
+    """Add scale * B A x to the output; x A, [N, R], for the gradient of B."""
+    low_NR = x_NI @ pair[0].t()
+    out_NO.addmm_(low_NR, pair[1].t(), alpha=scale)
+    return low_NR
+
+
+def add_gradient(grad_NI: Tensor | None, grad_NO: Tensor, pair: Pair, scale: float) -> Tensor:
+    """Add the adapter's part of an input's gradient, if there is one; B of the output's, [N, R]."""
+    back_NR = grad_NO @ pair[1]
+    if grad_NI is not None:
+        grad_NI.addmm_(back_NR, pair[0], alpha=scale)
+    return back_NR
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """(x [.., I], W, bias or None, A, B, scale) -> [.., O]; W and the bias are frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
+        x_NI = x.reshape(-1, x.shape[-1])
+        out_NO = linear(x_NI, weight, bias)
+        low_NR = add_adapter(out_NO, x_NI, (a, b), scale)
+        ctx.save_for_backward(x_NI, weight, a, b, low_NR)
+        ctx.scale, ctx.shape = scale, x.shape
+        return out_NO.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, weight, a, b, low_NR = ctx.saved_tensors
+        grad_NO = grads[0].reshape(-1, len(weight))
+        grad_NI = grad_NO @ weight if ctx.needs_input_grad[0] else None
+        back_NR = add_gradient(grad_NI, grad_NO, (a, b), ctx.scale)
+        of_a = (back_NR.t() @ x_NI) * ctx.scale
+        of_b = (grad_NO.t() @ low_NR) * ctx.scale
+        return None if grad_NI is None else grad_NI.view(ctx.shape), None, None, of_a, of_b, None
+
+
+def add_in_products(model: nn.Module, adapter: str) -> None:
+    """Have peft's adapted linear layers of a model compute so."""
+    for module in model.modules():
+        if isinstance(getattr(module, "base_layer", None), nn.Linear):
+            module.forward = partial(_forward, module, adapter)
+
+
+def _forward(layer: Any, adapter: str, x: Tensor) -> Tensor:
+    base, a, b = layer.base_layer, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    scale = layer.scaling[adapter]
+    if torch.compiler.is_compiling() or type(base).forward is not nn.Linear.forward:
+        # A compiled layer adds in the kernel of what comes next, and merges the products of one input.
+        return base(x) + linear(linear(x, a) * scale, b)
+    return _AdaptedLinear.apply(x, base.weight, base.bias, a, b, scale)
