@@ -31,7 +31,7 @@ from torch import Tensor
 from siirl.compiler.plan import LinkPlan
 from siirl.engines.train.pieces import Piece
 from siirl.engines.weights.link import WeightLink, make_link
-from siirl.engines.weights.shard_sync import ShardSync
+from siirl.engines.weights.shard_sync import ShardSync, boxes_of
 from siirl.parallel.process_groups import ProcessGroupManager, connect_when_used
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -99,6 +99,9 @@ class Trainer:
     def live_weights(self) -> None:
         """It has its rows alone."""
 
+    def held_pieces(self) -> None:
+        """Links shall not go by shards here: these are a way of their own."""
+
     def pieces(self) -> dict[str, list[Piece]]:
         """What this rank has, as ShardSync takes it."""
         place = dist.get_rank(self._group)
@@ -116,7 +119,7 @@ class Trainer:
 class Target:
     """Copies the weights; afterwards each is held against what it must be."""
 
-    takes, reads_live, weight_version = "merged", False, -1
+    takes, keeps, reads_live, weight_version = "merged", "all", False, -1
 
     def __init__(self, mib: int, device: torch.device, part: int, parts: int) -> None:
         """part: the share of rows that it keeps of `parts` where weights come by shards."""
@@ -175,7 +178,8 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
         for way in WAYS[:2]
     }
     pieces = [engine.pieces() if engine is not None else {} for engine in mine]
-    shards = ShardSync(*pieces, torch.bfloat16, groups.get(everyone), device)
+    kept = {name: ("torch.bfloat16", boxes) for name, boxes in boxes_of(pieces[1]).items()}
+    shards = ShardSync(pieces[0], kept, groups.get(everyone), device.type)
     pushes: dict[str, Callable[[], Any]] = {way: link.push for way, link in links.items()}
     pushes["shards"] = partial(shards.run, *pieces)
     found: dict[str, Any] = {way: {"seconds": [], "sent": []} for way in WAYS}

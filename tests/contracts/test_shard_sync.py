@@ -12,7 +12,7 @@ from train_engine_cases import Scenario
 
 from siirl.engines.train.pieces import Piece
 from siirl.engines.weights import shard_sync
-from siirl.engines.weights.shard_sync import ShardSync
+from siirl.engines.weights.shard_sync import ShardSync, boxes_of
 from siirl.errors import WeightSyncError
 
 needs_megatron = pytest.mark.skipif(
@@ -46,7 +46,7 @@ def sliced(name, tensor, part, parts):
 
 def brought(rank, world, scenario, folder):
     """Of a sync before a step and one after it; engines of two ranks each, on all ranks but the first."""
-    shard_sync.BUCKET_BYTES = 3000
+    shard_sync.ROUND_BYTES, shard_sync.PART_BYTES = 6000, 1000
     engine, _ = cases.build_engine(scenario, folder)
     whole = dict(engine.export_weights(torch.bfloat16))
     engine_ranks = range(1, world) if world > 2 else range(world)
@@ -54,7 +54,8 @@ def brought(rank, world, scenario, folder):
     if rank in engine_ranks:
         slices = {name: sliced(name, x, rank % 2, 2) for name, x in whole.items()}
         kept = {name: [Piece(torch.zeros_like(x), at)] for name, (x, at) in slices.items()}
-    sync = ShardSync(engine._live_pieces(), kept, torch.bfloat16, dist.group.WORLD, torch.device("cpu"))
+    boxes = {name: ("torch.bfloat16", each) for name, each in boxes_of(kept).items()}
+    sync = ShardSync(engine.held_pieces(), boxes, dist.group.WORLD, "cpu")
     sent, before = [], None
     batch = dist.batch_isend_irecv
 
@@ -64,7 +65,7 @@ def brought(rank, world, scenario, folder):
 
     for step in range(2):
         dist.batch_isend_irecv = counted
-        sync.run(engine._live_pieces(), kept)
+        sync.run(engine.held_pieces(), kept)
         dist.batch_isend_irecv = batch
         whole = dict(engine.export_weights(torch.bfloat16))
         for name, ((local, _),) in kept.items():
@@ -86,14 +87,14 @@ def test_what_ranks_keep_is_the_export_before_and_after_a_step(family, scenario,
         return
     engines = 1 if scenario.world == 2 else 1.5
     assert 0 < max(sent) < whole and sum(sent) < 1.4 * engines * whole
-    assert any(count > 2 for *_, count in out), "several buckets"
+    assert any(count > 2 for *_, count in out), "several rounds"
 
 
 def lacking(rank, world):
-    kept = {"w": [Piece(torch.zeros(4), (0,))]} if rank == 1 else {}
+    kept = {"w": ("torch.float32", [((0, 4),)])} if rank == 1 else {}
     held = {"w": [Piece(torch.ones(3), (0,))]} if rank == 0 else {}
     with pytest.raises(WeightSyncError, match="cannot be sent by shards: w: of the 4 elements"):
-        ShardSync(held, kept, torch.float32, dist.group.WORLD, torch.device("cpu"))
+        ShardSync(held, kept, dist.group.WORLD, "cpu")
 
 
 def test_what_no_rank_holds_fails_on_all_ranks():

@@ -56,7 +56,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module):
         self.loader.exec_module(module)
-        check = module.Places.check
+        check = module.ParameterMap.check
 
         def unable(places):
             from vllm.distributed import get_tensor_model_parallel_rank
@@ -65,7 +65,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if get_tensor_model_parallel_rank() == 1:
                 places.why_not = "the second worker does not know"
 
-        module.Places.check = unable
+        module.ParameterMap.check = unable
 
 sys.meta_path.insert(0, Finder())
 """

@@ -131,6 +131,8 @@ Interrupt = Callable[[Sequence[Key]], bool]
 
 WeightPart = Literal["merged", "adapter", "base_and_adapter"]
 """Weights as a model directory has them; or an adapter for a base that is there, or is sent along."""
+TensorShare = Literal["all", "parts", "unknown"]
+"""What a rank keeps of each tensor: all; parts; or parts, but it does not know which."""
 
 
 class RolloutEngine(ABC):
@@ -159,6 +161,20 @@ class RolloutEngine(ABC):
     def reads_live(self) -> bool:
         """Whether it takes weights where they are trained (LiveWeights), if its rank has them whole."""
         return False
+
+    @property
+    def keeps(self) -> TensorShare:
+        """What this rank's share of the engine keeps of each tensor."""
+        return "all"
+
+    def kept_boxes(self) -> dict[str, list[Any]] | None:
+        """Of a rank that keeps parts: which rectangles of each tensor (Box); None: they are none. Collective
+        over the ranks of the shard, as `expect_parts`."""
+        raise AssertionError(f"{self.name} keeps whole tensors")
+
+    def expect_parts(self, arriving: Any) -> None:
+        """The next `load_weights`, and further ones, bring these parts (Rounds); None: whole tensors."""
+        raise AssertionError(f"{self.name} keeps whole tensors")
 
     @property
     def takes(self) -> WeightPart:

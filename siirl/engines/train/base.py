@@ -26,6 +26,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
+from siirl.engines.train.pieces import Piece
 from siirl.engines.weights.bucket import LiveWeights
 from siirl.observe.metrics import Metrics
 
@@ -134,6 +135,14 @@ class TrainEngine(ABC):
         """What export_weights yields, in the memory where it is trained, if each rank has all of it there.
 
         No communication; the same object as long as the memory is the same. None: ask export_weights.
+        """
+        return None
+
+    def held_pieces(self) -> dict[str, list[Piece]] | None:
+        """HF name -> what this rank holds of what export_weights yields, in live memory, in the master type.
+
+        No communication; the same object as long as the memory is the same. None: what is exported is made of
+        what is held, as where adapters are merged.
         """
         return None
 

@@ -27,6 +27,7 @@ from siirl.engines.train.packed.packing import PackedBatch, pack_rows
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.settings import EngineSettings
 from siirl.engines.train.transfers import HostCopies, sent_rows
+from siirl.engines.weights.bucket import HeldMemory
 from siirl.errors import CheckpointError, NumericsError
 from siirl.model_files.directory import weights_digest
 from siirl.observe.metrics import Metrics
@@ -60,6 +61,7 @@ class SteppingEngine(TrainEngine):
         self._host = {part: HostCopies() for part in PARTS}
         self._total_steps = settings.optim.total_training_steps if settings.optim else 0
         self._num_skipped = 0
+        self._pieces: tuple[HeldMemory, dict[str, list[Piece]] | None] | None = None
 
     @property
     @abstractmethod
@@ -101,6 +103,18 @@ class SteppingEngine(TrainEngine):
     @abstractmethod
     def _hidden_size(self) -> int:
         """Of the model, by which rows cost."""
+
+    def held_pieces(self) -> dict[str, list[Piece]] | None:
+        """See TrainEngine."""
+        self._require_on_device("params")
+        memory = self._held_memory()
+        if self._pieces is None or not self._pieces[0].is_of(memory):
+            self._pieces = HeldMemory(memory), None if self._frozen_names() else self._live_pieces()
+        return self._pieces[1]
+
+    def _held_memory(self) -> list[Tensor]:
+        """The tensors in whose memory all pieces lie."""
+        return [*self._local_tensors("params")]
 
     @torch.no_grad()
     def take_weights(self, weights: Iterator[tuple[str, Tensor]], share: float) -> None:

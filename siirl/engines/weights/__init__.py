@@ -11,9 +11,13 @@ four buckets are in flight; two that were announced travel as one. A trainer tha
 whole on its rank, fills each by one copy with the cast from where it trains (`bucket.py`). Or a folder gets
 what has changed (`folder.py`).
 
-Where ranks of an engine keep parts of tensors, each part can come from who has it, and no tensor is whole on
-the way: `shard_plan.py` says who sends what to whom, `shard_sync.py` does it for the live rectangles of a
-training engine. No link goes by it yet: vLLM's workers do not say which parts they keep.
+From its second sync on a link goes by shards where the fullest link then has fewer bytes (`shard_way.py`):
+each rank gets what it keeps from who has it, and no tensor is whole on the way. `shard_plan.py` says who
+sends what to whom, `shard_sync.py` does it for the live rectangles of a training engine. Engines that keep
+whole tensors get these as ever. vLLM's loaders want whole tensors, too, but once its places are known
+(`ParameterMap`) each worker says which rectangles of the files' tensors land in its parameters, those of
+fused layers included, and parts of them are written there (`PartWriter`). Adapters, merged ones also, and
+engines that do not know their places go the other way.
 
 An engine in a process of its own reads chunks of memory that it maps (`shared_buffer.py`): its own loaders
 take each tensor (`engine_loader.py`), or, from the second update on, it writes them where those put them

@@ -1,6 +1,7 @@
 """An engine's weights, written where its loaders put them: from its process's second update on."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from siirl.engines.weights.bucket import (
 )
 from siirl.engines.weights.engine_loader import EngineWeights, joined_places
 from siirl.engines.weights.kept import KeptWeights
+from siirl.engines.weights.shard_plan import Box
+from siirl.engines.weights.shard_sync import ArrivingParts, Rounds
 from siirl.engines.weights.shared_buffer import SharedBuffer, sampled_sum
 from siirl.engines.weights.target import WeightSpecs
 from siirl.observe.spans import phase
@@ -71,7 +74,8 @@ class WriteChunk(Told):
 
     weights: "WeightsInPlace"
     chunk: WeightChunk
-    told: dict[str, Any]
+    told: dict[str, Any] | list[Any]
+    """Of all workers, or of each."""
     keeps_kv: bool
     keeping: Future | None
     """The copy that is being made of it."""
@@ -131,6 +135,9 @@ class WeightsInPlace(EngineWeights):
         self._in_place = False  # whether the process of the shard's first rank knows the places
         self._has_begun = False  # an update, which has not come
         self._told_why = ""
+        self._whole = whole
+        self._has_room = (buffer_bytes or BUCKET_BYTES) >= BUCKET_BYTES  # for two rounds of parts
+        self._parts: PartWriter | None = None  # of the parts that are expected
 
     @property
     def reads_live(self) -> bool:
@@ -158,11 +165,51 @@ class WeightsInPlace(EngineWeights):
         if self._in_place:
             why_not = self._write_all(process, weights, live, keeps_kv)
         else:
+            self._parts = None  # the process finds out anew where tensors land
             why_not = self._load_all(process, weights, keeps_kv, has_begun)
         self._in_place = not why_not
         if why_not and why_not != self._told_why:
             log.warning("rollout engine %r takes weights one by one, in every sync: %s", self._name, why_not)
         self._told_why = why_not
+
+    @property
+    def knows_parts(self) -> bool:
+        """Whether the process can say which parts of tensors its workers keep, and take these alone. What is
+        kept for another process are whole tensors."""
+        return self._in_place and self._kept is None and self._has_room
+
+    def kept_boxes(self, process: RecoveringEngine | None) -> dict[str, list[Box]] | None:
+        """Those of this rank's worker; None if some are no rectangles."""
+        of_workers = self.together(process, lambda engine: engine.call("kept_boxes"))
+        names, found = list(self._packer.specs), defaultdict(list)
+        if None in of_workers:
+            return None
+        for number, box in of_workers[self._shard.place]:
+            found[names[number]].append(tuple(map(tuple, box)))
+        return found
+
+    def expect_parts(self, process: RecoveringEngine | None, arriving: Rounds | None) -> None:
+        """See RolloutEngine. Idempotent."""
+        if arriving is (self._parts and self._parts.rounds):
+            return
+        self._parts = None if arriving is None else PartWriter(arriving, self._device, self._whole)
+        numbers = {name: number for number, name in enumerate(self._packer.specs)}
+        mine = arriving and [(numbers[part.name], part.box) for parts in arriving for part in parts]
+        of_workers = self._shard.gather(mine)
+        told = None if arriving is None else of_workers
+        self.together(process, lambda engine: engine.call("take_parts", of_workers=told))
+
+    def replace_parts(self, process: RecoveringEngine | None, parts: ArrivingParts, keeps_kv: bool) -> None:
+        """As `replace`, of the parts that are expected."""
+        assert self._parts is not None and self._in_place
+        self.expect(process)
+        self._has_begun = False
+        with self._finishing(process, self._finish_writing, keeps_kv):
+            for chunk, told in self._parts.fillings(parts):
+                of_workers = self._shard.gather(told)
+                with phase("load", tensors=len(chunk.entries) // 4):
+                    event = WriteChunk(self, chunk, of_workers, keeps_kv, None)
+                    self.together(process, lambda engine, event=event: engine.tell(event))
 
     def go_on_keeping(self) -> None:
         """See EngineWeights; copies live weights in the background."""
@@ -173,6 +220,8 @@ class WeightsInPlace(EngineWeights):
         """See EngineWeights."""
         super().close()
         self._writer.close()
+        if self._parts is not None:
+            self._parts.close()
 
     def kept_bucket(self, chunk: WeightChunk) -> dict[str, Any]:
         """What another process is to load in the place of a chunk; waits until it is kept."""
@@ -210,6 +259,51 @@ class WeightsInPlace(EngineWeights):
 
     def _finish_writing(self, engine: RecoveringEngine, keeps_kv: bool) -> str:
         return engine.tell(FinishWriting(keeps_kv))
+
+
+class PartWriter:
+    """Memory that a worker of the engine maps, in which its parts of tensors arrive round by round.
+
+    Rounds take turns with the halves of it: one arrives while the process reads the other.
+    """
+
+    def __init__(self, rounds: Rounds, device: torch.device, whole: bool) -> None:
+        """whole: see WeightWriter."""
+        self.rounds, self._whole = rounds, whole
+        sizes = [sum(part.room for part in parts) for parts in rounds]
+        self._half, self._number = max(*sizes, ALIGN_BYTES), 0
+        self._buffer = SharedBuffer(2 * self._half, device)
+        self._entries: list[list[int]] = []
+        number = 0
+        for place, parts in enumerate(rounds):
+            at, entries = place % 2 * self._half, []
+            for part in parts:
+                entries += [number, 0, part.shape[0] if part.shape else 1, at]
+                number, at = number + 1, at + part.room
+            self._entries.append(entries)
+
+    def fillings(self, arriving: ArrivingParts) -> Iterator[tuple[WeightChunk, dict[str, Any]]]:
+        """What lies in the buffer, round by round, and what the worker is told of it."""
+
+        def memory(place: int, size: int) -> Tensor:
+            begin = place % 2 * self._half
+            return self._buffer.data[begin : begin + size]
+
+        arriving.memory = memory
+        for place, parts in enumerate(arriving):
+            self._number += 977
+            begin = place % 2 * self._half
+            end = begin + sum(part.room for part, _ in parts)
+            chunk = WeightChunk(begin, end, self._entries[place], is_last=place == len(self.rounds) - 1)
+            with phase("wait_for_device"):
+                total = int(sampled_sum(self._buffer.data[begin:end], self._number, self._whole))
+            told = {"entries": chunk.entries, "begin": begin, "end": end, "sum": total}
+            place_of = self._buffer.place | {"size": self._buffer.size}
+            yield chunk, told | {"number": self._number, "whole": self._whole, "place": place_of}
+
+    def close(self) -> None:
+        """Free the buffer. Idempotent."""
+        self._buffer.close()
 
 
 class WeightWriter:

@@ -3,9 +3,9 @@
 All ranks of a link call `push` together. Ranks that hold a trainer export its weights (a collective of
 theirs); a target on such a rank loads them as they pass by. If some target ranks hold no trainer, the
 lowest trainer rank broadcasts the tensors to them in buckets. In the first sync each is announced by a
-header; the next ones go by the plan that this has made (planned_sync.py). A link of kind "checkpoint" has the
-lowest rank write a folder that the targets read (folder.py). No rank goes on before all agree that the sync
-succeeded.
+header; the next ones go by the plan that this has made (planned_sync.py), or each rank gets what it keeps
+from who has it (shard_way.py). A link of kind "checkpoint" has the lowest rank write a folder that the
+targets read (folder.py). No rank goes on before all agree that the sync succeeded.
 """
 
 import json
@@ -25,6 +25,8 @@ from siirl.engines.train.base import TrainEngine
 from siirl.engines.weights.bucket import DTYPES, Entry, LiveWeights, Named, empty_bucket, pack, room, unpack
 from siirl.engines.weights.folder import WeightFolder
 from siirl.engines.weights.planned_sync import BucketPlan, GaveUp, PlannedSync, joined
+from siirl.engines.weights.shard_sync import ArrivingParts, ShardSync
+from siirl.engines.weights.shard_way import CANNOT, ShardWay
 from siirl.engines.weights.target import WeightTarget
 from siirl.errors import WeightSyncError
 from siirl.observe.metrics import Metrics
@@ -62,6 +64,8 @@ class Meeting(NamedTuple):
     """All ranks know the plan of the last sync, and it is still one."""
     base: int
     """The digest of what the root and all targets hold of the folder of the last sync; 0: not the same."""
+    of_shards: frozenset[int]
+    """What the ranks say of a sync by shards, see ShardWay."""
 
     @property
     def root(self) -> int:
@@ -116,6 +120,8 @@ class WeightLink:
         self._broken = False
         self._num_bytes = 0
         self._dtype_codes: dict[WeightPart, int] = {}
+        self._shards: ShardWay | None = None  # from the second sync on
+        self._may_shard = len(plan.ranks) > 1 and self._folder is None
 
     def __str__(self) -> str:
         return f"weight link {self.name!r}"
@@ -138,10 +144,14 @@ class WeightLink:
             return metrics
         self._broken, self._num_bytes = False, 0
         with phase("transfer", version=version):
-            if meeting.receivers and self._folder is None:
+            if (shards := self._decided(meeting)) is not None:
+                self._transfer(partial(self._arriving, shards), version)
+            elif meeting.receivers and self._folder is None:
                 self._send_over(meeting)
             else:
                 self._transfer(partial(self._found, meeting), version)
+            if self._may_shard and self._shards is None:
+                self._shards = ShardWay(self.name, self._source, self._target, self._group)
             if torch.cuda.is_available():
                 with phase("wait_for_device"):  # but not for copies that go on beside what comes next
                     torch.cuda.current_stream().synchronize()
@@ -161,6 +171,7 @@ class WeightLink:
             PARTS.index(target.takes) if target is not None else 0,
             self._plan_digest(),
             self._folder.digest if self._folder is not None else 0,
+            self._shards.says() if self._shards is not None else CANNOT,
         ]
         table = self._all_gather(mine, torch.int64)
         sources = {rank: row[1] for rank, row in zip(self._ranks, table, strict=True) if row[0]}
@@ -184,7 +195,8 @@ class WeightLink:
             row[7] for rank, row in zip(self._ranks, table, strict=True) if row[2] or rank == ranks[0][0]
         }
         base = bases.pop() if len(bases) == 1 else 0
-        found = Meeting(version, current, dtype, PARTS[parts.pop()], *ranks, plan_holds=False, base=base)
+        say = frozenset(row[8] for row in table)
+        found = Meeting(version, current, dtype, PARTS[parts.pop()], *ranks, False, base, say)
         same = self._plan is not None and len({row[6] for row in table}) == 1 and table[0][6] != 0
         return found._replace(plan_holds=same and self._plan.made_for == _made_for(found))
 
@@ -206,6 +218,28 @@ class WeightLink:
     def _source_specs(self) -> list[Any]:
         """What the source says of its export, in its order."""
         return [*self._source.weight_specs().items()] if self._source is not None else []
+
+    def _decided(self, meeting: Meeting) -> ShardSync | None:
+        """The plan of shards by which this sync goes, if it does."""
+        if self._shards is None:
+            return None
+        with phase("decide"):
+            return self._shards.decided(meeting.of_shards, len(meeting.sources), len(meeting.receivers))
+
+    def _arriving(self, sync: ShardSync) -> Iterator[Named] | ArrivingParts:
+        """What the target of this rank takes, as others send it."""
+        assert self._shards is not None
+        self._num_bytes = sync.whole_bytes
+        stream = self._shards.arriving(sync)
+        return stream if isinstance(stream, ArrivingParts) else self._unbroken(stream)
+
+    def _unbroken(self, tensors: Iterator[Named]) -> Iterator[Named]:
+        """Sets _broken if getting tensors fails (not: using them)."""
+        try:
+            yield from tensors
+        except RuntimeError:
+            self._broken = True
+            raise
 
     def _send_over(self, meeting: Meeting) -> None:
         """A sync with ranks that hold no trainer: by the plan; the first one by headers, which make one."""
@@ -245,7 +279,9 @@ class WeightLink:
             return None
         return self._source.live_weights()
 
-    def _transfer(self, find: Callable[[], Iterator[Named] | LiveWeights], version: int) -> None:
+    def _transfer(
+        self, find: Callable[[], Iterator[Named] | LiveWeights | ArrivingParts], version: int
+    ) -> None:
         """find: gives what the target loads. Meanwhile the target gets ready."""
         try:
             failure = self._target_failure(lambda target: target.expect_weights())

@@ -100,6 +100,11 @@ def overlap(one: Box, other: Box) -> Box | None:
     return common if all(begin < end for begin, end in common) else None
 
 
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
 def box_size(box: Box) -> int:
     """Its elements."""
     return math.prod(end - begin for begin, end in box)

@@ -1,11 +1,16 @@
 """Weights by shards: each rank sends what others keep of its rectangles, and gets what it keeps.
 
-Who sends what is planned once, of what all ranks say that they hold and keep (shard_plan.py). In a sync no
-rank has more of a tensor than its own rectangles and some buckets of others' on their way.
+Who sends what is planned once, of what all ranks say that they hold and keep (shard_plan.py). A sync has a
+number of rounds; in each all pairs of ranks are equally far with what one sends the other, so all links are
+full until the end, and the parts of a tensor that several ranks have arrive at about the same time. In a sync
+no rank has more of a tensor than its own rectangles and a round's worth of others' on their way.
 """
 
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -13,139 +18,239 @@ import torch.distributed as dist
 from torch import Tensor
 
 from siirl.engines.train.pieces import Piece
-from siirl.engines.weights.bucket import Copies, Entry, empty_bucket, pack, room, unpack
-from siirl.engines.weights.shard_plan import AlikeTensors, Box, Ranks, Transfer, overlap, plan_transfers
+from siirl.engines.weights.bucket import DTYPES, Copies, Entry, Named, empty_bucket, pack, room, unpack
+from siirl.engines.weights.shard_plan import (
+    AlikeTensors,
+    Box,
+    Ranks,
+    Transfer,
+    box_size,
+    largest_loads,
+    overlap,
+    plan_transfers,
+)
 from siirl.errors import WeightSyncError
-from siirl.observe.spans import waiting
+from siirl.observe.spans import phase, waiting
 
-BUCKET_BYTES = 64 << 20
-"""What a rank sends another one at a time; a larger rectangle goes alone."""
+ROUND_BYTES = 256 << 20
+"""The busiest rank sends or gets about so much in a round."""
+PART_BYTES = 16 << 20
+"""A larger rectangle is cut."""
 
 Pieces = Mapping[str, Sequence[Piece]]
 """Name of a tensor -> rectangles of it."""
+Kept = Mapping[str, tuple[str, Sequence[Box]]]
+"""Name of a tensor -> the type in which an engine keeps it, and which rectangles of it."""
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A rectangle of one tensor."""
 
     name: str
     box: Box
+    dtype: str
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(end - begin for begin, end in self.box)
 
+    @property
+    def entry(self) -> Entry:
+        return Entry(self.name, self.shape, self.dtype)
+
+    @property
+    def room(self) -> int:
+        return room(self.entry.num_bytes)
+
+
+Rounds = list[list[Part]]
+"""Parts in the order in which they lie in the messages of each round."""
+
 
 class ShardSync:
     """This rank's part of the syncs of a trainer and the engines of some ranks."""
 
-    def __init__(
-        self, held: Pieces, kept: Pieces, dtype: torch.dtype, group: Any, device: torch.device
-    ) -> None:
+    def __init__(self, held: Pieces | None, kept: Kept | None, group: Any, device: str | None) -> None:
         """Collective over the group. WeightSyncError on all its ranks if something that is kept is nowhere.
 
         held: what the trainer has on this rank; copies of it may be on other ranks. kept: what the engine
-        wants, in the type in which weights are sent. `run` is called with the same rectangles.
+        wants. None: this rank cannot say so, which is an error on all ranks. device: type of the trainer's;
+        None: there is none here.
         """
-        self._dtype, self._group, self._device = dtype, group, device
-        self._ranks = dist.get_process_group_ranks(group)
+        self._group, self._ranks = group, dist.get_process_group_ranks(group)
+        self._kept = dict(kept or {})
+        mine = None if held is None or kept is None else (boxes_of(held), self._kept, device)
         told: list[Any] = [None] * len(self._ranks)
         with waiting():
-            dist.all_gather_object(told, (_boxes(held), _boxes(kept)), group=group)
+            dist.all_gather_object(told, mine, group=group)
         try:
-            groups = alike(told, dtype.itemsize)
+            if lacking := [rank for rank, one in zip(self._ranks, told, strict=True) if one is None]:
+                raise ValueError(f"ranks {lacking} do not know which parts of tensors they have")
+            self._device = next(found for *_, found in told if found is not None)
+            groups = alike([one[:2] for one in told])
             transfers = plan_transfers(groups)
         except ValueError as error:
             raise WeightSyncError(f"weights cannot be sent by shards: {error}") from error
+        dtypes = {name: dtype for _, wanted, _ in told for name, (dtype, _) in wanted.items()}
         me = dist.get_rank(group)
-        sent: dict[int, list[_Part]] = defaultdict(list)
-        received: dict[int, list[_Part]] = defaultdict(list)
+        sent: dict[int, list[Part]] = defaultdict(list)
+        received: dict[int, list[Part]] = defaultdict(list)
         for one in transfers:
-            if one.source == me:
-                sent[one.target] += _parts(one, groups)
+            if one.source == me != one.target:
+                sent[one.target] += _parts(one, groups, dtypes)
             if one.target == me:
-                received[one.source] += _parts(one, groups)
-        self._local = sent.pop(me, [])
-        received.pop(me, None)
-        self._sent = {rank: self._buckets(parts) for rank, parts in sorted(sent.items())}
-        self._received = {rank: self._buckets(parts) for rank, parts in sorted(received.items())}
+                received[one.source] += _parts(one, groups, dtypes)
+        self.num_rounds = max(1, -(-max(_largest_totals(transfers)) // ROUND_BYTES))
+        self._sent = {rank: self._dealt(parts) for rank, parts in sorted(sent.items())}
+        self._received = {rank: self._dealt(parts) for rank, parts in sorted(received.items())}
+        self._me = me
+        self._views: tuple[Pieces, dict[tuple[int, int], list[Named]]] = {}, {}
         self.sent_bytes = sum(one.num_bytes for one in transfers if one.source == me != one.target)
-        """In each sync."""
+        """In each sync, by this rank."""
+        self.fullest_bytes = max(largest_loads(transfers))
+        """That the busiest rank sends or gets from others in each sync."""
+        self.all_bytes = sum(one.num_bytes for one in transfers if one.source != one.target)
+        """That all ranks together send."""
+        self.whole_bytes = sum(_whole_bytes(group) for group in groups)
+        """One copy of all tensors."""
+
+    @cached_property
+    def arriving(self) -> Rounds:
+        """What this rank gets, also from itself, in the order in which `rounds` gives it."""
+        return [
+            [part for rounds in self._received.values() for part in rounds[number]]
+            for number in range(self.num_rounds)
+        ]
+
+    @torch.no_grad()
+    def rounds(
+        self, held: Pieces, memory: Callable[[int, int], Tensor] | None = None
+    ) -> Iterator[list[tuple[Part, Tensor]]]:
+        """What this rank keeps, round by round: views of memory that is the next round's. Collective over
+        the group, each rank to its end.
+
+        held: the same rectangles as when this was planned. memory: where a round's bytes are to lie, by the
+        number of the round, and how many they are.
+        """
+        for number in range(self.num_rounds):
+            parts = [part for rounds in self._received.values() for part in rounds[number]]
+            size = sum(part.room for part in parts)
+            flat = (
+                memory(number, size) if memory else empty_bucket([part.entry for part in parts], self._device)
+            )
+            with phase("send_shards"):
+                self._exchange(number, held, flat)
+            entries = [part.entry for part in parts]
+            yield [(part, tensor) for part, (_, tensor) in zip(parts, unpack(entries, flat), strict=True)]
+
+    def whole(self, held: Pieces) -> Iterator[Named]:
+        """The tensors of a rank that keeps each whole, once all parts have come. Collective as `rounds`."""
+        sizes = {name: box_size(box) for name, (_, (box,)) in self._kept.items()}
+        found: dict[str, tuple[Tensor, int]] = {}
+        for arrived in self.rounds(held):
+            for part, tensor in arrived:
+                if box_size(part.box) == sizes[part.name]:
+                    yield part.name, tensor
+                    continue
+                (box,) = self._kept[part.name][1]
+                whole, left = found.get(part.name) or (
+                    tensor.new_empty([end for _, end in box]),
+                    sizes[part.name],
+                )
+                whole[tuple(slice(*ends) for ends in part.box)] = tensor
+                found[part.name] = whole, left - box_size(part.box)
+                if found[part.name][1] == 0:
+                    yield part.name, found.pop(part.name)[0]
 
     @torch.no_grad()
     def run(self, held: Pieces, kept: Pieces) -> None:
-        """Bring what the trainer has to where the engine keeps it. Collective over the group."""
-        copies = Copies()
-        for part in self._local:
-            copies.add(_place(part, kept), _place(part, held))
-        copies.run()
-        rounds = max((len(each) for each in (*self._sent.values(), *self._received.values())), default=0)
-        for number in range(rounds):
-            self._round(number, held, kept)
+        """Bring what the trainer has to where this process keeps it. Collective over the group."""
+        for arrived in self.rounds(held):
+            copies = Copies()
+            for part, tensor in arrived:
+                copies.add(_place(part, kept), tensor)
+            copies.run()
 
-    def _round(self, number: int, held: Pieces, kept: Pieces) -> None:
-        """One bucket to each rank that gets any more, and one from each that sends any more."""
-        works, arriving = [], []
-        for rank, buckets in self._received.items():
-            if number < len(buckets):
-                entries = self._entries(buckets[number])
-                flat = empty_bucket(entries, self._device)
-                arriving.append((buckets[number], entries, flat))
-                works.append(dist.P2POp(dist.irecv, flat, self._ranks[rank], self._group))
-        for rank, buckets in self._sent.items():
-            if number < len(buckets):
-                entries = self._entries(buckets[number])
-                flat = empty_bucket(entries, self._device)
-                pack([(part.name, _place(part, held)) for part in buckets[number]], entries, flat)
-                works.append(dist.P2POp(dist.isend, flat, self._ranks[rank], self._group))
+    def _exchange(self, number: int, held: Pieces, flat: Tensor) -> None:
+        """A message to each rank that gets any more, and one from each that sends any more, side by side."""
+        works, at = [], 0
+        for rank, rounds in self._received.items():
+            size = sum(part.room for part in rounds[number])
+            into, at = flat[at : at + size], at + size
+            if rank == self._me:
+                self._pack((rank, number), rounds[number], held, into)
+            elif size:
+                works.append(dist.P2POp(dist.irecv, into, self._ranks[rank], self._group))
+        for rank, rounds in self._sent.items():
+            if rounds[number]:
+                message = empty_bucket([part.entry for part in rounds[number]], self._device)
+                self._pack((rank, number), rounds[number], held, message)
+                works.append(dist.P2POp(dist.isend, message, self._ranks[rank], self._group))
         if works:
             with waiting():
                 for work in dist.batch_isend_irecv(works):
                     work.wait()
-        copies = Copies()
-        for parts, entries, flat in arriving:
-            for part, (_, tensor) in zip(parts, unpack(entries, flat), strict=True):
-                copies.add(_place(part, kept), tensor)
-        copies.run()
 
-    def _entries(self, parts: Iterable[_Part]) -> list[Entry]:
-        return [Entry(part.name, part.shape, str(self._dtype)) for part in parts]
+    def _pack(self, key: tuple[int, int], parts: Sequence[Part], held: Pieces, flat: Tensor) -> None:
+        """key: the rank to which the parts go, and the round. Views of the same `held` are made once."""
+        if self._views[0] is not held:
+            self._views = held, {}
+        views = self._views[1]
+        if key not in views:
+            views[key] = [(part.name, _place(part, held)) for part in parts]
+        pack(views[key], [part.entry for part in parts], flat)
 
-    def _buckets(self, parts: Iterable[_Part]) -> list[list[_Part]]:
-        """In their order, up to BUCKET_BYTES together."""
-        buckets: list[list[_Part]] = []
-        filled = 0
+    def _dealt(self, parts: Sequence[Part]) -> Rounds:
+        """Parts of a pair of ranks, in their order, the same share of their bytes in each round."""
+        rounds: Rounds = [[] for _ in range(self.num_rounds)]
+        total, at = sum(part.room for part in parts), 0
         for part in parts:
-            size = room(torch.Size(part.shape).numel() * self._dtype.itemsize)
-            if not buckets or filled + size > BUCKET_BYTES:
-                buckets.append([])
-                filled = 0
-            buckets[-1].append(part)
-            filled += size
-        return buckets
+            rounds[at * self.num_rounds // total].append(part)
+            at += part.room
+        return rounds
 
 
-def alike(
-    told: Sequence[tuple[dict[str, list[Box]], dict[str, list[Box]]]], item_bytes: int
-) -> list[AlikeTensors]:
-    """The tensors that somebody keeps, by where they lie. told: what each rank holds, and what it keeps."""
+class ArrivingParts:
+    """What a rank keeps, round by round, for an engine in whose memory it arrives; see ShardSync.rounds."""
+
+    def __init__(self, sync: ShardSync, held: Pieces) -> None:
+        self.memory: Callable[[int, int], Tensor] = lambda number, size: torch.empty(size, dtype=torch.uint8)
+        """The engine's; on the host until it says where."""
+        self._rounds = sync.rounds(held, lambda number, size: self.memory(number, size))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._rounds
+
+
+def alike(told: Sequence[tuple[dict[str, list[Box]], Kept]]) -> list[AlikeTensors]:
+    """The tensors that somebody keeps, by where they lie. told: what each rank holds, and what it keeps.
+
+    ValueError if ranks keep a tensor in several types.
+    """
     held: dict[str, dict[Box, Ranks]] = defaultdict(dict)
     wanted: dict[str, dict[Box, Ranks]] = defaultdict(dict)
-    for rank, sides in enumerate(told):
-        for found, boxes_of in zip((held, wanted), sides, strict=True):
-            for name, boxes in boxes_of.items():
-                for box in boxes:
-                    found[name][box] = (*found[name].get(box, ()), rank)
+    dtypes: dict[str, str] = {}
+    for rank, (holds, keeps) in enumerate(told):
+        for name, boxes in holds.items():
+            for box in boxes:
+                held[name][box] = (*held[name].get(box, ()), rank)
+        for name, (dtype, boxes) in keeps.items():
+            if dtypes.setdefault(name, dtype) != dtype:
+                raise ValueError(f"{name} is kept as {dtypes[name]} and as {dtype}")
+            for box in boxes:
+                wanted[name][box] = (*wanted[name].get(box, ()), rank)
     names: dict[Any, list[str]] = defaultdict(list)
     for name, boxes in wanted.items():
-        names[tuple(sorted(held[name].items())), tuple(sorted(boxes.items()))].append(name)
+        size = DTYPES[dtypes[name]].itemsize
+        names[size, tuple(sorted(held[name].items())), tuple(sorted(boxes.items()))].append(name)
     return [
-        AlikeTensors(tuple(each), item_bytes, dict(sources), dict(targets))
-        for (sources, targets), each in names.items()
+        AlikeTensors(tuple(each), size, dict(sources), dict(targets))
+        for (size, sources, targets), each in names.items()
     ]
 
 
-def _boxes(pieces: Pieces) -> dict[str, list[Box]]:
+def boxes_of(pieces: Pieces) -> dict[str, list[Box]]:
+    """Which rectangles they are."""
     return {name: [_box(piece) for piece in each if piece.local.numel()] for name, each in pieces.items()}
 
 
@@ -153,12 +258,46 @@ def _box(piece: Piece) -> Box:
     return tuple((begin, begin + size) for begin, size in zip(piece.offset, piece.local.shape, strict=True))
 
 
-def _parts(one: Transfer, groups: Sequence[AlikeTensors]) -> list[_Part]:
-    names = groups[one.group].names[one.first : one.first + one.count]
-    return [_Part(name, one.box) for name in names]
+def _whole_bytes(group: AlikeTensors) -> int:
+    """Of the tensors of a group, which begin at 0 and end with what is held last."""
+    ends = [max(ends) for ends in zip(*([end for _, end in box] for box in group.held), strict=True)]
+    return math.prod(ends) * group.item_bytes * len(group.names)
 
 
-def _place(part: _Part, pieces: Pieces) -> Tensor:
+def _largest_totals(transfers: Sequence[Transfer]) -> tuple[int, int]:
+    """Bytes that a rank sends others at most, and that a rank gets at most, also from itself."""
+    received: dict[int, int] = defaultdict(int)
+    for one in transfers:
+        received[one.target] += one.num_bytes
+    return largest_loads(transfers)[0], max(received.values(), default=0)
+
+
+def _parts(one: Transfer, groups: Sequence[AlikeTensors], dtypes: Mapping[str, str]) -> Iterator[Part]:
+    """What a transfer brings, each of PART_BYTES at most."""
+    group = groups[one.group]
+    boxes = list(_cut(one.box, PART_BYTES // group.item_bytes))
+    for name in group.names[one.first : one.first + one.count]:
+        for box in boxes:
+            yield Part(name, box, dtypes[name])
+
+
+def _cut(box: Box, limit: int) -> Iterator[Box]:
+    """A rectangle in parts of so many elements at most, cut along its first axes."""
+    if box_size(box) <= limit or not box:
+        yield box
+        return
+    (begin, end), rest = box[0], box[1:]
+    step = limit // max(1, box_size(rest))
+    if step:
+        for first, last in itertools.pairwise([*range(begin, end, step), end]):
+            yield ((first, last), *rest)
+        return
+    for row in range(begin, end):
+        for part in _cut(rest, limit):
+            yield ((row, row + 1), *part)
+
+
+def _place(part: Part, pieces: Pieces) -> Tensor:
     """Where a rectangle is in memory: in the piece that has all of it."""
     for piece in pieces[part.name]:
         if overlap(part.box, _box(piece)) == part.box:

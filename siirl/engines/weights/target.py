@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from siirl.config import Config
-from siirl.engines.rollout.base import WeightPart
+from siirl.engines.rollout.base import TensorShare, WeightPart
 from siirl.engines.train.adapters.lora import add_lora, plain_name
 from siirl.engines.train.base import TrainEngine
 from siirl.engines.train.hf_model import keep_float32, model_class
@@ -84,6 +84,13 @@ class WeightTarget(Protocol):
     reads_live: bool
     """Whether it takes weights where they are trained (LiveWeights), if its rank has them whole."""
 
+    @property
+    def keeps(self) -> TensorShare: ...
+
+    def kept_boxes(self) -> dict[str, list[Any]] | None: ...
+
+    def expect_parts(self, arriving: Any) -> None: ...
+
     def weight_specs(self) -> WeightSpecs: ...
 
     def expect_weights(self) -> None: ...
@@ -100,9 +107,16 @@ class FollowedWeights:
     weight_version = -1
     """None: a moving average moves also where the policy did not."""
     reads_live = False
+    keeps: TensorShare = "all"
 
     def __init__(self, engine: TrainEngine, share: float):
         self._engine, self._share = engine, share
+
+    def kept_boxes(self) -> dict[str, list[Any]] | None:
+        """It keeps whole tensors."""
+
+    def expect_parts(self, arriving: Any) -> None:
+        """None come."""
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self._engine.weight_specs()

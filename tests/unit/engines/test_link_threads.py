@@ -86,6 +86,9 @@ class Trainer:
     def made(self):
         return {"more": torch.ones(2)} | self.weights if self.more else self.weights
 
+    def held_pieces(self):
+        """It exports what it makes."""
+
     def live_weights(self):
         """In a wider type, from which what is sent is cast."""
         self.asked_live += 1
@@ -102,7 +105,7 @@ class Trainer:
 
 
 class Target:
-    takes, reads_live, weight_version = "merged", False, -1
+    takes, keeps, reads_live, weight_version = "merged", "all", False, -1
 
     def __init__(self, specs):
         self.specs, self.held, self.fails = specs, {}, False

@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from siirl.engines.rollout.vllm.placed_pieces import Piece
+from siirl.engines.weights.bucket import room
 from siirl.engines.weights.shared_buffer import SharedBuffer, sampled_sum
 
 layerwise = Later("vllm.model_executor.model_loader.reload.layerwise")
@@ -112,7 +113,7 @@ def write(places, weights, buffer, at_once=99):
         for first, part in zip(range(0, 99, at_once), tensor.split(at_once), strict=False):
             buffer.data[start : start + part.nbytes].view(torch.float32).copy_(part.flatten())
             entries += [number, first, len(part), start]
-            start += part.nbytes
+            start += room(part.nbytes)
     total = int(sampled_sum(buffer.data[:start], 1, True))
     place = buffer.place | {"size": buffer.size}
     told = {"entries": entries, "begin": 0, "end": start, "number": 1, "whole": True, "sum": total}
@@ -135,7 +136,7 @@ def bits(tensor):
 
 @pytest.fixture
 def buffer():
-    made = SharedBuffer(1024, CPU)
+    made = SharedBuffer(4096, CPU)
     yield made
     made.close()
 
@@ -179,6 +180,54 @@ def test_a_worker_writes_its_own_columns_and_rows_of_whole_tensors(at_once, buff
     write(places, a_set(1), buffer, at_once)
     for name, cut in CUTS.items():
         assert torch.equal(getattr(model, name).weight, a_set(1)[name].narrow(*cut)), name
+
+
+@pytest.mark.parametrize("model", [Toy, Share])
+def test_parts_of_what_a_worker_keeps_are_written_by_themselves(model, buffer):
+    """Cut along both axes; nothing else comes, and whole tensors do again once no parts are expected."""
+    made = model()
+    places, names, kept = learned(made, a_set(0)), list(FILES), CUTS if model is Share else {}
+    boxes = places.boxes()
+    for number, box in boxes:
+        axis, first, count = kept.get(names[number], (0, 0, FILES[names[number]][0]))
+        assert box[axis] == (first, first + count) and len(box) == len(FILES[names[number]])
+    parts = [(number, cell) for number, box in boxes for cell in cells(box)]
+    for seed in (1, 2):
+        places.take_parts(parts)
+        weights = a_set(seed)
+        write(places, {part: values_of(weights[names[part[0]]], part[1]) for part in parts}, buffer)
+        assert all(torch.equal(*pair) for pair in held_pairs(made, weights))
+    places.take_parts(parts)
+    with pytest.raises(RuntimeError, match="1 weights were not written once, as"):
+        write(places, {part: values_of(a_set(3)[names[part[0]]], part[1]) for part in parts[:-1]}, buffer)
+    places.take_parts(None)
+    write(places, a_set(4), buffer)
+    assert all(torch.equal(*pair) for pair in held_pairs(made, a_set(4)))
+
+
+def cells(box):
+    """Of one row, and of up to two columns."""
+    found = [()]
+    for axis, (begin, end) in enumerate(box):
+        step = 2 if axis else 1
+        found = [(*cell, (at, min(at + step, end))) for cell in found for at in range(begin, end, step)]
+    return found
+
+
+def values_of(tensor, box):
+    return tensor[tuple(slice(*ends) for ends in box)].contiguous()
+
+
+def held_pairs(model, weights):
+    if isinstance(model, Share):
+        return [(getattr(model, name).weight, weights[name].narrow(*cut)) for name, cut in CUTS.items()]
+    joined = torch.cat([weights["q"], weights["k"]])
+    rows = len(weights["table"])
+    return [
+        (model.joined.weight, joined),
+        (model.table.weight[:rows], weights["table"]),
+        (model.norm.weight, weights["norm"]),
+    ]
 
 
 @pytest.mark.parametrize("reasons", [["", ""], ["", "the second cannot"]])

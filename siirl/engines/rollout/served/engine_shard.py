@@ -25,6 +25,11 @@ class EngineShard:
         """Whether this rank owns the process."""
         return self.group is None or dist.get_rank(self.group) == 0
 
+    @property
+    def place(self) -> int:
+        """Of this rank among them; its worker of the engine has the same."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
     def share(self, value: Any) -> Any:
         """What the first rank gives, on all of them; plain values and records."""
         box = [value]

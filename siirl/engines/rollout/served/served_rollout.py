@@ -15,7 +15,7 @@ from torch import Tensor
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.data.completions import Key, Request, SamplingParams
-from siirl.engines.rollout.base import Interrupt, RolloutEngine, WeightPart
+from siirl.engines.rollout.base import Interrupt, RolloutEngine, TensorShare, WeightPart
 from siirl.engines.rollout.call_limits import (
     CallLimits,
     WeightState,
@@ -266,6 +266,11 @@ class ServedRollout(RolloutEngine):
         """See WeightTarget."""
         return self._weights.reads_live
 
+    @property
+    def keeps(self) -> TensorShare:
+        """See RolloutEngine."""
+        return "all" if len(self._shard.ranks) == 1 else "unknown"
+
     def weight_specs(self) -> WeightSpecs:
         """See RolloutEngine."""
         if self.takes != "adapter":
@@ -287,8 +292,7 @@ class ServedRollout(RolloutEngine):
             self._load_weights(weights, version)
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        # The cache lies under versions: one that comes again, maybe of other weights, must find nothing.
-        keeps_kv, self._newest = self.keeps_kv and version > self._newest, max(version, self._newest)
+        keeps_kv = self.takes_version(version)
         self.wake()
         self._state, self.weight_version = "loading", -1
         checked = checked_weights(weights, self.weight_specs(), self._aliases, self.name)
@@ -309,6 +313,14 @@ class ServedRollout(RolloutEngine):
         except RolloutError as error:
             raise WeightSyncError(str(error)) from error
         self._state, self.weight_version = "ready", version
+
+    def takes_version(self, version: int) -> bool:
+        """Whether the KV cache may stay while weights of this version come.
+
+        It lies under versions: one that comes again, maybe of other weights, must find nothing.
+        """
+        keeps_kv, self._newest = self.keeps_kv and version > self._newest, max(version, self._newest)
+        return keeps_kv
 
     def _load_base(
         self, weights: Iterator[tuple[str, Tensor]], live: LiveWeights | None, keeps_kv: bool

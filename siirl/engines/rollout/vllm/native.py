@@ -212,15 +212,23 @@ class NativeEngine:
         self._forget(keeps_kv)
         return next(filter(None, reasons), "")
 
+    def kept_boxes(self) -> list[list[Any] | None]:
+        """Of each worker the rectangles of tensors that it keeps, if that is what they are."""
+        return self._engine.collective_rpc("kept_boxes")
+
+    def take_parts(self, of_workers: list[Any] | None) -> None:
+        """The next writes bring these parts of tensors to each worker; None: whole tensors."""
+        self._engine.collective_rpc("take_parts", args=(of_workers,))
+
     def begin_writing(self) -> None:
         """Begin to write the weights in place."""
         self._engine.collective_rpc("begin_places")
 
-    def write(self, filling: dict[str, Any]) -> None:
+    def write(self, filling: dict[str, Any] | list[Any]) -> None:
         """Write what is in the sender's buffer, see WeightWriter.fillings, in all workers of the engine."""
         self._engine.collective_rpc("write_places", args=(filling,))
 
-    def finish_writing(self, filling: dict[str, Any], keeps_kv: bool) -> None:
+    def finish_writing(self, filling: dict[str, Any] | list[Any], keeps_kv: bool) -> None:
         """Write the last filling, and complete an update in place, as finish_update; `rest` is due then."""
         self._engine.collective_rpc("finish_places", args=(filling,))
         self._keeps_kv = keeps_kv and self._keeps_kv is not False
@@ -346,18 +354,29 @@ class WorkerExtension:
         self._places.check()
         return self._places.why_not
 
+    def kept_boxes(self) -> list[Any] | None:
+        """See ParameterMap.boxes."""
+        return self._places.boxes()
+
+    def take_parts(self, of_workers: list[Any] | None) -> None:
+        """See ParameterMap.take_parts."""
+        parts = None if of_workers is None else of_workers[self.rank]
+        if parts is not None:
+            parts = [(number, tuple(map(tuple, box))) for number, box in parts]
+        self._places.take_parts(parts)
+
     def begin_places(self) -> None:
         """See ParameterMap.begin."""
         self.unpack_experts()
         with self._writing():
             self._places.begin()
 
-    def write_places(self, filling: dict[str, Any]) -> None:
-        """See ParameterMap.write."""
+    def write_places(self, filling: dict[str, Any] | list[Any]) -> None:
+        """See ParameterMap.write. A list has a filling for each worker."""
         with self._writing():
-            self._places.write(filling)
+            self._places.write(filling[self.rank] if isinstance(filling, list) else filling)
 
-    def finish_places(self, filling: dict[str, Any]) -> None:
+    def finish_places(self, filling: dict[str, Any] | list[Any]) -> None:
         """Write what comes last, and see ParameterMap.finish."""
         self.write_places(filling)
         with self._loading() if self._places.packs else nullcontext():

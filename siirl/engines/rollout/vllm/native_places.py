@@ -15,7 +15,8 @@ Imported in an engine process and in vLLM's workers, never in a training worker.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +30,13 @@ from siirl.engines.rollout.vllm.placed_pieces import (
     called,
     elements,
     end_of,
-    of_rows,
+    of_box,
+    source_box,
     storage_of,
     uncovered,
 )
 from siirl.engines.weights.bucket import Copies, HeldMemory
+from siirl.engines.weights.shard_plan import Box, overlap, whole_box
 from siirl.engines.weights.shared_buffer import INT_OF_BYTES, fingerprint, open_buffer, sampled_sum
 
 COMPARED = 1 << 16
@@ -102,6 +105,15 @@ class _Copy:
             target.copy_(source)
 
 
+class _Tensors(NamedTuple):
+    """The tensors that come, and what each brings."""
+
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    pieces: dict[str, list[Piece]]
+
+
 class ParameterMap:
     """Of one worker's model. `learn`, then loads as ever with `saw`, then `check`; then writes."""
 
@@ -121,6 +133,7 @@ class ParameterMap:
         self._dtypes = [getattr(torch, dtype) for dtype in dtypes]
         self._number = {name: number for number, name in enumerate(names)}
         self._pieces: dict[str, list[Piece]] = {}
+        self._of_whole = _Tensors(names, self._shapes, self._dtypes, {})  # once they are known
         self._seen: dict[tuple[str, int], Tensor] = {}
         self._kept: list[tuple[nn.Module, str, list[tuple[slice, ...]], list[Tensor]]] = []
         self._packed: list[nn.Module] = []
@@ -199,6 +212,7 @@ class ParameterMap:
         except Exception as error:  # noqa: BLE001 - then the loaders go on as ever
             self.why_not = f"what was loaded cannot be compared: {type(error).__name__}: {error}"
         self._seen.clear()
+        self._of_whole = _Tensors(self._names, self._shapes, self._dtypes, self._pieces)
         self._memory = self._where()
         self._held = HeldMemory(self._params())
 
@@ -293,6 +307,35 @@ class ParameterMap:
         if not self._is_packed(layer, name) and not _packs_experts(layer):
             return layer._parameters[name]
         return layerwise.get_layerwise_info(layer).restore_metadata[0][name]
+
+    def boxes(self) -> list[tuple[int, Box]] | None:
+        """The rectangles of tensors, by their numbers, that this worker keeps; None if some is none."""
+        found: list[tuple[int, Box]] = []
+        try:
+            for name, pieces in self._of_whole.pieces.items():
+                number = self._number[name]
+                own = {source_box(piece, self._of_whole.shapes[number]) for piece in pieces}
+                if any(overlap(one, other) is not None for one, other in combinations(own, 2)):
+                    return None
+                found += [(number, box) for box in sorted(own)]
+        except Unresolved:
+            return None
+        return found
+
+    def take_parts(self, parts: list[tuple[int, Box]] | None) -> None:
+        """From the next sync on these parts come, each as a tensor of its own; None: whole tensors."""
+        self._copies.clear()
+        names, shapes, dtypes, pieces = self._of_whole
+        self._names, self._shapes, self._dtypes, self._pieces = self._of_whole
+        if parts is None:
+            return
+        self._names = [f"{names[number]} {box}" for number, box in parts]
+        self._shapes = [tuple(end - begin for begin, end in box) for _, box in parts]
+        self._dtypes = [dtypes[number] for number, _ in parts]
+        self._pieces = {}
+        for name, (number, box) in zip(self._names, parts, strict=True):
+            found = (of_box(piece, shapes[number], box) for piece in pieces[names[number]])
+            self._pieces[name] = [piece for piece in found if piece is not None]
 
     def begin(self) -> None:
         """Before the first write of a sync. RuntimeError if a parameter is not what it was."""
@@ -407,9 +450,9 @@ class ParameterMap:
             held = self._target(piece.layer, piece.param)
             if rows == (shape[0] if shape else 1):
                 part = piece
-            elif (part := of_rows(piece, shape, first, rows)) is None:
+            elif (part := of_box(piece, shape, ((first, first + rows), *whole_box(shape[1:])))) is None:
                 continue
-            begin = data.storage_offset() + part.source_offset - first * row
+            begin = data.storage_offset() + part.source_offset
             source = data.as_strided(part.sizes, part.source_strides, begin)
             yield elements(held, part), source
 

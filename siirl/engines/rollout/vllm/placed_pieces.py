@@ -1,10 +1,13 @@
 """Pieces of parameters that are copies of pieces of a model's files: where they are, and what they cover."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
+
+from siirl.engines.weights.shard_plan import Box, overlap
 
 
 class Piece(NamedTuple):
@@ -77,21 +80,38 @@ def _box(shape: tuple[int, ...], strides: tuple[int, ...], piece: Piece) -> list
     return box
 
 
-def of_rows(piece: Piece, shape: tuple[int, ...], first: int, rows: int) -> Piece | None:
-    """What of a piece comes from some rows of its tensor, whose strides are those of a whole one."""
-    row = math.prod(shape[1:])
-    if not piece.sizes or piece.source_strides[0] != row or len(piece.sizes) != len(shape):
-        raise RuntimeError(f"{called(piece.layer, piece.param)} cannot be written by rows")
-    begin = piece.source_offset // row
-    low, high = max(begin, first), min(begin + piece.sizes[0], first + rows)
-    if low >= high:
+def source_box(piece: Piece, shape: tuple[int, ...]) -> Box:
+    """The rectangle of its tensor, of this shape, that a piece is a copy of. Unresolved if it is none."""
+    turned = piece._replace(offset=piece.source_offset, strides=piece.source_strides)
+    return tuple(_box(shape, _strides(shape), turned))
+
+
+def of_box(piece: Piece, shape: tuple[int, ...], box: Box) -> Piece | None:
+    """What of a piece comes from a rectangle of its tensor, which lies by itself; None: nothing."""
+    own = source_box(piece, shape)
+    common = overlap(own, box)
+    if common is None:
         return None
-    skipped = low - begin
+    offset, source_offset = piece.offset, 0
+    sizes, source_strides = list(piece.sizes), list(piece.source_strides)
+    packed = _strides([end - begin for begin, end in box])
+    for axis, stride in enumerate(_strides(shape)):
+        begin, end = common[axis]
+        source_offset += (begin - box[axis][0]) * packed[axis]
+        if own[axis][1] - own[axis][0] > 1:
+            dim = next(
+                d for d, size in enumerate(piece.sizes) if size > 1 and piece.source_strides[d] == stride
+            )
+            offset += (begin - own[axis][0]) * piece.strides[dim]
+            sizes[dim], source_strides[dim] = end - begin, packed[axis]
     return piece._replace(
-        offset=piece.offset + skipped * piece.strides[0],
-        sizes=(high - low, *piece.sizes[1:]),
-        source_offset=piece.source_offset + skipped * row,
+        offset=offset, sizes=tuple(sizes), source_offset=source_offset, source_strides=tuple(source_strides)
     )
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor that lies row by row."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def elements(param: Tensor, piece: Piece) -> Tensor:

@@ -1,18 +1,23 @@
 """The rollout engine on vLLM: one code path for GPU and CPU."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from siirl.compiler.backends.vllm import vllm_version, writes_in_place
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
+from siirl.engines.rollout.base import TensorShare
 from siirl.engines.rollout.served.served_rollout import ServedRollout
 from siirl.engines.rollout.vllm.arguments import ARGUMENT as ROUTED_EXPERTS
 from siirl.engines.rollout.vllm.arguments import adapter_arguments, engine_arguments, engine_environment
 from siirl.engines.weights.engine_loader import EngineWeights
 from siirl.engines.weights.in_place import WeightsInPlace
-from siirl.errors import NotSupportedError
+from siirl.engines.weights.shard_plan import Box
+from siirl.engines.weights.shard_sync import ArrivingParts, Rounds
+from siirl.errors import NotSupportedError, RolloutError, WeightSyncError
 from siirl.model_files.directory import model_dir
 from siirl.models.config_json import as_built, model_type_of
 from siirl.models.sampled import why_not_on_cpu
@@ -55,6 +60,40 @@ class VLLMRollout(ServedRollout):
     def engine_environment(self, num_ranks: int, gpus: list[str]) -> dict[str, str]:
         """See ServedRollout."""
         return engine_environment(num_ranks, self._device, gpus)
+
+    @property
+    def keeps(self) -> TensorShare:
+        """See RolloutEngine."""
+        return "parts" if self._in_place is not None and self._in_place.knows_parts else super().keeps
+
+    @property
+    def _in_place(self) -> WeightsInPlace | None:
+        return self._weights if isinstance(self._weights, WeightsInPlace) else None
+
+    def kept_boxes(self) -> dict[str, list[Box]] | None:
+        """See RolloutEngine."""
+        assert self._in_place is not None
+        return self._in_place.kept_boxes(self._process)
+
+    def expect_parts(self, arriving: Rounds | None) -> None:
+        """See RolloutEngine."""
+        assert self._in_place is not None
+        self._in_place.expect_parts(self._process, arriving)
+
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Also parts: all of them come, as it was planned."""
+        if not isinstance(weights, ArrivingParts):
+            super()._load_weights(weights, version)
+            return
+        assert self._in_place is not None
+        keeps_kv = self.takes_version(version)
+        self.wake()
+        self._state, self.weight_version = "loading", -1
+        try:
+            self._in_place.replace_parts(self._process, weights, keeps_kv)
+        except RolloutError as error:
+            raise WeightSyncError(str(error)) from error
+        self._state, self.weight_version = "ready", version
 
     def new_weights(self, plan: ModelPlan) -> EngineWeights:
         """See ServedRollout; or in place."""

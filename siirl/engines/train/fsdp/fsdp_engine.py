@@ -324,6 +324,9 @@ class FSDPEngine(SteppingEngine):
         load_training_state(self._training_state(), self._optimizer, state)
         self._load_counts(state)
 
+    def _held_memory(self) -> list[Tensor]:
+        return held_tensors(self._model.hf)
+
     def _live_pieces(self) -> dict[str, list[Piece]]:
         return live_pieces(self._model.hf, self._parts)
 

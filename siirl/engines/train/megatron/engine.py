@@ -345,6 +345,10 @@ class MegatronEngine(SteppingEngine):
         self._finish_gather()
         return training_state(self._params, self._shards) | self._counts_state() | self._base_state()
 
+    def held_pieces(self) -> dict[str, list[Piece]] | None:
+        self._finish_gather()
+        return super().held_pieces()
+
     def _live_pieces(self) -> dict[str, list[Piece]]:
         return live_pieces(self._params)
 
