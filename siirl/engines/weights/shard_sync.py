@@ -101,8 +101,8 @@ class ShardSync:
             if one.target == me:
                 received[one.source] += _parts(one, groups, dtypes)
         self.num_rounds = max(1, -(-max(_largest_totals(transfers)) // ROUND_BYTES))
-        self._sent = {rank: self._dealt(parts) for rank, parts in sorted(sent.items())}
-        self._received = {rank: self._dealt(parts) for rank, parts in sorted(received.items())}
+        self._sent = {rank: self._in_rounds(parts) for rank, parts in sorted(sent.items())}
+        self._received = {rank: self._in_rounds(parts) for rank, parts in sorted(received.items())}
         self._me = me
         self._views: tuple[Pieces, dict[tuple[int, int], list[Named]]] = {}, {}
         self.sent_bytes = sum(one.num_bytes for one in transfers if one.source == me != one.target)
@@ -200,7 +200,7 @@ class ShardSync:
             views[key] = [(part.name, _place(part, held)) for part in parts]
         pack(views[key], [part.entry for part in parts], flat)
 
-    def _dealt(self, parts: Sequence[Part]) -> Rounds:
+    def _in_rounds(self, parts: Sequence[Part]) -> Rounds:
         """Parts of a pair of ranks, in their order, the same share of their bytes in each round."""
         rounds: Rounds = [[] for _ in range(self.num_rounds)]
         total, at = sum(part.room for part in parts), 0
