@@ -17,6 +17,7 @@ from siirl.config.aliases import MEGATRON_SIZES
 from siirl.config.resolve import FOLLOWS
 from siirl.config.roles import ROLES, role_group
 from siirl.errors import ConfigError
+from siirl.parallel.dims import divisors
 from siirl.parallel.pipeline_layers import LAYOUT, SPLIT_OPTIONS, suggest_split
 
 TOKENS_OF_RANK = 4096
@@ -80,11 +81,6 @@ def engine_sizes(plan: Plan, configs: Configs, ranks: int) -> Iterator[Changes]:
             yield {ENGINE_TP: tp}
     if not engines:
         yield {}
-
-
-def divisors(number: int) -> list[int]:
-    """All, ascending."""
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _own_sizes(cfg: Config) -> list[str]:

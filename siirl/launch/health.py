@@ -37,16 +37,10 @@ class Process:
     state: str
     """T: stopped by a signal; see proc(5)."""
     cpu_s: float
-    started: int = 0
-    """When, in ticks since the machine began: another one that has got the same number has another time."""
 
     @property
     def is_stopped(self) -> bool:
         return self.state == "T"
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state in "ZX"
 
 
 @dataclass(frozen=True)
@@ -222,5 +216,5 @@ def look_at(pid: int) -> Process | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return Process(fields[0], cpu_s, int(fields[19]))
+        return Process(fields[0], cpu_s)
     return None

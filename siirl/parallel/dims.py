@@ -80,7 +80,7 @@ class ParallelDims:
                 f"{self._fix(('ep', 'etp', 'pp'), expert)}"
             )
         if self.dp_replicate * self.dp_shard != self.dp:
-            sizes = [self.cp * size for size in _divisors(self.dp)]
+            sizes = [self.cp * size for size in divisors(self.dp)]
             raise PlacementError(
                 f"{who}: fsdp_size = {self.weight_shards} does not divide the {self.cp * self.dp} "
                 f"data-parallel ranks among {where}. "
@@ -169,7 +169,7 @@ class ParallelDims:
         fix = f"Give the node {needed} ranks"
         for name in names:
             size = getattr(self, name)
-            smaller = [s for s in _divisors(size)[:-1] if self.world % (product // size * s) == 0]
+            smaller = [s for s in divisors(size)[:-1] if self.world % (product // size * s) == 0]
             if smaller:
                 return f"{fix}, or lower {_KEYS[name]} to {smaller[-1]}."
         return fix + "."
@@ -186,7 +186,8 @@ _KEYS = {
 }
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
