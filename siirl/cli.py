@@ -189,7 +189,7 @@ def _export(args: argparse.Namespace, overrides: list[str]) -> None:
         if args.adapter:
             export_adapter(checkpoint, out, args.model, args.base)
         else:
-            export_hf(checkpoint, out, args.model, args.base)
+            export_hf(checkpoint, out, args.model, args.base, args.quantised_as)
     print(f"wrote {out.absolute()}")
 
 
@@ -319,6 +319,12 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--base", type=Path, help="base model of a LoRA adapter, if it has moved since")
     export.add_argument(
         "--adapter", action="store_true", help="write only the LoRA adapter, in the format of peft"
+    )
+    export.add_argument(
+        "--quantised-as",
+        type=Path,
+        metavar="DIRECTORY",
+        help="a released model in FP8, of which the same tensors are quantised again, in the same blocks",
     )
     export.set_defaults(command=_export)
     convert = commands.add_parser(

@@ -20,6 +20,7 @@ from siirl.checkpoint.files import STATE_FILE
 from siirl.disk import naming
 from siirl.errors import CheckpointError, ConfigError, DataError
 from siirl.model_files.directory import model_dir, weights_digest
+from siirl.model_files.requantised import Released
 from siirl.model_files.stored_tensors import load_tensors, stored_tensors
 from siirl.model_files.weight_slices import SafetensorsFolder, declared_dtype, write_adapter
 from siirl.models.trained import own_type
@@ -39,7 +40,7 @@ def copy_hf_files(model_path: str, out: Path, config_changes: Mapping[str, Any] 
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _COMPANIONS and not path.name.endswith(".index.json"):
             shutil.copyfile(path, out / path.name)
-    _change_config(out / "config.json", config_changes)
+    _change_config(out / "config.json", {"quantization_config": None} | dict(config_changes))
 
 
 def save_hf(
@@ -64,7 +65,8 @@ def save_hf(
         shutil.rmtree(aside, ignore_errors=True)
         copy_hf_files(model_path, aside, config_changes)
         dtype = _write_shards(weights, aside, shard_bytes)
-        _declare_dtype(aside / "config.json", dtype)
+        if "dtype" not in config_changes:
+            _declare_dtype(aside / "config.json", dtype)
         shutil.rmtree(out, ignore_errors=True)
         os.replace(aside, out)
     finally:
@@ -123,7 +125,9 @@ def _declare_dtype(config_path: Path, dtype: torch.dtype) -> None:
 
 def _change_config(config_path: Path, changes: Mapping[str, Any]) -> None:
     config = json.loads(config_path.read_text())
-    changed = {name: value for name, value in (config | changes).items() if name != "quantization_config"}
+    changed = config | dict(changes)
+    if changed.get("quantization_config") is None:
+        changed.pop("quantization_config", None)
     if changed != config:
         config_path.write_text(json.dumps(changed, indent=2))
 
@@ -172,25 +176,36 @@ def export_adapter(checkpoint: Path, out: Path, model: str | None = None, base: 
     return out
 
 
-def export_hf(checkpoint: Path, out: Path, model: str | None = None, base: Path | None = None) -> Path:
+def export_hf(
+    checkpoint: Path,
+    out: Path,
+    model: str | None = None,
+    base: Path | None = None,
+    quantised_as: Path | None = None,
+) -> Path:
     """Write the weights of one model of a checkpoint, with its config and tokenizer, to `out`; return it.
 
     model: e.g. "agent_0.actor"; None: the only one. Adapters are merged into the weights that they were
     trained on, which are read where they were then, or from `base`. The type is the one that the model's
-    config.json declares. At most a shard and one read are in memory. CheckpointError if the checkpoint is
-    damaged.
+    config.json declares; quantised_as: a released model, in whose FP8 they are instead. At most a shard and
+    one read are in memory. CheckpointError if the checkpoint is damaged; ConfigError for another release.
     """
-    return export_folder(_verified(checkpoint, model), Path(out), base)
+    released = Released(quantised_as) if quantised_as else None
+    return export_folder(_verified(checkpoint, model), Path(out), base, released)
 
 
-def export_folder(folder: Path, out: Path, base: Path | None = None) -> Path:
+def export_folder(
+    folder: Path, out: Path, base: Path | None = None, released: Released | None = None
+) -> Path:
     """export_hf of a model's folder alone, whose files are not compared with a manifest."""
     if not (folder / "hf" / "config.json").exists():
         raise CheckpointError(f"{folder}/hf has no config.json: a model without it cannot be exported.")
     with files.reading(folder):
         dtype = declared_dtype(folder / "hf")
         kind = json.loads((folder / "hf" / "config.json").read_text()).get("model_type")
-    save_hf(_weights(folder, partial(_typed, dtype, own_type(kind)), base), str(folder / "hf"), out, rank=0)
+    weights = _weights(folder, partial(_typed, dtype, own_type(kind)), base)
+    changes = released.config if released else NO_CHANGES
+    save_hf(released.again(weights) if released else weights, str(folder / "hf"), out, 0, changes)
     return out
 
 

@@ -55,6 +55,11 @@ class SafetensorsFolder:
         files = [WEIGHTS] if self._file_of is None else sorted(set(self._file_of.values()))
         return plain_names(name for file in files for name in self._opened(file)[0].keys())
 
+    def stored_type(self, name: str) -> torch.dtype | None:
+        """The type in which the files have a tensor of their own; None: they have none of that name."""
+        found = self._stored(name)
+        return None if found is None else found[:0].dtype if found.get_shape() else found[...].dtype
+
     def like(self, name: str) -> Tensor:
         """A tensor without memory, of the type and shape of one that is there."""
         part = self.tensor_slice(name)
