@@ -42,6 +42,19 @@ class EndpointSettings:
     """Environment variable whose value is sent as a bearer token."""
 
 
+def settings_of(endpoint: Any) -> EndpointSettings:
+    """Those of a group `endpoint` of the configuration."""
+    return EndpointSettings(
+        url=str(endpoint.url),
+        timeout_s=endpoint.timeout_s,
+        max_tries=endpoint.max_tries,
+        away_s=getattr(endpoint, "away_s", 0.0),
+        max_concurrent=endpoint.max_concurrent,
+        max_per_s=endpoint.max_per_s,
+        token_env=endpoint.token_env,
+    )
+
+
 class Endpoint:
     """Posts JSON to one URL. For any number of threads; they share its connections and bounds."""
 

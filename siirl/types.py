@@ -112,6 +112,13 @@ FIELDS: dict[str, FieldSpec] = _fields(
     FieldSpec(
         "teacher_log_prob", ("T",), "float32", "log-prob of each sampled token by the row's teachers", "nat"
     ),
+    FieldSpec(
+        "teacher_span",
+        ("T",),
+        "int64",
+        "1 + the last token of the span that the token is compared in, with a teacher of another tokenizer; "
+        "teacher_log_prob is that of the span, there; 0: it is in none",
+    ),
     FieldSpec("top_ids", ("T", "K"), "int64", "the K tokens that the row's teacher finds likeliest", "token"),
     FieldSpec(
         "teacher_top_log_prob",

@@ -35,6 +35,15 @@ def sampled_reverse_kl(log_prob_BT: Tensor, old_log_prob_BT: Tensor, teacher_BT:
     return policy_ratio(log_prob_BT, old_log_prob_BT).detach() * estimate_BT
 
 
+def span_sums(value_BT: Tensor, span_BT: Tensor) -> Tensor:
+    """The sum of the values of each span, at its last token; 0 at all others, [B, T].
+
+    span_BT: of each token, 1 + the place of the last token of its span; 0: it is in none.
+    """
+    sum_BT = value_BT.new_zeros(len(value_BT), value_BT.shape[1] + 1)
+    return sum_BT.scatter_add(1, span_BT, value_BT)[:, 1:]
+
+
 def divergence(
     log_prob_BTK: Tensor, teacher_BTK: Tensor, name: str, beta: float, *, whole: bool, chunk: int = CHUNK
 ) -> Tensor:

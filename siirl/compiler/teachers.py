@@ -41,7 +41,7 @@ def teachers_of(node: ResolvedNode, workflow: Workflow) -> list[ResolvedNode]:
 
 def is_teacher_of(other: ResolvedNode, node: ResolvedNode) -> bool:
     """Whether a node is a teacher of another's agent."""
-    return other.op.role is not None and other.op.role.is_teacher and other.agent == node.agent
+    return other.op.teaches and other.agent == node.agent
 
 
 def _taught(node: ResolvedNode, teachers: list[ResolvedNode]) -> ResolvedNode:
@@ -73,9 +73,11 @@ def check_teachers(kept: Workflow, whole: Workflow) -> Iterator[UserError]:
                 )
             if teacher.cfg.teacher.is_scored:
                 yield from check_scored(teacher)
+            if teacher.cfg.teacher.is_aligned:
+                yield from check_aligned(teacher, node, kept)
             if is_policy(teacher):
                 yield from () if teacher.cfg.teacher.is_scored else check_policy(teacher, kept)
-            elif not teacher.cfg.teacher.model.path:
+            elif not (teacher.cfg.teacher.model.path or teacher.cfg.teacher.is_remote):
                 yield ConfigError(
                     f"{teacher}: teacher.model.path is not set: the node has no model. Add config: "
                     "{model.path: DIRECTORY} to it; or {policy: N}: it is the policy of agent N."
@@ -86,7 +88,7 @@ def check_teachers(kept: Workflow, whole: Workflow) -> Iterator[UserError]:
                 f"{node} learns from teachers that are chosen by different fields: "
                 f"{', '.join(f'{t.id} by {t.cfg.teacher.by}' for t in teachers)}. Set teacher.by alike."
             )
-        if actor.distill.top_k not in (SAMPLED, WHOLE):
+        if actor.distill.top_k not in (SAMPLED, WHOLE) or any(x.cfg.teacher.is_aligned for x in teachers):
             yield from _check_apart(node, teachers, actor.distill.top_k)
 
 
@@ -99,13 +101,16 @@ def _none_above(node: ResolvedNode, workflow: Workflow) -> DagError:
 
 def _check_apart(node: ResolvedNode, teachers: list[ResolvedNode], top_k: int) -> Iterator[UserError]:
     """NotSupportedError where two teachers may take one row, and each says its own tokens only."""
+    how, fix = f"distill.top_k={top_k}", "actor.distill.top_k=0 or -1"
+    if any(teacher.cfg.teacher.is_aligned for teacher in teachers):
+        how, fix = "teacher.tokenizer=own", "give both the policy's tokenizer"
     for one, other in itertools.combinations(teachers, 2):
         takes, others = set(one.cfg.teacher.takes), set(other.cfg.teacher.takes)
         if not takes or not others or takes & others:
             yield NotSupportedError(
-                f"not supported yet: {one} and {other} take the same rows with distill.top_k={top_k}: a "
-                "mixture needs each one's log-probs of the other's tokens. Set teacher.takes so that each "
-                f"row of {node} has one teacher, or actor.distill.top_k=0 or -1."
+                f"not supported yet: {one} and {other} take the same rows with {how}: a mixture needs each "
+                f"one's log-probs of the other's tokens. Set teacher.takes so that each row of {node} has "
+                f"one teacher, or {fix}."
             )
             return
 
@@ -116,16 +121,21 @@ OTHERWISE = "or teacher.strategy=fsdp (or megatron)"
 def check_scored(teacher: ResolvedNode) -> Iterator[UserError]:
     """What is wrong with a teacher that a rollout engine scores for."""
     mine, rollout = teacher.cfg.teacher, teacher.cfg.actor_rollout_ref.rollout
-    key = f"{teacher}: teacher.strategy={mine.strategy}"
+    key = f"{teacher}: teacher.{f'endpoint.url={mine.endpoint.url}' if mine.is_remote else 'strategy=vllm'}"
+    if not (mine.endpoint.url or "http://").startswith(("http://", "https://")):
+        yield ConfigError(
+            f"{key}: it must be the http(s) address of a service that gives log-probs of prompts, e.g. "
+            "http://localhost:8000/v1/completions."
+        )
     if rollout.trained_temperature != 1:
         yield NotSupportedError(
             f"not supported yet: {key} with actor_rollout_ref.rollout.temperature={rollout.temperature:g}: "
-            "the policy is compared with its teacher at the temperature at which it samples, and vLLM gives "
-            f"the log-probs of tokens that are there at temperature 1. Set temperature=1, {OTHERWISE}."
+            "the policy is compared with its teacher at the temperature at which it samples, and engines "
+            f"give the log-probs of tokens that are there at temperature 1. Set temperature=1, {OTHERWISE}."
         )
     if mine.top_k == WHOLE:
         yield NotSupportedError(
-            f"not supported yet: {key} with actor.distill.top_k=-1: vLLM hands over each token's log-probs "
+            f"not supported yet: {key} with actor.distill.top_k=-1: engines hand over each token's log-probs "
             "one by one, which takes longer than to compute them. Set distill.top_k=64 or so, "
             f"{OTHERWISE}."
         )
@@ -141,6 +151,44 @@ def check_scored(teacher: ResolvedNode) -> Iterator[UserError]:
         )
 
 
+def check_aligned(teacher: ResolvedNode, node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
+    """What is wrong with a teacher of another tokenizer, from which a node learns."""
+    mine, actor = teacher.cfg.teacher, node.cfg.actor_rollout_ref.actor
+    key = f"{teacher}: teacher.tokenizer=own"
+    if mine.top_k != SAMPLED:
+        yield NotSupportedError(
+            f"not supported yet: {key} with actor.distill.top_k={mine.top_k}: the words of two vocabularies "
+            "are not compared one by one, the spans of sampled text are. Set actor.distill.top_k=0."
+        )
+    if mine.is_scored and not mine.is_remote:
+        yield NotSupportedError(
+            f"not supported yet: {key} with teacher.strategy={mine.strategy}: its engine has room for rows "
+            "of the policy's tokens, and these are others. Set teacher.strategy=fsdp (or megatron), or serve "
+            "the model: teacher.endpoint.url."
+        )
+    if mine.policy is not None:
+        yield ConfigError(
+            f"{key} with teacher.policy={mine.policy}: a policy has the policy's tokens. Remove the one or "
+            "the other."
+        )
+    if mine.is_remote and not mine.model.path:
+        yield ConfigError(
+            f"{key} with teacher.endpoint.url={mine.endpoint.url}: its rows are tokenised here. Set "
+            "teacher.model.path to the directory of its tokenizer."
+        )
+    if any(stage.agent == teacher.agent for talk in kept.interactions.values() for stage in talk.stages):
+        yield NotSupportedError(
+            f"not supported yet: {key} in an interaction: rows of several turns have marks between them that "
+            "a tokenizer writes in its own way. Let agents speak once, or take another teacher."
+        )
+    corrects = actor.rollout_correction.weight != "none" or actor.tis_imp_ratio_cap > 0
+    if actor.loss.distills and corrects:
+        yield NotSupportedError(
+            f"not supported yet: {key} with actor.rollout_correction.weight: it weighs tokens, and the loss "
+            "is that of spans. Set actor.rollout_correction.weight=none, actor.tis_imp_ratio_cap=-1."
+        )
+
+
 def with_their_models(workflow: Workflow) -> Workflow:
     """The workflow, where a teacher that is a policy has the policy's model, and computes in its type."""
     return replace(workflow, nodes={node.id: _with_model(node, workflow) for node in workflow.nodes.values()})
@@ -148,7 +196,7 @@ def with_their_models(workflow: Workflow) -> Workflow:
 
 def is_policy(node: ResolvedNode) -> bool:
     """Whether a node is a teacher that is a policy."""
-    return node.op.role is not None and node.op.role.is_teacher and node.cfg.teacher.policy is not None
+    return node.op.teaches and node.cfg.teacher.policy is not None
 
 
 def _with_model(node: ResolvedNode, workflow: Workflow) -> ResolvedNode:

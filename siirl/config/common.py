@@ -23,6 +23,19 @@ def _float_key(default: str, doc: str, choices: tuple[str, ...] = ("float32", "b
 
 
 @dataclass(frozen=True)
+class ServiceConfig:
+    """A service of OpenAI's interface, and the bounds on what it is asked."""
+
+    url: str | None = key(None, "OpenAI-compatible address")
+    served_model: str = key("default", "name of the model there")
+    timeout_s: float = key(120.0, "longest wait for one answer", low=0, excluded=0)
+    max_tries: int = key(5, "tries of a request before it has failed", low=1)
+    max_concurrent: int = key(16, "requests at once, on each rank", low=1)
+    max_per_s: float = key(0.0, "requests per second, on each rank; 0: any number", low=0)
+    token_env: str | None = key(None, "environment variable with the bearer token")
+
+
+@dataclass(frozen=True)
 class MixedPrecisionConfig:
     """Number types of FSDP compute and communication; master weights stay in fsdp_config.model_dtype."""
 

@@ -185,6 +185,9 @@ def _no_teacher(cfg: Config, name: str) -> str:
         return ""  # a node may say that it learns from teachers
     if not cfg.actor_rollout_ref.actor.distills:
         return f"{distill}enable is False, and policy_loss.loss_mode is not distill"
+    here = tuple(f"teacher.{key}" for key in ("strategy", "fsdp_config", "megatron", "log_prob", "ulysses"))
+    if cfg.teacher.is_remote and name.startswith(here):
+        return "teacher.endpoint.url is set, so nothing of the teacher runs here"
     if cfg.teacher.is_scored and name.startswith("teacher.log_prob_"):
         return "teacher.strategy is vllm, which fills its batches itself"
     older = name in ("teacher.sync_steps", "teacher.update_rate")

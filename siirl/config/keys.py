@@ -83,7 +83,8 @@ def seed_key(default: int | None, doc: str, when: str = "") -> Any:
 
 
 def group(schema: type, doc: str, when: str = "") -> Any:
-    """A field that holds a nested group. when (a key beside the group) holds for every key below it."""
+    """A field that holds a nested group. when (a key beside the group, or one from the root, which has dots)
+    holds for every key below it."""
     return field(default_factory=schema, metadata={"group": Rule(doc, when=when)})
 
 
@@ -131,7 +132,9 @@ def walk(node: Any, prefix: str = "", within: str = "") -> dict[str, Key]:
         name, value = prefix + item.name, getattr(node, item.name)
         if "group" in item.metadata:
             when = item.metadata["group"].when
-            keys.update(walk(value, name + ".", prefix + when if when else within))
+            if when and "." not in when.partition("=")[0]:
+                when = prefix + when
+            keys.update(walk(value, name + ".", when or within))
         elif "rule" in item.metadata:
             rule = dataclasses.replace(item.metadata["rule"], within=within)
             keys[name] = Key(name, types[item.name], value, rule)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from siirl.config.common import ServiceConfig
 from siirl.config.keys import group, key, seed_key
 from siirl.findings import is_broken
 
@@ -136,16 +137,11 @@ class EngineKwargs:
 
 
 @dataclass(frozen=True)
-class AgentEndpointConfig:
+class AgentEndpointConfig(ServiceConfig):
     """The service that speaks for an external agent (rollout.name=openai)."""
 
-    url: str | None = key(None, "OpenAI-compatible address: .../v1/chat/completions", when=EXTERNAL)
-    served_model: str = key("default", "name of the model there", when=EXTERNAL)
-    timeout_s: float = key(120.0, "longest wait for one answer", low=0, excluded=0, when=EXTERNAL)
-    max_tries: int = key(5, "tries of a turn before its episode is dropped", low=1, when=EXTERNAL)
-    max_concurrent: int = key(16, "requests at once, on each rank", low=1, when=EXTERNAL)
-    max_per_s: float = key(0.0, "requests per second, on each rank; 0: any number", low=0, when=EXTERNAL)
-    token_env: str | None = key(None, "environment variable with the bearer token", when=EXTERNAL)
+    url: str | None = key(None, "OpenAI-compatible address: .../v1/chat/completions")
+    max_tries: int = key(5, "tries of a turn before its episode is dropped", low=1)
 
 
 @dataclass(frozen=True)
@@ -201,7 +197,7 @@ class AgentConfig:
     first_step: int = key(1, "first step of the run in which the agent's nodes run", low=1)
     last_step: int | None = key(None, "the last one; null: that of the run", low=1)
     branch: BranchConfig = group(BranchConfig, "several candidates of a turn in an interaction")
-    endpoint: AgentEndpointConfig = group(AgentEndpointConfig, "an external agent's service")
+    endpoint: AgentEndpointConfig = group(AgentEndpointConfig, "an external agent's service", when=EXTERNAL)
     max_turn_tokens: int | None = key(
         None, "most tokens of one turn in an interaction; null: what response_length leaves", low=1
     )

@@ -12,6 +12,7 @@ from siirl.config.common import (
     ForwardMegatronConfig,
     FSDPConfig,
     ModelConfig,
+    ServiceConfig,
 )
 from siirl.config.keys import group, key
 from siirl.findings import is_broken
@@ -60,6 +61,20 @@ class FrozenConfig:
 
 
 @dataclass(frozen=True)
+class TeacherEndpointConfig(ServiceConfig):
+    """A service that has the teacher's model: nothing of it is loaded here."""
+
+    url: str | None = key(
+        None,
+        "OpenAI-compatible address that gives log-probs of prompts, as vLLM's .../v1/completions: the "
+        "teacher is there, and strategy and sizes say nothing",
+    )
+    away_s: float = key(
+        300.0, "how long one that has answered before may be away, whatever max_tries says", low=0
+    )
+
+
+@dataclass(frozen=True)
 class TeacherConfig(FrozenConfig):
     """A teacher: its model, which rows it takes, and what it says of them."""
 
@@ -70,6 +85,13 @@ class TeacherConfig(FrozenConfig):
         **{**STRATEGY, "choices": (*STRATEGIES, SCORING)},
     )
     model: FrozenModelConfig = group(FrozenModelConfig, "teacher")
+    endpoint: TeacherEndpointConfig = group(TeacherEndpointConfig, "a teacher behind a service")
+    tokenizer: str = key(
+        "policy",
+        "which tokens it reads: policy: those of the rows; own: it has another tokenizer and chat template, "
+        "reads the text of the rows in its own tokens, and is compared span by span",
+        choices=("policy", "own"),
+    )
     policy: int | None = key(
         None,
         "agent whose policy it is, in the place of a model of its own: that of its own agent, older, or that "
@@ -95,9 +117,19 @@ class TeacherConfig(FrozenConfig):
     top_k: int = key(None, f"what it says of each token, as the policy's loss needs it: {TOP_K}", low=-1)
 
     @property
+    def is_aligned(self) -> bool:
+        """Whether it reads rows in tokens of its own."""
+        return not is_broken(self.tokenizer) and self.tokenizer == "own"
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a service says it, and no model here."""
+        return self.endpoint.url is not None
+
+    @property
     def is_scored(self) -> bool:
-        """Whether a rollout engine says it, and no training engine."""
-        return not is_broken(self.strategy) and self.strategy == SCORING
+        """Whether a rollout engine says it, here or behind a service, and no training engine."""
+        return self.is_remote or (not is_broken(self.strategy) and self.strategy == SCORING)
 
 
 @dataclass(frozen=True)

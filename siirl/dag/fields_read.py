@@ -6,7 +6,7 @@ from typing import Literal
 from siirl.config import Config
 from siirl.config.algorithm_table import ESTIMATORS
 from siirl.config.batch import batch_of
-from siirl.config.teacher import SAMPLED, WHOLE
+from siirl.config.teacher import SAMPLED, WHOLE, TeacherConfig
 from siirl.types import EXPERT_FIELDS, IMAGE_FIELDS
 from siirl.user_code.source import declared_needs
 
@@ -139,19 +139,20 @@ def why_unread(name: str, cfg: Config) -> str | None:
     return None
 
 
-def teacher_outputs(top_k: int) -> Names:
-    """What a teacher computes of each token: outputs of a training engine."""
-    if top_k == SAMPLED:
-        return ("log_prob",)
-    return ("top_log_prob",) if top_k == WHOLE else ("top_log_prob", "top_ids")
+def teacher_outputs(teacher: TeacherConfig) -> Names:
+    """What a teacher computes of each token: outputs of a training engine; with its own tokenizer also
+    the span of the token."""
+    if teacher.top_k == SAMPLED:
+        return ("log_prob", "span") if teacher.is_aligned else ("log_prob",)
+    return ("top_log_prob",) if teacher.top_k == WHOLE else ("top_log_prob", "top_ids")
 
 
 def teacher_writes(node_id: str, cfg: Config) -> Names:
     """The fields of a teacher: what it counts in each row, and what it says of its tokens."""
-    return tuple(f"{node_id}{OF_TEACHER}{name}" for name in ("weight", *teacher_outputs(cfg.teacher.top_k)))
+    return tuple(f"{node_id}{OF_TEACHER}{name}" for name in ("weight", *teacher_outputs(cfg.teacher)))
 
 
 def teacher_reads(cfg: Config) -> Names:
-    """Tokens, and what says which rows a teacher takes."""
+    """Tokens, the messages that a teacher tokenises itself, and what says which rows it takes."""
     routed = (cfg.teacher.by.partition(".")[0],) if cfg.teacher.takes else ()
-    return (*TOKENS, *routed)
+    return (*TOKENS, *(("raw_prompt",) if cfg.teacher.is_aligned else ()), *routed)

@@ -28,7 +28,7 @@ from siirl.types import FIELDS, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELD
 
 SERVICES = (
     *("engine", "scorer", "encoder", "judge", "judge_tokenizer", "interaction", "recordings"),
-    *("buffer", "in_flight", "service"),
+    *("buffer", "in_flight", "service", "teacher_service", "own_tokens"),
 )
 """What an op can need besides its rows and its context; siirl/nodes/services.py builds them."""
 
@@ -101,6 +101,9 @@ class OpSpec:
 
     credits: bool = False
     """It turns scores into advantages, and may read scores and values of other agents by episode."""
+
+    teaches: bool = False
+    """The policy of its agent learns from what it says."""
 
     trains: bool = False
     """It steps the optimizer."""
@@ -320,13 +323,19 @@ TEACHER = replace(
     reads=teacher_reads,
     writes=fixed(),
     code="teacher_rows:teacher_log_prob",
+    needs=("engine", "own_tokens"),
     model="teacher",
+    teaches=True,
 )
 """A model that the policy learns from; its fields are named by its node."""
 SCORING_TEACHER = replace(
     TEACHER, name="teacher_scores", code="scoring_teacher:teacher_scores", model="scoring_teacher"
 )
 """The same by a rollout engine."""
+TEACHER_SERVICE = replace(
+    SCORING_TEACHER, name="teacher_service", needs=("teacher_service", "own_tokens"), model=None, split="any"
+)
+"""The same by one behind a service."""
 VALUES = replace(
     OLD_LOG_PROB,
     name="values",
@@ -424,7 +433,7 @@ OPS: dict[str, OpSpec] = {
         *(ENVIRONMENT, GREEDY_ROLLOUT),
         *(FUNCTION_REWARD, BASELINE_REWARD, MODEL_REWARD, JUDGE_REWARD, JUDGE_SERVICE, COMBINE_REWARDS),
         *(ADVANTAGE, OLD_LOG_PROB, LATER_OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, PREFERENCE_TRAIN),
-        *(TEACHER, SCORING_TEACHER, CRITIC_TRAIN, REWARD_TRAIN),
+        *(TEACHER, SCORING_TEACHER, TEACHER_SERVICE, CRITIC_TRAIN, REWARD_TRAIN),
         *(DYNAMIC_SAMPLING, RESAMPLE, FILTER, SERVICE, CUSTOM),
     )
 }
@@ -452,11 +461,17 @@ def _scoring_model(cfg: Config) -> OpSpec:
     return MODEL_REWARD if judge.name is None else JUDGE_REWARD
 
 
+def _teacher(cfg: Config) -> OpSpec:
+    if cfg.teacher.is_remote:
+        return TEACHER_SERVICE
+    return SCORING_TEACHER if cfg.teacher.is_scored else TEACHER
+
+
 VARIANTS: dict[str, Callable[[Config], OpSpec]] = {
     ROLLOUT.name: _sampler,
     DYNAMIC_SAMPLING.name: _sampling,
     MODEL_REWARD.name: _scoring_model,
-    TEACHER.name: lambda cfg: SCORING_TEACHER if cfg.teacher.is_scored else TEACHER,
+    TEACHER.name: _teacher,
     ACTOR_TRAIN.name: lambda cfg: PREFERENCE_TRAIN if cfg.actor_rollout_ref.actor.loss.pairs else ACTOR_TRAIN,
 }
 """Op of a node -> what it is under a configuration."""

@@ -30,7 +30,7 @@ from siirl.errors import ConfigError, DataError, Place
 from siirl.findings import Findings
 from siirl.model_files.directory import check_model_files, check_tokenizer
 from siirl.model_files.local_models import on_hub
-from siirl.model_files.vocabulary import check_distributions, check_same_words
+from siirl.model_files.vocabulary import check_distributions, check_pieces, check_same_words
 from siirl.observe.loggers import check_installed
 from siirl.rewards.by_data_source import RewardChooser
 from siirl.user_code.extras import env_package
@@ -140,15 +140,19 @@ def check_weights(cfg: Config, reads: Sequence[str]) -> None:
 
 def check_taught(plan: Plan, node_cfgs: Mapping[str, Config], reads_data: bool, found: Findings) -> None:
     """Teachers have the policy's vocabulary, and each row of the training data has one."""
-    for agent in {model.agent for model in plan.models.values() if model.is_teacher}:
-        teachers = [model for model in plan.models.values() if model.is_teacher and model.agent == agent]
-        configs = {model.name: node_cfgs[model.node] for model in teachers}
-        for name, cfg in configs.items():
+    nodes = [(name, node) for name, node in plan.nodes.items() if node.spec.teaches]
+    for agent in {node.agent for _, node in nodes}:
+        teachers = {name: node.model or name for name, node in nodes if node.agent == agent}
+        for node, name in teachers.items():
             with found.at(Place.MODELS):
-                check_same_words(cfg, name)
+                group = node_cfgs[node].teacher
+                if group.model.path:
+                    (check_pieces if group.is_aligned else check_same_words)(node_cfgs[node], name)
             with found.at(Place.CONFIGURATION):
-                check_distributions(cfg, name, -(-batch_of(cfg).rows // _fewest_shards(plan, name)))
-        groups = [cfg.teacher for cfg in configs.values()]
+                if name in plan.models:
+                    rows = batch_of(node_cfgs[node]).rows
+                    check_distributions(node_cfgs[node], name, -(-rows // _fewest_shards(plan, name)))
+        groups = [node_cfgs[node].teacher for node in teachers]
         loader = next((x for x in plan.loaders.values() if x.agent == agent), None)
         if reads_data and loader is not None and all(group.takes for group in groups):
             takes = {value for group in groups for value in group.takes}

@@ -2,6 +2,7 @@
 transformers."""
 
 import json
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def check_same_words(cfg: Config, who: str, role: str = "teacher") -> None:
                 if teaches
                 else "It reads the policy's tokens"
             )
-            + ", so it needs the same ones. Choose one of its family."
+            + ", so it needs the same ones. Choose one of its family"
+            + (", or set teacher.tokenizer=own." if teaches else ".")
         )
     sizes = [_size(path) for path in (cfg.actor_rollout_ref.model.path, other)]
     if not teaches:
@@ -58,6 +60,36 @@ def check_same_words(cfg: Config, who: str, role: str = "teacher") -> None:
             "are compared word by word. Resize one's embeddings, or choose another teacher; distill.top_k=0 "
             "needs the same tokenizer.json only."
         )
+
+
+SLOW: dict[str, Any] = {"type": "none in tokenizer.json"}
+"""The decoder of a tokenizer without one."""
+
+
+def decoder_kinds(decoder: Mapping[str, Any] | None) -> set[str]:
+    """What the decoder of a tokenizer.json does to tokens, but for joining them."""
+    parts = [decoder, *decoder.get("decoders", ())] if decoder else []
+    return {part["type"] for part in parts if part} - {"Sequence", "Fuse", "Strip"}
+
+
+def why_no_pieces(kinds: Set[str]) -> str:
+    """Why tokens are no parts of the text that they are decoded to, or an empty string."""
+    if kinds == {"ByteLevel"} or kinds <= {"Replace", "ByteFallback", "Metaspace"}:
+        return ""
+    return (
+        f"its tokens are no parts of a text ({', '.join(sorted(kinds))}), and teacher.tokenizer=own compares "
+        "such parts. Byte-level BPE, SentencePiece's BPE and characters have them: take another model."
+    )
+
+
+def check_pieces(cfg: Config, who: str) -> None:
+    """ConfigError unless the texts of the tokens of the policy, and of a teacher with another tokenizer, can
+    be compared; models that are not here pass."""
+    for path in (cfg.data.tokenizer or cfg.actor_rollout_ref.model.path, cfg.teacher.model.path):
+        content = _read(Path(path).expanduser() / "tokenizer.json")
+        kinds = decoder_kinds(content.get("decoder") if content or on_hub(path) else SLOW)
+        if why := why_no_pieces(kinds):
+            raise ConfigError(f"model {who!r}: the tokenizer of {path}: {why}")
 
 
 def check_distributions(cfg: Config, who: str, rows: int) -> None:

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.aggregate import TokenLoss, aggregate_loss, trained_only
-from siirl.algorithms.distillation import divergence, sampled_reverse_kl
+from siirl.algorithms.distillation import divergence, sampled_reverse_kl, span_sums
 from siirl.algorithms.kl import kl_estimate, policy_ratio, straight_through
 from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
 from siirl.algorithms.rollout_correction import (
@@ -162,7 +162,11 @@ def _from_teachers(
 ) -> Tensor:
     """The divergence from the teachers at each token, with gradient."""
     if "teacher_log_prob" in column:
-        return sampled_reverse_kl(outputs.log_prob_BT, old_BT, column["teacher_log_prob"])
+        log_prob_BT = outputs.log_prob_BT
+        if "teacher_span" in rows.keys():
+            span_BT = trained_only(rows["teacher_span"], rows["response_mask"])
+            log_prob_BT, old_BT = span_sums(log_prob_BT, span_BT), span_sums(old_BT, span_BT)
+        return sampled_reverse_kl(log_prob_BT, old_BT, column["teacher_log_prob"])
     teacher_BTK = _at_trained(rows["teacher_top_log_prob"], rows["response_mask"])
     whole = distill.top_k == WHOLE
     return divergence(outputs.top_log_prob_BT, teacher_BTK, distill.divergence, distill.beta, whole=whole)

@@ -1,4 +1,5 @@
-"""The op of a teacher on a rollout engine, which reads whole rows and says how likely their tokens are."""
+"""The op of a teacher on a rollout engine, or behind a service, that says how likely the tokens of whole rows
+are."""
 
 import torch
 from tensordict import TensorDict
@@ -7,19 +8,32 @@ from torch import Tensor
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.weights.target import load_stored
 from siirl.nodes.context import OpContext
+from siirl.nodes.own_tokens import OwnTokens
 from siirl.nodes.teacher_rows import said_of_taken
+from siirl.nodes.teacher_service import TeacherService
 
 
-def teacher_scores(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> TensorDict:
+def teacher_scores(
+    ctx: OpContext,
+    rows: TensorDict,
+    engine: RolloutEngine | None = None,
+    teacher_service: TeacherService | None = None,
+    own_tokens: OwnTokens | None = None,
+) -> TensorDict:
     """As teacher_log_prob. Collective over the ranks of the engine's shard, which answer alike.
 
     Its weights, which stay what they are, are read from the model's directory the first time.
     """
-    load_stored(engine, ctx.cfg.teacher.model.path)
-    return said_of_taken(ctx, rows, lambda mine, outputs: _scores(engine, mine, ctx.cfg.teacher.top_k))
+    scorer = teacher_service or engine
+    assert scorer is not None
+    if engine is not None:
+        load_stored(engine, ctx.cfg.teacher.model.path)
+    return said_of_taken(
+        ctx, rows, lambda mine, outputs: _scores(scorer, mine, ctx.cfg.teacher.top_k), own_tokens
+    )
 
 
-def _scores(engine: RolloutEngine, rows: TensorDict, top_k: int) -> dict[str, Tensor]:
+def _scores(engine: RolloutEngine | TeacherService, rows: TensorDict, top_k: int) -> dict[str, Tensor]:
     """log_prob [B, T] of the sampled tokens, top_log_prob and top_ids [B, T, K] of the K likeliest."""
     response_BT, width = rows["response_ids"], rows["prompt_ids"].shape[1]
     lengths = list(zip(rows["prompt_length"].tolist(), rows["response_length"].tolist(), strict=True))

@@ -15,7 +15,9 @@ from siirl.nodes.context import LocalNode, Op
 from siirl.nodes.episodes_in_flight import EpisodesInFlight
 from siirl.nodes.in_flight import InFlight
 from siirl.nodes.interaction import Interaction
+from siirl.nodes.own_tokens import OwnTokens
 from siirl.nodes.rollouts_in_flight import RolloutsInFlight
+from siirl.nodes.teacher_service import TeacherService
 from siirl.rewards.conversations import ConversationEncoder, reward_tokenizer
 from siirl.rewards.judge import Judge
 from siirl.rewards.scorer import RewardScorer
@@ -45,6 +47,8 @@ SERVICES: dict[str, Callable[[LocalNode, OnRank], Any]] = {
     "encoder": lambda node, rank: ConversationEncoder(node.cfg, node.tokenizer, node.dialect),
     "judge": lambda node, rank: Judge(node.cfg),
     "judge_tokenizer": lambda node, rank: reward_tokenizer(node.cfg),
+    "teacher_service": lambda node, rank: _teacher_service(node),
+    "own_tokens": lambda node, rank: _own_tokens(node),
     "interaction": lambda node, rank: rank.interaction_of(node.plan.name),
     "buffer": lambda node, rank: node.buffer,
     "in_flight": lambda node, rank: _in_flight(node, rank),
@@ -52,6 +56,17 @@ SERVICES: dict[str, Callable[[LocalNode, OnRank], Any]] = {
     "recordings": lambda node, rank: Path(node.cfg.actor_rollout_ref.rollout.replay_dir or "").expanduser(),
 }
 """Name of what an op needs -> how it is made."""
+
+
+def _teacher_service(node: LocalNode) -> TeacherService:
+    model = node.cfg.teacher.model if node.cfg.teacher.is_aligned else node.cfg.actor_rollout_ref.model
+    own = _own_tokens(node)
+    return TeacherService(node.cfg.teacher.endpoint, own.tokenizer if own else node.tokenizer, model)
+
+
+def _own_tokens(node: LocalNode) -> OwnTokens | None:
+    """None for a teacher that reads the policy's tokens."""
+    return OwnTokens(node.cfg, node.tokenizer, node.dialect) if node.cfg.teacher.is_aligned else None
 
 
 def _in_flight(node: LocalNode, rank: OnRank) -> InFlight | None:

@@ -14,11 +14,14 @@ from siirl.data.rows import objects, take_rows, widened
 from siirl.engines.train.base import TrainEngine
 from siirl.errors import DataError
 from siirl.nodes.context import OpContext
+from siirl.nodes.own_tokens import OwnTokens
 
 WEIGHT = f"{OF_TEACHER}weight"
 
 
-def teacher_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
+def teacher_log_prob(
+    ctx: OpContext, rows: TensorDict, engine: TrainEngine, own_tokens: OwnTokens | None = None
+) -> TensorDict:
     """What the teacher says of the tokens of the rows that it takes, zeros in all others, and its weight.
 
     Fields are named by the node. Collective over the model's ranks.
@@ -28,18 +31,26 @@ def teacher_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> T
         ctx.metrics.sum("flops/forward", engine.flops(mine, backward=False))
         return engine.compute(mine, outputs, ctx.cfg.actor_rollout_ref.rollout.trained_temperature)
 
-    return said_of_taken(ctx, rows, compute)
+    return said_of_taken(ctx, rows, compute, own_tokens)
 
 
 def said_of_taken(
-    ctx: OpContext, rows: TensorDict, compute: Callable[[TensorDict, Names], TensorDict | dict[str, Tensor]]
+    ctx: OpContext,
+    rows: TensorDict,
+    compute: Callable[[TensorDict, Names], TensorDict | dict[str, Tensor]],
+    own_tokens: OwnTokens | None,
 ) -> TensorDict:
     """The fields of a teacher: what `compute` gives of the rows that it takes, by the names of outputs."""
     teacher = ctx.cfg.teacher
     taken_B = _taken(ctx, rows)
     mine = take_rows(rows, taken_B)
-    outputs = teacher_outputs(teacher.top_k)
-    found = compute(mine, outputs)
+    outputs = teacher_outputs(teacher)
+    if own_tokens is None:
+        found = compute(mine, outputs)
+    else:
+        found = own_tokens.said(mine, lambda asked: compute(asked, ("log_prob",)))
+        aligned_BT = (found["span"] > 0) & mine["response_mask"]
+        ctx.metrics.mean("teacher/aligned", int(aligned_BT.sum()), int(mine["response_mask"].sum()))
     columns = {"weight": torch.where(taken_B, teacher.weight, 0.0)}
     for name in outputs:
         columns[name] = found[name]
@@ -65,27 +76,34 @@ def _taken(ctx: OpContext, rows: TensorDict) -> Tensor:
 def taught(ctx: OpContext, rows: TensorDict) -> TensorDict:
     """The rows with what their teachers say together, in the place of what each of them says.
 
-    teacher_log_prob [B, T] of the sampled tokens; or teacher_top_log_prob [B, T, K] of the tokens top_ids
-    [B, T, K], or of all. DataError for a row that no teacher takes.
+    teacher_log_prob [B, T] of the sampled tokens, or with a teacher of another tokenizer of the spans
+    teacher_span [B, T]; or teacher_top_log_prob [B, T, K] of the tokens top_ids [B, T, K], or of all.
+    DataError for a row that no teacher takes.
     """
     distill = ctx.cfg.actor_rollout_ref.actor.distill
     names = [name.removesuffix(WEIGHT) for name in rows.keys() if name.endswith(WEIGHT)]
     weight_MB = torch.stack([rows[f"{name}{WEIGHT}"] for name in names])
     _check_all_taken(ctx, rows, weight_MB)
 
-    def of_all(output: str) -> list[Tensor]:
-        columns = [f"{name}{OF_TEACHER}{output}" for name in names]
-        width = rows["response_ids"].shape[1]
-        return [widened(rows[column], column, width) for column in columns]
+    first_B, row_B = (weight_MB > 0).int().argmax(0), torch.arange(len(rows))
+    each_BT = torch.arange(1, rows["response_ids"].shape[1] + 1).expand(len(rows), -1)
 
-    if distill.top_k == SAMPLED:
+    def of_all(output: str) -> list[Tensor]:
+        """Of each teacher; the span of a token that is compared alone is itself."""
+        columns = [f"{name}{OF_TEACHER}{output}" for name in names]
+        return [widened(rows.get(column, each_BT), column, each_BT.shape[1]) for column in columns]
+
+    def of_its_teacher(output: str) -> Tensor:
+        return torch.stack(of_all(output))[first_B, row_B]
+
+    if any(f"{name}{OF_TEACHER}span" in rows.keys() for name in names):
+        found = {"teacher_log_prob": of_its_teacher("log_prob"), "teacher_span": of_its_teacher("span")}
+    elif distill.top_k == SAMPLED:
         found = {"teacher_log_prob": mixture(of_all("log_prob"), weight_MB)}
     elif distill.top_k == WHOLE:
         found = {"teacher_top_log_prob": mixture(of_all("top_log_prob"), weight_MB)}
     else:
-        first_B, row_B = (weight_MB > 0).int().argmax(0), torch.arange(len(rows))
-        of_row = {name: torch.stack(of_all(name))[first_B, row_B] for name in ("top_log_prob", "top_ids")}
-        found = {"teacher_top_log_prob": of_row["top_log_prob"], "top_ids": of_row["top_ids"]}
+        found = {"teacher_top_log_prob": of_its_teacher("top_log_prob"), "top_ids": of_its_teacher("top_ids")}
     out = rows.exclude(*(name for name in rows.keys() if OF_TEACHER in name))
     for name, column in found.items():
         out[name] = column

@@ -86,6 +86,28 @@ def test_a_teacher_by_vllm_is_an_engine_of_its_own_with_the_sizes_of_its_node_an
     assert {"t_teacher_top_log_prob", "t_teacher_top_ids"} <= reads(top, "train")
 
 
+def test_a_teacher_behind_a_service_has_no_model_and_takes_rows_on_all_ranks():
+    """Nor a path, and keys of what would run here have no effect."""
+    plan = compiled(learning(teacher("t", config={"endpoint.url": "http://there/v1/completions"})), 2)
+    assert not any(model.is_teacher for model in plan.models.values())
+    assert plan.nodes["t"].op == "teacher_service" and plan.run_of("t").ranks == (0, 1)
+    assert {"t_teacher_weight", "t_teacher_log_prob"} <= reads(plan, "train")
+    keys = (
+        f"{LOSS}=distill",
+        "teacher.endpoint.url=http://there/v1/completions",
+        "teacher.strategy=megatron",
+    )
+    (warning,) = effect_warnings(config(*keys))
+    assert "teacher.strategy=megatron has no effect: teacher.endpoint.url is set" in warning
+
+
+def test_a_teacher_with_another_tokenizer_reads_messages_and_gives_spans():
+    plan = compiled(learning(teacher("t", config={"tokenizer": "own"})), 2, PATH)
+    assert "raw_prompt" in reads(plan, "t")
+    assert {"t_teacher_weight", "t_teacher_log_prob", "t_teacher_span"} <= reads(plan, "train")
+    assert not {"raw_prompt", "t_teacher_span"} & reads(compiled(learning(teacher("t")), 2, PATH), "train")
+
+
 def test_rollouts_with_a_lag_do_not_decode_on_where_a_teacher_by_vllm_needs_their_devices():
     vllm = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_lag=1", PATH)
     for placement, goes_on in (("0", False), ("1", True)):
@@ -258,6 +280,67 @@ REFUSED = {
         lambda: learning(teacher("t", config={"strategy": "vllm"})),
         (PATH, f"{DISTILL}.top_k=-1"),
         "not supported yet: .*teacher.strategy=vllm with actor.distill.top_k=-1: .* Set distill.top_k=64",
+    ),
+    "a service without an address": (
+        lambda: learning(teacher("t", config={"endpoint.url": "localhost:8000"})),
+        (),
+        "node 't': teacher.endpoint.url=localhost:8000: it must be the http.s. address of a service",
+    ),
+    "a service at another temperature": (
+        lambda: learning(teacher("t", config={"endpoint.url": "http://localhost:8000/v1/completions"})),
+        (f"{ROLLOUT}.temperature=0.7",),
+        "not supported yet: node 't': teacher.endpoint.url=http://localhost:8000/v1/completions with .*=0.7",
+    ),
+    "the whole vocabulary by a service": (
+        lambda: learning(teacher("t", config={"endpoint.url": "http://localhost:8000/v1/completions"})),
+        (f"{DISTILL}.top_k=-1",),
+        "not supported yet: node 't': teacher.endpoint.url=.* with actor.distill.top_k=-1",
+    ),
+    "a service that is the policy": (
+        lambda: learning(teacher("t", config={"policy": 0, "endpoint.url": "http://localhost:8000/v1"})),
+        (f"{DISTILL}.enable=true", f"{LOSS}=vanilla"),
+        "not supported yet: node 't': teacher.endpoint.url=.* with teacher.policy=0",
+    ),
+    "another tokenizer, and whole vocabularies": (
+        lambda: learning(teacher("t", config={"tokenizer": "own"})),
+        (PATH, f"{DISTILL}.top_k=-1"),
+        "not supported yet: node 't': teacher.tokenizer=own with actor.distill.top_k=-1: .*top_k=0",
+    ),
+    "another tokenizer in an engine here": (
+        lambda: learning(teacher("t", config={"tokenizer": "own", "strategy": "vllm"})),
+        (PATH,),
+        "not supported yet: node 't': teacher.tokenizer=own with teacher.strategy=vllm: .*strategy=fsdp",
+    ),
+    "a service with another tokenizer that is not here": (
+        lambda: learning(teacher("t", config={"tokenizer": "own", "endpoint.url": "http://there/v1"})),
+        (),
+        "teacher.tokenizer=own with teacher.endpoint.url=.*: its rows are tokenised here. Set",
+    ),
+    "a policy with another tokenizer than itself": (
+        lambda: learning(teacher("t", config={"tokenizer": "own", "policy": 0, "sync_steps": 5})),
+        (f"{DISTILL}.enable=true", f"{LOSS}=vanilla"),
+        "node 't': teacher.tokenizer=own with teacher.policy=0: a policy has the policy's tokens",
+    ),
+    "another tokenizer in a mixture": (
+        lambda: learning(teacher("a", config={"tokenizer": "own"}), teacher("b")),
+        (PATH,),
+        "node 'a' and node 'b' take the same rows with teacher.tokenizer=own: .* Set teacher.takes",
+    ),
+    "another tokenizer, and weights of tokens": (
+        lambda: learning(teacher("t", config={"tokenizer": "own"})),
+        (PATH, f"{ACTOR}.tis_imp_ratio_cap=2"),
+        "not supported yet: node 't': teacher.tokenizer=own with actor.rollout_correction.weight: .* spans",
+    ),
+    "another tokenizer in a conversation": (
+        lambda: dag_spec(
+            "talk",
+            [
+                *learning(teacher("t", config={"tokenizer": "own"})).nodes,
+                NodeSpec("answer", "MODEL_INFERENCE", "ROLLOUT", agent_group=1, dependencies=("rollout",)),
+            ],
+        ),
+        (PATH,),
+        "not supported yet: node 't': teacher.tokenizer=own in an interaction: rows of several turns",
     ),
     "older weights in vLLM": (
         lambda: learning(teacher("t", config={"policy": 0, "strategy": "vllm", "sync_steps": 5})),

@@ -33,7 +33,7 @@ def check_images(kept: Workflow) -> Iterator[UserError]:
             )
         elif node.op.is_rollout and node.cfg.data.has_images:
             yield from _of_a_rollout(node, kept)
-        elif node.op.role is not None and node.op.role.is_teacher and node.cfg.data.has_images:
+        elif node.op.teaches and node.cfg.data.has_images:
             yield NotSupportedError(
                 f"not supported yet: {node}: a teacher of prompts with images (data.dataset_type=vlm): it is "
                 "given tokens alone. Remove the node, or the images."

@@ -14,7 +14,7 @@ from siirl.data.completions import Completion, Key, Request
 from siirl.deadline import Deadline
 from siirl.engines.rollout.base import Interrupt, RolloutEngine, RolloutStream, check_keys
 from siirl.errors import EndpointError, EpisodeFailed, NotSupportedError, RolloutError
-from siirl.http_service import Endpoint, EndpointSettings
+from siirl.http_service import Endpoint, settings_of
 from siirl.parallel.process_groups import ProcessGroupManager
 
 BEGIN, MIDDLE, END = "\ue000", "\ue001", "\ue002"
@@ -70,16 +70,7 @@ class OpenAIRollout(RolloutEngine):
         service = cfg.actor_rollout_ref.rollout.agent.endpoint
         assert service.url is not None
         self._served_model = service.served_model
-        self._endpoint = Endpoint(
-            EndpointSettings(
-                url=service.url,
-                timeout_s=service.timeout_s,
-                max_tries=service.max_tries,
-                max_concurrent=service.max_concurrent,
-                max_per_s=service.max_per_s,
-                token_env=service.token_env,
-            )
-        )
+        self._endpoint = Endpoint(settings_of(service))
         self._pool = ThreadPoolExecutor(service.max_concurrent, thread_name_prefix=f"endpoint of {plan.name}")
 
     def new_stream(self, interrupt: Interrupt | None) -> RolloutStream:

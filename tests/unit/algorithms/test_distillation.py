@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from siirl.algorithms.distillation import divergence, mixture, sampled_reverse_kl
+from siirl.algorithms.distillation import divergence, mixture, sampled_reverse_kl, span_sums
 from siirl.algorithms.top_log_probs import WordShard, linear_log_probs_of, linear_top_log_probs
 
 KINDS = [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.9)]
@@ -136,3 +136,46 @@ def test_a_shard_of_the_words_gives_its_own():
     assert kind == "sum" and found.shape == (2, 3, 2, 5) and bool((found[:, :, 0] == 0).all())
     assert bool((found[0, :, 1, 4] == -math.inf).all())  # it has four words, and five are asked for
     assert set(found[1, :, 1, :4].flatten().tolist()) == {6.0, 7.0, 8.0, 9.0}
+
+
+def test_values_of_a_span_are_added_up_at_its_last_token():
+    span = torch.tensor([[2, 2, 3, 0, 7, 7, 7], [0, 0, 0, 0, 0, 0, 0]])
+    value = torch.arange(14, dtype=torch.float64).view(2, 7).requires_grad_()
+    found = span_sums(value, span)
+    want = [[0, 0 + 1, 2, 0, 0, 0, 4 + 5 + 6], [0] * 7]
+    assert found.tolist() == want
+    (grad,) = torch.autograd.grad((found * torch.arange(1.0, 8.0)).sum(), value)
+    assert grad.tolist() == [[2, 2, 3, 0, 7, 7, 7], [0] * 7], "tokens in no span have no gradient"
+
+
+def test_spans_of_single_tokens_are_the_loss_of_one_tokenizer_to_the_bit():
+    """Its gradient, too, in float64."""
+    each = torch.arange(1, 7).expand(4, -1)
+    log_p, old, log_q = (logits(4, 6, 9, seed=seed).log_softmax(-1)[..., 0] for seed in (1, 2, 3))
+    losses = []
+    for reduced in (lambda x: x, lambda x: span_sums(x, each)):
+        one = log_p.clone().requires_grad_()
+        loss = sampled_reverse_kl(reduced(one), reduced(old), log_q)
+        losses.append((loss, torch.autograd.grad(loss.sum(), one)[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+
+
+def test_the_loss_of_a_span_is_the_kl_of_its_text():
+    """A policy writes two letters of three as two tokens, a teacher as one of nine. Over all texts, as likely
+    as the policy writes them, the mean of the loss is KL(policy || teacher) of texts; its gradient, too."""
+    first, then, teacher = logits(3, seed=1), logits(3, 3, seed=2), logits(9, seed=3)
+    first.requires_grad_(), then.requires_grad_()
+    # of both tokens of each text
+    log_p_AB = torch.stack([first.log_softmax(-1)[:, None].expand(3, 3), then.log_softmax(-1)], -1)
+    text_9, log_q_9 = log_p_AB.sum(-1).flatten(), teacher.log_softmax(-1)
+    kl = (text_9.exp() * (text_9 - log_q_9)).sum()
+    want = torch.autograd.grad(kl, (first, then), retain_graph=True)
+    token_92 = log_p_AB.view(9, 2)
+    span = torch.full((9, 2), 2)
+    teacher_92 = torch.stack([torch.zeros(9), log_q_9], -1)
+    of_spans = (span_sums(token_92, span), span_sums(token_92.detach(), span))
+    loss_92 = sampled_reverse_kl(*of_spans, teacher_92)
+    mean = (text_9.detach().exp() * loss_92.sum(-1)).sum()
+    torch.testing.assert_close(mean, kl, rtol=1e-12, atol=1e-12)
+    for found, exact in zip(torch.autograd.grad(mean, (first, then)), want, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)

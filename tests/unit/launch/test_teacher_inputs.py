@@ -11,7 +11,7 @@ from siirl.config import Config, load_config
 from siirl.errors import ConfigError, DataError
 from siirl.launch.input_checks import check_routes
 from siirl.model_files.directory import check_lengths
-from siirl.model_files.vocabulary import check_distributions, check_same_words
+from siirl.model_files.vocabulary import check_distributions, check_pieces, check_same_words
 
 WORDS = {"a": 0, "b": 1, "c": 2}
 
@@ -89,6 +89,41 @@ def test_an_engine_that_scores_needs_a_position_more_than_the_longest_row(tmp_pa
 
 def test_of_models_that_are_not_here_nothing_is_said(tmp_path):
     check_same_words(keys(model(tmp_path / "policy", WORDS, 4), "ORG/NAME"), "agent_0.teacher.t")
+
+
+@pytest.mark.parametrize(
+    ("decoder", "wrong"),
+    [
+        ({"type": "ByteLevel"}, None),
+        (None, None),
+        (
+            {
+                "type": "Sequence",
+                "decoders": [{"type": "Replace"}, {"type": "ByteFallback"}, {"type": "Fuse"}],
+            },
+            None,
+        ),
+        ({"type": "WordPiece"}, "no parts of a text .WordPiece., and teacher.tokenizer=own"),
+        ({"type": "Sequence", "decoders": [{"type": "BPEDecoder"}]}, "no parts of a text .BPEDecoder."),
+        ("no file", "none in tokenizer.json"),
+    ],
+)
+def test_tokens_of_a_teacher_with_another_tokenizer_are_parts_of_a_text(tmp_path, decoder, wrong):
+    policy, teacher = (model(tmp_path / name, WORDS, 4) for name in ("policy", "t"))
+    content = json.loads((teacher / "tokenizer.json").read_text()) | {"decoder": decoder}
+    (teacher / "tokenizer.json").write_text(json.dumps(content))
+    if decoder == "no file":
+        (teacher / "tokenizer.json").unlink()
+    for cfg in (
+        keys(policy, teacher, "teacher.tokenizer=own"),
+        keys(teacher, policy, "teacher.tokenizer=own"),
+    ):
+        if wrong is None:
+            check_pieces(cfg, "agent_0.teacher.t")
+        else:
+            with pytest.raises(ConfigError, match=f"'agent_0.teacher.t': the tokenizer of .*/t: .*{wrong}"):
+                check_pieces(cfg, "agent_0.teacher.t")
+    check_pieces(keys(policy, "ORG/NAME", "teacher.tokenizer=own"), "agent_0.teacher.t")
 
 
 def test_a_row_without_a_teacher_is_refused_by_its_number(tmp_path):
