@@ -91,7 +91,7 @@ def train_all(rank: int, world: int, layouts: list[Scenario], paths: dict[str, s
         engine, groups = cases.build_engine(case, paths[case.model])
         found[case.name] = (cases.train(engine, case), unequal_replicas(engine))
         cases.release(groups)
-    return found
+    return found if rank == 0 else {}
 
 
 def check(case: Scenario, few: bool) -> None:

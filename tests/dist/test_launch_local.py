@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from siirl.launch.process import Worker, end_all, lifeline, worker_environment
 
 LAUNCH = (
     "import sys; from pathlib import Path; from siirl.launch.job import Job;"
-    "from siirl.launch.local import run_local;"
+    "from siirl.launch.local import run_local; sys.executable = sys.argv[2];"
     "code = run_local(Job.read(Path(sys.argv[1]))); assert 'torch' not in sys.modules; sys.exit(code)"
 )
 LAUNCHER = [sys.executable, "-m", "launch_written_job"]
@@ -47,13 +48,19 @@ def log(folder: Path, rank: int) -> str:
 
 
 def test_a_run_that_ends_well_exits_0_and_logs_every_rank(tmp_path):
-    """Its launcher has not imported torch."""
-    done = run_words([sys.executable, "-c", LAUNCH, str(write_job(tmp_path, "finish"))])
+    done = run(tmp_path, "finish")
     assert done.returncode == 0, done.stderr
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert f"sum=1 dag=launch_test seed=1 cpu threads={threads}" in done.stdout
     assert "tty=False note=hello" in done.stdout and "rank 1 was here" not in done.stdout
     assert "rank 0 was here" in log(tmp_path, 0) and "rank 1 was here" in log(tmp_path, 1)
+
+
+def test_the_launcher_imports_no_torch(tmp_path):
+    """Workers that end at once stand for those that do."""
+    words = [sys.executable, "-c", LAUNCH, str(write_job(tmp_path, "finish")), shutil.which("true")]
+    done = run_words(words)
+    assert done.returncode == 0, done.stderr
 
 
 FAILURES = {

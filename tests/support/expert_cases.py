@@ -1,5 +1,6 @@
 """Mixtures of experts against plain Hugging Face, and copies of a tensor against each other."""
 
+import hashlib
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -78,21 +79,22 @@ def unequal_replicas(engine: Any) -> list[str]:
     """Names of weights and moments of which ranks hold copies that are not the same. Collective."""
     from siirl.engines.train.megatron.state import pieces_of
 
-    held: dict[tuple, torch.Tensor] = {}
+    held: dict[tuple, str] = {}
     for param, entry in engine._params:
         owned, start = engine._shards.tensors(param)
         flats = {f"AdamW's {kind}": (flat, start) for kind, flat in owned.items()}
         for kind, (flat, first) in (flats | {"the model's": (param.detach().view(-1), 0)}).items():
             for name, piece in pieces_of(engine._params, entry, flat, first):
-                held[kind, name, piece.offset, tuple(piece.local.shape)] = piece.local.to("cpu", copy=True)
+                bits = piece.local.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+                held[kind, name, piece.offset, tuple(piece.local.shape)] = hashlib.sha256(bits).hexdigest()
     everybody: list[dict] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everybody, held)
-    first_seen: dict[tuple, torch.Tensor] = {}
+    first_seen: dict[tuple, str] = {}
     wrong, num_copies = set(), 0
     for one in everybody:
         for key, value in one.items():
             num_copies += key in first_seen
-            if not torch.equal(first_seen.setdefault(key, value), value):
+            if first_seen.setdefault(key, value) != value:
                 wrong.add(f"{key[0]} {key[1]}")
     dims = engine._dims
     assert num_copies or dims.world in (dims.pp, 1), "nothing was compared"

@@ -30,6 +30,9 @@ PRELOAD = (
     "tensordict",
     "transformers.models.qwen3.modeling_qwen3",
     "hydra",
+    "peft",
+    "pyarrow.pandas_compat",
+    "pytest",  # files of tests have what workers do
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "pandas",  # pyarrow imports it where it is installed
@@ -43,6 +46,7 @@ PRELOAD = (
     "siirl.launch.worker_entry",
     "siirl.main_dag",
     "siirl.nodes.actor_train",
+    "siirl.nodes.advantage",
     "siirl.nodes.function_reward",
     "siirl.nodes.log_prob",
 )

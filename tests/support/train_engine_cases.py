@@ -297,10 +297,10 @@ def dims_of(scenario: Scenario, ranks: tuple[int, ...]) -> tuple[ParallelDims, l
     return dims, list(dict.fromkeys([ranks, *lines]))
 
 
-def first_step_gradients(engine: TrainEngine) -> dict[str, Tensor]:
+def first_step_gradients(engine: TrainEngine, on_all: bool = True) -> dict[str, Tensor]:
     """Full gradients of the first optimizer step, out of AdamW's first moment: (1 - beta1) * gradient."""
     prefix = "exp_avg."
-    moments = whole_tensors(engine.state_dict()["optimizer"])
+    moments = whole_tensors(engine.state_dict()["optimizer"], on_all)
     return {
         name.removeprefix(prefix): moment / (1 - BETA1)
         for name, moment in moments.items()
@@ -308,11 +308,15 @@ def first_step_gradients(engine: TrainEngine) -> dict[str, Tensor]:
     }
 
 
-def whole_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a sharded state, whole, on every rank; NaN where no rank has anything."""
+def whole_tensors(state: dict[str, Tensor], on_all: bool = True) -> dict[str, Tensor]:
+    """The tensors of a sharded state, whole, on every rank or on rank 0; NaN where no rank has anything."""
     mine = [(name, *part) for name, tensor in state.items() for part in parts_of(name, tensor)]
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
+    if on_all:
+        dist.all_gather_object(parts, mine)
+    else:
+        dist.gather_object(mine, parts if dist.get_rank() == 0 else None)
+        parts = parts if dist.get_rank() == 0 else []
     whole: dict[str, Tensor] = {}
     for name, size, offsets, part in itertools.chain(*parts):
         if name not in whole:
@@ -344,12 +348,12 @@ def train_steps(engine: TrainEngine, scenario: Scenario, steps: range) -> list[M
 
 
 def run_scenario(scenario: Scenario, path: Path | str) -> Outcome:
-    """Train as the scenario says; the outcome is whole on every rank."""
+    """Train as the scenario says, see `train`."""
     return train(build_engine(scenario, path)[0], scenario)
 
 
 def train(engine: TrainEngine, scenario: Scenario) -> Outcome:
-    """Outputs before the first of NUM_STEPS steps, gradients of it, weights after the last; on every rank."""
+    """Outputs before the first of NUM_STEPS steps; on rank 0 gradients of it, and weights after the last."""
     mine = rows_of_rank(engine.dp_rank, engine.dp_size, scenario.split)
     names = ("log_prob", "entropy", "prob_square")
     columns = engine.compute(take_rows(sample_rows(0), mine), names, TEMPERATURE)
@@ -362,7 +366,7 @@ def train(engine: TrainEngine, scenario: Scenario) -> Outcome:
     for step in range(NUM_STEPS):
         (metrics,) = train_steps(engine, scenario, range(step, step + 1))
         if step == 0:
-            outcome.grads = first_step_gradients(engine)
+            outcome.grads = first_step_gradients(engine, on_all=False)
         values = metrics.values()
         loss = torch.tensor([values.get("loss", 0.0), values.get("rows", 0.0)])
         dist.all_reduce(loss)
@@ -371,8 +375,9 @@ def train(engine: TrainEngine, scenario: Scenario) -> Outcome:
         outcome.losses.append(loss[0].item())
         outcome.grad_norms.append(values["grad_norm"])
     assert engine.version == NUM_STEPS
-    weights = engine.export_weights(torch.float32)
-    outcome.weights = {name: weight.to("cpu", copy=True) for name, weight in weights}
+    for name, weight in engine.export_weights(torch.float32):
+        if dist.get_rank() == 0:
+            outcome.weights[name] = weight.to("cpu", copy=True)
     return outcome
 
 

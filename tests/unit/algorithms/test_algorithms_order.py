@@ -1,11 +1,14 @@
 """Which rows are trained on: the weights of PF-PPO, the order of a curriculum."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from siirl.algorithms.groups import resampling_weights
-from siirl.data.curriculum import Curriculum
+from siirl.config import load_config
+from siirl.data.curriculum import Curriculum, make_curriculum
 from siirl.errors import ConfigError
 
 
@@ -46,3 +49,18 @@ def test_batches_become_harder_until_the_curriculum_ends():
     assert first[0] <= 4 and first[:30].mean() < first[30:60].mean() < first[60:].mean()
     later = difficulty[epochs[2]].reshape(100, 4).mean(-1)
     assert abs(later[:50].mean() - later[50:].mean()) < 40
+
+
+def test_a_curriculum_lasts_as_many_batches_as_its_key_says():
+    prompts = SimpleNamespace(extra_infos=lambda: [{"level": float(level)} for level in range(40)])
+
+    def order(*keys):
+        data = load_config(["data.curriculum_key=level", *keys]).data
+        return make_curriculum(data, prompts).order(1, 0, 4).tolist()
+
+    assert order() == list(range(40))
+    batches = np.reshape(order("data.curriculum_steps=5"), (10, 4))
+    for number, batch in enumerate(batches[:5]):
+        assert batch.max() < 8 * (number + 1) + 4 * number, "the easiest that were left"
+    assert batches[0].max() > 3, "drawn from a fifth"
+    assert sorted(batches[5:].flat) != batches[5:].flatten().tolist(), "shuffled after it"

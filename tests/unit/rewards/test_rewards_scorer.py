@@ -81,17 +81,27 @@ SCORED = [
 ]
 
 
-def test_a_response_is_scored_by_its_answer_and_not_over_tokens_that_were_skipped():
+READ = {
+    "auto": [score for *_, score in SCORED],
+    "answer": [1, 0, 0, 1, 0, 1, 0, 0],
+    "whole": [0, 0, 0, 1, 0, 1, 1, 1],
+}
+"""reward_model.scored_text -> the scores. think_format has the parts of the response beside the text."""
+
+
+@pytest.mark.parametrize("read", READ)
+def test_a_response_is_scored_by_its_answer_and_not_over_tokens_that_were_skipped(read):
     marked = tokenizer_of(THINKS, added=("<|im_start|>", "<|im_end|>", "[THINK]", "[/THINK]"))
-    sources, texts, truths, scores = zip(*SCORED, strict=True)
+    sources, texts, truths, _ = zip(*SCORED, strict=True)
     ids = [marked.encode(text) for text in texts]
     columns = {"response_ids": ids, "response_length": [len(row) for row in ids]}
     columns |= {"data_source": list(sources), "ground_truth": list(truths)}
     columns |= {"extra_info": [{}] * len(ids), "sample_index": [*range(len(ids))]}
     functions = "{a:exact_match,t:think_format,b:boxed_format}"
-    cfg = load_config(["trainer.n_gpus_per_node=1", f"+reward_model.reward_kwargs.functions={functions}"])
+    keys = ["trainer.n_gpus_per_node=1", f"reward_model.scored_text={read}"]
+    cfg = load_config([*keys, f"+reward_model.reward_kwargs.functions={functions}"])
     scorer = RewardScorer(cfg, marked, derive(marked, ChatTemplate(marked, {}), {}))
-    assert tuple(scorer.submit(make_rows(columns)).result()["score"].tolist()) == scores
+    assert scorer.submit(make_rows(columns)).result()["score"].tolist() == READ[read]
     scorer.close()
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from siirl.config import with_overrides
 from siirl.data.completions import SamplingParams
 from siirl.engines.train.adapters import adapted_layers
 from siirl.engines.train.base import AdamStep
@@ -25,6 +26,7 @@ from siirl.service.commands import (
     SaveSampler,
     SaveState,
 )
+from siirl.service.saved_weights import OPERATOR
 
 pytestmark = pytest.mark.heavy
 ALPHA = 32
@@ -431,3 +433,13 @@ def test_a_gradient_that_is_not_finite_takes_no_step(tenants):
     assert "no step was taken" in said
     after = adapter_of(tenants, "a:train:0")
     assert all(torch.equal(before[name], one) for name, one in after.items())
+
+
+def test_tenants_of_the_file_have_their_keys_beside_the_servers_own(service, tmp_path, monkeypatch):
+    file = tmp_path / "tenants"
+    file.touch(mode=0o600)
+    file.write_text("ann tml-ann-0123456789")
+    monkeypatch.setattr(service, "_cfg", with_overrides(service._cfg, {"service.tenants_file": str(file)}))
+    server = service._new_endpoint()
+    assert server._tenant("tml-ann-0123456789") == "ann" and server._tenant(service._token) == OPERATOR
+    assert server._tenant("tml-bob-0123456789") is None
