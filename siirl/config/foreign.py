@@ -4,6 +4,7 @@ The one table of these facts (foreign_keys.txt, which says how it is written): t
 keys, `siirl migrate` and docs/migration_reference.md read it.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -138,6 +139,7 @@ OTHER_DEFAULTS: dict[str, OtherDefault] = {
 }
 
 
+@functools.cache
 def foreign(name: str) -> tuple[Foreign, str] | None:
     """(what is known of a foreign key, its name here or ""), the first entry that fits; None if unknown.
 

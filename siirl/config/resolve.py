@@ -6,8 +6,9 @@ may use an earlier one.
 """
 
 import functools
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from siirl.config.aliases import ALIASES, FORWARD_MEGATRON, MEGATRON_SIZES, POLICY
@@ -76,10 +77,15 @@ REFERENCE = re.compile(r"\$\{([^}]+)\}")
 
 def get(cfg: Config, name: str) -> Any:
     """The value of a full key name; of an older name, that of the key it stands for."""
+    return _getter(name)(cfg)
+
+
+@functools.cache
+def _getter(name: str) -> Callable[[Config], Any]:
     name = ALIASES.get(name, (name,))[0]
     if name in unused_keys():
-        return cfg.unused.get(name, all_keys()[name].default)
-    return functools.reduce(getattr, name.split("."), cfg)
+        return lambda cfg: cfg.unused.get(name, all_keys()[name].default)
+    return operator.attrgetter(name)
 
 
 def is_set(cfg: Config, name: str) -> bool:

@@ -173,7 +173,7 @@ def _walk(walk: _Walk) -> None:
         elif not isinstance(ins, Reshard):
             continue
         ranks = plan.routes[ins.route].ranks if isinstance(ins, Reshard) else ins.ranks
-        begins = max(clock[rank] for rank in ranks)
+        begins = max(map(clock.__getitem__, ranks))
         ends = begins
         if parts:
             factor = walk.recorded.factor(name, kind) if walk.recorded and kind != OTHER else 1.0

@@ -4,6 +4,7 @@ A phase is a Run of the plan, or an interaction. The models of its node do what 
 the same ranks are idle. docs/scaling.md works cases by hand.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -124,13 +125,21 @@ def memory_lines(plan: Plan, configs: Configs) -> dict[str, list[MemoryLine]] | 
     return lines
 
 
+@functools.lru_cache(maxsize=16)
+def _holders(
+    world_size: int, placed: tuple[tuple[str, tuple[int, ...]], ...]
+) -> dict[tuple[str, ...], list[int]]:
+    """Models -> the ranks that have these and no others. A search asks for few placements again and again."""
+    holders: dict[tuple[str, ...], list[int]] = {}
+    on = {name: frozenset(ranks) for name, ranks in placed}
+    for rank in range(world_size):
+        holders.setdefault(tuple(name for name, ranks in on.items() if rank in ranks), []).append(rank)
+    return holders
+
+
 def phase_peaks(plan: Plan, lines: Mapping[str, list[MemoryLine]], device_bytes: int) -> list[PhasePeak]:
     """Each phase on each set of ranks that holds the same models, in the order of a step."""
-    holders: dict[tuple[str, ...], list[int]] = {}
-    on = {model.name: frozenset(model.ranks) for model in plan.models.values()}
-    for rank in range(plan.world_size):
-        here = tuple(name for name, ranks in on.items() if rank in ranks)
-        holders.setdefault(here, []).append(rank)
+    holders = _holders(plan.world_size, tuple((model.name, model.ranks) for model in plan.models.values()))
     peaks = []
     for node, active in _phases(plan):
         for here, ranks in holders.items():
