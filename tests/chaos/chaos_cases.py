@@ -66,8 +66,13 @@ class Case:
     """A signal, or what happens to the disk, the clock, or the memory that a rank may have."""
     then: str
     """What must happen: one of the words above."""
-    fast: bool = False
-    """Part of `make test`."""
+    least_step: int = 0
+    """It is in this step or a later one."""
+
+    @property
+    def fast(self) -> bool:
+        """Part of `make test`."""
+        return (self.who, self.phase, self.how) in FAST
 
     @property
     def name(self) -> str:
@@ -158,18 +163,20 @@ def make_cases() -> list[Case]:
     add(REWARD_SERVICE, ("reward", "scoring", "train"), ("SIGKILL", "SIGSTOP"), GOES_ON)
     add(TOOL_URL, ("tool",), (LOST,), NAMED)
     add(REWARD_SERVICE, ("scoring",), (LOST,), NAMED)
-    return [Case(*strike, then, strike in FAST) for strike, then in wanted.items()]
+    return [Case(*strike, then, FAST.get(strike, 0)) for strike, then in wanted.items()]
 
 
 BESIDE_STANDBYS = ("standby", "standby's rank")
 RAY_PARTS = ("Ray worker", "Ray actor", "Ray raylet", "Ray machine")
 """Those of rank 1, on the second machine."""
 FAST = {
-    ("rank 0", "write in memory", "SIGKILL"),
-    ("launcher", "train", "SIGTERM"),
-    ("reward worker", "scoring", "SIGKILL"),
-    ("memory keeper", "train", "SIGKILL"),
+    ("launcher", "train", "SIGTERM"): 3,
+    ("rank 1", "train", "SIGKILL"): 4,
+    ("reward worker", "scoring", "SIGKILL"): 0,
+    ("memory keeper", "train", "SIGKILL"): 0,
 }
+"""Those of `make test`, in their order -> the first step in which they may be: the command then goes on from
+the disk, and the next attempt from memory."""
 CASES = make_cases()
 FILES = {
     "rank_0": ("rank 0",),

@@ -70,7 +70,7 @@ CANNOT_MOUNT = os.system("unshare -m true 2> /dev/null") != 0
 
 def take(
     chain: list[Case], inputs: Inputs, undisturbed: Undisturbed, folder: Path, steps: int = STEPS
-) -> None:
+) -> Chaos:
     """Strike a run as the cases say: it comes back each time and ends as if nothing had been, or says why."""
     kind, with_clock = chain[0].job, any(case.who == "clock" for case in chain)
     disk = DISKS.get(chain[0].who, "")
@@ -82,6 +82,7 @@ def take(
         else:
             chaos.run(chain).check_equal(undisturbed(kind, steps))
     note_times(chain, chaos.took_s)
+    return chaos
 
 
 def note_times(chain: list[Case], took_s: list[float]) -> None:

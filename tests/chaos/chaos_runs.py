@@ -235,7 +235,8 @@ class Chaos:
         self._service = Service(kind, folder) if kind in SERVICES else None
         if self._service is not None:
             keys += self._service.keys
-        self._words = [sys.executable, "-m", "siirl.main_dag", *overrides(inputs, self.output, *keys)]
+        self.keys = overrides(inputs, self.output, *keys)
+        self._words = [sys.executable, "-m", "siirl.main_dag", *self.keys]
         if disk:
             self._words = ["unshare", "-m", "sh", "-c", DISK, "sh", *self._words]
             self._words[6:6] = [str(self._disk), str(folder / "copy")]
@@ -287,7 +288,8 @@ class Chaos:
         if case is None:
             path.unlink()
             return
-        wanted = {"number": self._number, "phase": PHASES[case.phase], "rank": case.rank, "step": 0}
+        wanted = {"number": self._number, "phase": PHASES[case.phase], "rank": case.rank}
+        wanted["step"] = case.least_step
         path.with_suffix(".new").write_text(json.dumps(wanted))
         os.replace(path.with_suffix(".new"), path)
 

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_harness import Finished, Inputs, audited, overrides, run_job
+from job_harness import Finished, Inputs, overrides, run_job
 from killed_jobs import ranks_of, run_and_kill, start, steps_done, wait_until
 
-from siirl.cli import main
-from siirl.launch.attempts import ATTEMPTS_FILE
 from siirl.runs.run_state import read_run
 
 pytestmark = pytest.mark.timeout(300)
@@ -55,43 +53,6 @@ def check_same(output: Path, undisturbed: tuple[list[dict], dict]) -> None:
     assert lines == undisturbed[0]
     assert weights.keys() == undisturbed[1].keys() and len(weights) > 5
     assert all(weights[name].equal(tensor) for name, tensor in undisturbed[1].items())
-
-
-def test_a_killed_rank_comes_back_and_the_run_ends_as_if_nothing_had_been(
-    inputs, undisturbed, tmp_path, capsys
-):
-    keys = ("trainer.save_freq=8", "trainer.memory_checkpoint_freq=1", "trainer.ledger=rows")
-    words = command(inputs, tmp_path / "out", *keys)
-    restarts_s: list[float] = []
-    code, console = run_and_kill(words, tmp_path, [3], [1], restarts_s=restarts_s)
-    assert code == 0, console
-    assert len(restarts_s) == 1 and 0 < restarts_s[0] < 100
-    check_same(tmp_path / "out", undisturbed)
-    assert "8 steps, 2 attempts, 64 prompts, 256 rows sampled, 256 trained" in audited(
-        Finished.read(tmp_path / "out")
-    )
-    assert "siirl: attempt 1 failed: rank 1 on " in console and "killed by SIGKILL" in console
-    assert re.search("siirl: the run goes on from global_step_[2-7] in memory", console), console
-    assert not Path(json.loads((tmp_path / "out" / "job.json").read_text())["memory_dir"]).exists()
-    assert "(restart 1 of at most 3 without a new checkpoint)" in console
-    assert "resumed from" in (tmp_path / "out" / "logs" / "rank_0.log").read_text()
-    assert "resumed from" not in (tmp_path / "out" / "attempts" / "1" / "logs" / "rank_0.log").read_text()
-    (attempt,) = map(json.loads, (tmp_path / "out" / ATTEMPTS_FILE).read_text().splitlines())
-    assert (attempt["rank"], attempt["cause"]) == (1, "killed by SIGKILL") and attempt["step"] >= 3
-    state = read_run(tmp_path / "out")
-    assert (state.status, state.starts, len(state.attempts)) == ("ended", 1, 1)
-    assert main(["watch", str(tmp_path / "out"), "--once"]) == 0
-    shown = capsys.readouterr().out
-    assert "attempt 2, after 1 that failed\n" in shown and ": killed by SIGKILL; went on from global" in shown
-    assert main(["ls", str(tmp_path), "--json"]) == 0
-    (listed,) = json.loads(capsys.readouterr().out)
-    assert [attempt["cause"] for attempt in listed["attempts"]] == ["killed by SIGKILL"]
-    changed = [*words, "actor_rollout_ref.actor.optim.lr=0.5", "trainer.total_training_steps=9"]
-    refused = start(changed, tmp_path / "second")
-    assert refused.wait(60) == 2
-    said = (tmp_path / "second").read_text()
-    assert "actor_rollout_ref.actor.optim.lr: 0.01 in the checkpoint, 0.5 now\n" in said
-    assert "trainer.resume_changed=true" in said and "total_training_steps" not in said
 
 
 @pytest.mark.slow

@@ -38,7 +38,6 @@ def run(tmp_path_factory):
             "profiler.enable=True",
             f"profiler.profile_steps=[{PROFILED}]",
             "profiler.all_ranks=True",
-            "profiler.with_stack=True",
             "profiler.roles=[train_actor]",
         ),
     )
@@ -106,7 +105,6 @@ def test_each_rank_has_a_profile_of_the_asked_node_alone_in_the_asked_step(run):
             events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
         ranges = {event["name"] for event in events if event.get("cat") == "user_annotation"}
         assert {"actor_train", "micro_batch", "optimizer_step"} <= ranges
-        assert any("fsdp_engine.py" in event["name"] for event in events), "who called"
         assert not {"rollout_actor", "decode", "actor_old_log_prob", "reshard"} & ranges
         (node,) = (event for event in events if event["name"] == "actor_train")
         ops = [event for event in events if event["name"].startswith("aten::")]

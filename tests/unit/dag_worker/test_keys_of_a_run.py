@@ -10,6 +10,7 @@ from siirl.compiler.compile import compile_plan, load_dag
 from siirl.dag_worker import observing, training
 from siirl.dag_worker.row_ledger import RowLedger
 from siirl.data.ledger_events import FOLDER
+from siirl.observe.profile import Details
 from siirl.observe.spans import observing as observed_by
 from siirl.observe.spans import phase
 
@@ -68,3 +69,12 @@ def test_phases_wait_for_the_gpu_where_they_are_told_to(tmp_path, monkeypatch, k
         pass
     observer.close()
     assert len(waited) == waits
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_profile_has_the_lines_of_python_where_it_is_asked_for(tmp_path, asked):
+    """What a trace then holds: tests/unit/observe/test_step_profile.py."""
+    cfg = config("profiler.enable=true", "profiler.profile_steps=[1]", f"profiler.with_stack={asked}")
+    plan, _ = compile_plan(load_dag(cfg), cfg, 1)
+    profile = observing._make_profile(cfg, plan, 0, torch.device("cpu"), tmp_path)
+    assert profile._details == Details(stack=asked)
