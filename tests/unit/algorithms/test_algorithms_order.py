@@ -1,7 +1,5 @@
 """Which rows are trained on: the weights of PF-PPO, the order of a curriculum."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -52,11 +50,11 @@ def test_batches_become_harder_until_the_curriculum_ends():
 
 
 def test_a_curriculum_lasts_as_many_batches_as_its_key_says():
-    prompts = SimpleNamespace(extra_infos=lambda: [{"level": float(level)} for level in range(40)])
+    infos = [{"level": float(level)} for level in range(40)]
 
     def order(*keys):
         data = load_config(["data.curriculum_key=level", *keys]).data
-        return make_curriculum(data, prompts).order(1, 0, 4).tolist()
+        return make_curriculum(data, lambda: infos).order(1, 0, 4).tolist()
 
     assert order() == list(range(40))
     batches = np.reshape(order("data.curriculum_steps=5"), (10, 4))
