@@ -165,7 +165,7 @@ class WeightsInPlace(EngineWeights):
         if self._in_place:
             why_not = self._write_all(process, weights, live, keeps_kv)
         else:
-            self._parts = None  # the process finds out anew where tensors land
+            self._forget_parts()  # the process finds out anew where tensors land
             why_not = self._load_all(process, weights, keeps_kv, has_begun)
         self._in_place = not why_not
         if why_not and why_not != self._told_why:
@@ -188,16 +188,25 @@ class WeightsInPlace(EngineWeights):
             found[names[number]].append(tuple(map(tuple, box)))
         return found
 
+    @property
+    def expected(self) -> Rounds | None:
+        """The parts that come next; None: whole tensors."""
+        return None if self._parts is None else self._parts.rounds
+
     def expect_parts(self, process: RecoveringEngine | None, arriving: Rounds | None) -> None:
-        """See RolloutEngine. Idempotent."""
-        if arriving is (self._parts and self._parts.rounds):
-            return
+        """See RolloutEngine."""
+        self._forget_parts()
         self._parts = None if arriving is None else PartWriter(arriving, self._device, self._whole)
         numbers = {name: number for number, name in enumerate(self._packer.specs)}
         mine = arriving and [(numbers[part.name], part.box) for parts in arriving for part in parts]
         of_workers = self._shard.gather(mine)
         told = None if arriving is None else of_workers
         self.together(process, lambda engine: engine.call("take_parts", of_workers=told))
+
+    def _forget_parts(self) -> None:
+        if self._parts is not None:
+            self._parts.close()
+        self._parts = None
 
     def replace_parts(self, process: RecoveringEngine | None, parts: ArrivingParts, keeps_kv: bool) -> None:
         """As `replace`, of the parts that are expected."""
@@ -220,8 +229,7 @@ class WeightsInPlace(EngineWeights):
         """See EngineWeights."""
         super().close()
         self._writer.close()
-        if self._parts is not None:
-            self._parts.close()
+        self._forget_parts()
 
     def kept_bucket(self, chunk: WeightChunk) -> dict[str, Any]:
         """What another process is to load in the place of a chunk; waits until it is kept."""

@@ -73,12 +73,15 @@ class VLLMRollout(ServedRollout):
     def kept_boxes(self) -> dict[str, list[Box]] | None:
         """See RolloutEngine."""
         assert self._in_place is not None
-        return self._in_place.kept_boxes(self._process)
+        with self.streams_held():
+            return self._in_place.kept_boxes(self._process)
 
     def expect_parts(self, arriving: Rounds | None) -> None:
         """See RolloutEngine."""
         assert self._in_place is not None
-        self._in_place.expect_parts(self._process, arriving)
+        if arriving is not self._in_place.expected:
+            with self.streams_held():
+                self._in_place.expect_parts(self._process, arriving)
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Also parts: all of them come, as it was planned."""
