@@ -73,6 +73,15 @@ def test_random_cuts_of_random_bytes_are_covered_to_the_end():
         assert aligned(one, one) == [Span((k, k + 1), (k, k + 1)) for k in range(len(one))]
 
 
+def test_bytes_of_a_character_that_stays_incomplete_are_one_span():
+    """The mark that stands for them is in the token in which they begin: all are compared with it."""
+    mark = "\N{REPLACEMENT CHARACTER}".encode()
+    read, pieces = as_text([b"a", b"\xe6", b"\x97", b"b"])
+    assert read.encode() == b"a" + mark + b"b" and pieces == [b"a", mark, b"", b"b"]
+    other = [b"a", mark[:1], mark[1:], b"b"]
+    assert aligned(pieces, other) == [Span((0, 1), (0, 1)), Span((1, 3), (1, 3)), Span((3, 4), (3, 4))]
+
+
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers")
