@@ -54,6 +54,55 @@ class Luck:
         return StepResult("", self.luck + right, True, {"right": right})
 
 
+BEATS = {"rock": "scissors", "scissors": "paper", "paper": "rock"}
+
+
+class RockPaperScissors:
+    """Both say a word at once. 1 for the word that beats the other's, -1 for the other, -3 for a word that is
+    none of the three. Whatever a player prefers, some word beats it.
+
+    A row with an `opponent` in its extra_info is a game against that word, whatever player 1 says.
+    """
+
+    def reset(self, task, seed):
+        """Nothing is shown."""
+        self.scripted = (task.get("extra_info") or {}).get("opponent")
+        return Observation("")
+
+    def step(self, actions):
+        """Both have spoken."""
+        own, other = (" ".join(actions[player].split()[:1]) for player in (0, 1))
+        other = self.scripted or other
+        return StepResult("", {0: self.earned(own, other), 1: self.earned(other, own)}, True)
+
+    def earned(self, said, other):
+        """By one player."""
+        if said not in BEATS:
+            return -3.0
+        return float(BEATS[said] == other or other not in BEATS) - float(BEATS.get(other) == said)
+
+
+class Tournament(RockPaperScissors):
+    """Several say a word at once, and each plays against others with it: what it earns is the mean of these
+    games, each with a weight."""
+
+    def __init__(self, weights):
+        """weights: {"0-1": 2.0, ...}: what a game of two players counts; those that are not named do not
+        play."""
+        self.weights = {tuple(map(int, pair.split("-"))): weight for pair, weight in weights.items()}
+
+    def step(self, actions):
+        """All have spoken."""
+        words = {player: " ".join(said.split()[:1]) for player, said in actions.items()}
+        earned, weight_of = dict.fromkeys(words, 0.0), dict.fromkeys(words, 0.0)
+        for (one, other), weight in self.weights.items():
+            for player, against in ((one, other), (other, one)):
+                earned[player] += weight * self.earned(words[player], words[against])
+                weight_of[player] += weight
+        rewards = {player: earned[player] / (weight_of[player] or 1.0) for player in words}
+        return StepResult("", rewards, True)
+
+
 OPPONENTS = {
     "random": lambda pile, rng: rng.randint(1, min(2, pile)),
     "perfect": lambda pile, rng: pile % 3 or 1,

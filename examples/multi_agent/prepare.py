@@ -95,6 +95,13 @@ def luck(rng: random.Random) -> list[dict]:
     return [row("tree", "play", number) for number in range(60)]
 
 
+def cycle(rng: random.Random, num_rows: int) -> tuple[list[dict], list[dict]]:
+    """The same game again and again; the validation is 100 games against each word."""
+    train = [row("league", "play", "")] * num_rows
+    against = [(word, number) for word in ("rock", "paper", "scissors") for number in range(100)]
+    return train, [row(f"against_{word}", "play", number, opponent=word) for word, number in against]
+
+
 def shop(rng: random.Random) -> list[dict]:
     """A request and the prices of today: different digits."""
     days = [(request, rng.sample(range(6), len(WANTED))) for request in WANTED for _ in range(10)]
@@ -121,6 +128,7 @@ TASKS = {
     "numbers": numbers(6),
     "reasoner_actor": Tasks(["play", "door", "?", *"0123"], shuffled(doors), 0.06),
     "tree": Tasks(["play", "door", "?", *"0123"], shuffled(luck), 0.06),
+    "league": Tasks(["play", "rock", "paper", "scissors"], cycle, 0.06),
     "planner_worker": Tasks(
         ["red", "green", "yellow", "fruit", "vegetable", "?", *"012345", *WANTED.values()]
         + [call("price", item=item) for item in WANTED.values()],

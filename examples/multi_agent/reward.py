@@ -10,6 +10,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     if "conversation" not in extra_info:
         team = float(solution_str.strip() == ground_truth)
         return {"score": team, "team": team}
+    if data_source == "league" or data_source.startswith("against_"):
+        return of_cycle(extra_info["conversation"], extra_info["agent"])
     known = {"reasoner_actor": of_doors, "planner_worker": of_shop, "tree": of_luck}
     score = known.get(data_source, of_nim)
     return score(extra_info["conversation"], extra_info["agent"], ground_truth, extra_info)
@@ -26,6 +28,16 @@ def of_luck(conversation, agent, ground_truth, extra_info):
         [m["content"].split() for m in conversation if (m["agent"] is None) == other] for other in (1, 0)
     )
     return {"score": 0.0, "right": float(said[-1][:1] == shown[-1][1:2])}
+
+
+def of_cycle(conversation, agent):
+    """earned: by the player, whose policy may speak for its opponent, too; and what it says."""
+    if agent:
+        return {"score": 0.0}
+    own = next(message for message in conversation if message["agent"] == 0)
+    said = " ".join(own["content"].split()[:1])
+    says = {f"says_{word}": float(said == word) for word in ("rock", "paper", "scissors")}
+    return {"score": 0.0, "earned": own["reward"], **says}
 
 
 def of_shop(conversation, agent, ground_truth, extra_info):

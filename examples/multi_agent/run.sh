@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Train an example of several agents on CPU, from scratch: bash examples/multi_agent/run.sh NAME [alone] [key=value ...]
-# NAME: reasoner_actor, planner_worker, self_play, solver_verifier, debate or tree. alone: the agent that answers hears nothing from the
-# other one; of tree: as many episodes, none of which branches.
+# NAME: reasoner_actor, planner_worker, self_play, league, solver_verifier, debate or tree. alone: the agent that answers hears nothing
+# from the other one; of tree: as many episodes, none of which branches; of league: plain self-play.
 # MULTI_AGENT_DIR (outputs/multi_agent) holds inputs and results, SEED (0) draws models, data and samples.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
 HERE=examples/multi_agent
-NAME=${1:?name an example: reasoner_actor, planner_worker, self_play, solver_verifier, debate or tree}
+NAME=${1:?name an example: reasoner_actor, planner_worker, self_play, league, solver_verifier, debate or tree}
 shift
 RUN=team
 if [[ ${1-} == alone ]]; then RUN=alone; shift; fi
@@ -67,6 +67,23 @@ case $NAME in
       keys+=(actor_rollout_ref.rollout.n=4)
     fi
     ;;
+  league)
+    keys+=(
+      data.train_batch_size=8
+      data.max_response_length=4
+      actor_rollout_ref.actor.optim.lr=5e-4
+      actor_rollout_ref.actor.entropy_coeff=0.4 # a player that has ruled a word out never tries it again
+      actor_rollout_ref.rollout.val_kwargs.do_sample=True
+      actor_rollout_ref.rollout.val_kwargs.temperature=1.0
+      trainer.total_training_steps=100
+      dag.node_config.game.env_path=$HERE/games.py:RockPaperScissors
+    )
+    if [[ $RUN == alone ]]; then
+      keys+=(dag.node_config.opponent='{rollout.agent.pool.policy: null, rollout.agent.share_instance: 0}')
+    else
+      keys+=(dag.node_config.opponent.rollout.agent.pool.every_steps=4)
+    fi
+    ;;
   solver_verifier | debate)
     keys+=(trainer.total_training_steps=60)
     if [[ $RUN == alone ]]; then # one agent in all, which sees what the solver sees
@@ -86,7 +103,7 @@ case $NAME in
     fi
     ;;
   *)
-    echo "run.sh: unknown example $NAME: name one of reasoner_actor, planner_worker, self_play, solver_verifier, debate, tree" >&2
+    echo "run.sh: unknown example $NAME: name one of reasoner_actor, planner_worker, self_play, league, solver_verifier, debate, tree" >&2
     exit 2
     ;;
 esac

@@ -303,6 +303,8 @@ def _wanted(folder: Path, model: SavedModel) -> tuple[dict[str, Any], dict[str, 
     wanted = {key for part, keys in PARTS.items() if part in model.load_contents for key in keys}
     with files.reading(folder):
         saved = dict(json.loads((folder / STATE_FILE).read_text())["state"])
+    if model.make_room is not None:
+        model.make_room(saved)
     state = model.model.state_dict()
     load_keys = [
         key for key in state if key in saved and (key in wanted or key not in sum(PARTS.values(), ()))

@@ -1,6 +1,6 @@
 """The state of a run at the moment of a save: the live tensors, or copies in host memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,6 +46,8 @@ class SavedModel:
     """Where its config.json differs from that of hf_path."""
     background_group: dist.ProcessGroup | None = None
     """A second group of the same ranks, gloo, for saves in the background."""
+    make_room: Callable[[dict[str, Any]], None] | None = None
+    """Told the JSON of what was saved, before its tensors are read into those of state_dict."""
 
 
 @dataclass(frozen=True)

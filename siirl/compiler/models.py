@@ -1,16 +1,16 @@
 """Models of a plan: which lives on which ranks, with which backend and sizes, fed by which link."""
 
-import dataclasses
 from dataclasses import replace
-from typing import Any
 
 from siirl.compiler.backends import backend_of, choose_backend
 from siirl.compiler.backends.base import Backend
 from siirl.compiler.interactions.adapters import with_bases
+from siirl.compiler.interactions.opponents import pool_of
 from siirl.compiler.plan import LinkPlan, ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config import Config
+from siirl.config.resolve import first_difference
 from siirl.config.roles import ROLES
 from siirl.errors import DagError, PlacementError
 from siirl.findings import Findings, ReadsBroken
@@ -44,20 +44,22 @@ def plan_models(workflow: Workflow, world_size: int, found: Findings) -> dict[st
 
 
 def plan_links(models: dict[str, ModelPlan], nodes: Nodes) -> dict[str, LinkPlan]:
-    """One link for each rollout, from the actor of its agent, and for each teacher that is a policy.
+    """One link for each rollout, from the actor of its agent, or of whom it is an opponent's version of, and
+    for each teacher that is a policy.
 
     nodes: the kept ones by id.
     """
     links: dict[str, LinkPlan] = {}
     for target in models.values():
         if target.is_rollout and backend_of(target).weights and not nodes[target.node].op.is_asked:
-            source = models[f"agent_{target.agent}.actor"]
+            pool = pool_of(nodes[target.node])
+            source = models[f"agent_{target.agent if pool is None else pool.policy}.actor"]
             name = f"agent_{target.agent}.weights"
             union = tuple(sorted({*source.ranks, *target.ranks}))
             kind = "local" if union == source.ranks else "broadcast"
             if nodes[target.node].cfg.actor_rollout_ref.rollout.weight_link == "checkpoint":
                 kind = "checkpoint"
-            links[name] = LinkPlan(name, source.name, target.name, union, kind)
+            links[name] = LinkPlan(name, source.name, target.name, union, kind, pool=pool)
     return links | _links_to_teachers(models, nodes)
 
 
@@ -84,8 +86,8 @@ def _weight_sources(
     sources: dict[str, ModelPlan] = {}
     for target in models.values():
         name = f"agent_{target.agent}.actor"
-        if target.is_rollout and backend_of(target).weights and name not in models:
-            node = nodes[target.node]
+        node = nodes[target.node]
+        if pool_of(node) is None and target.is_rollout and backend_of(target).weights and name not in models:
             backend_name, backend = choose_backend("actor", node)
             dims = _checked_sizes(backend, "actor", node, node.cfg, target.ranks, found)
             sources[name] = replace(
@@ -175,7 +177,7 @@ def _check_policies_agree(models: dict[str, ModelPlan], nodes: dict[str, Resolve
             continue
         rollout, actor = nodes[target.node], nodes[source.node]
         for key in ("actor_rollout_ref.model", "actor_rollout_ref.rollout.n", "data.train_batch_size"):
-            difference = _difference(rollout.value(key), actor.value(key), key)
+            difference = first_difference(rollout.cfg, actor.cfg, key)
             if difference:
                 where, one, other = difference
                 raise DagError(
@@ -183,14 +185,3 @@ def _check_policies_agree(models: dict[str, ModelPlan], nodes: dict[str, Resolve
                     f"{target.agent}) "
                     "on one batch. Set it on the rollout node only: it then holds for the whole agent."
                 )
-
-
-def _difference(one: Any, other: Any, key: str) -> tuple[str, Any, Any] | None:
-    """(key, value, value) of the first leaf in which two configuration groups differ."""
-    if not dataclasses.is_dataclass(one):
-        return None if one == other else (key, one, other)
-    for item in dataclasses.fields(one):
-        found = _difference(getattr(one, item.name), getattr(other, item.name), f"{key}.{item.name}")
-        if found:
-            return found
-    return None

@@ -111,6 +111,30 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
+class PoolPlan:
+    """Versions of a policy that are kept, one of which an opponent plays as in each step."""
+
+    agent: int
+    """The opponent."""
+    policy: int
+    """The agent whose versions they are."""
+    size: int
+    every_steps: int
+    """Promotion: a version is kept after so many steps; 0: not by steps."""
+    win_rate: float | None
+    """Promotion: one is kept once the policy wins this share of its games."""
+    sampling: str
+    power: float
+    current: float
+    """Probability of the policy's current weights."""
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether it is to be known who wins."""
+        return self.win_rate is not None or self.sampling.startswith("pfsp")
+
+
+@dataclass(frozen=True)
 class LinkPlan:
     """Weights of `source` (a training engine) are brought to `target` (a rollout engine, or a teacher)."""
 
@@ -126,6 +150,8 @@ class LinkPlan:
     None: a rollout, which takes them whenever they are newer."""
     share: float | None = None
     """Of a teacher: what the weights count beside those that it has."""
+    pool: PoolPlan | None = None
+    """Of an opponent: it takes a version that was kept, drawn anew in each step."""
 
     @property
     def is_stale(self) -> bool:

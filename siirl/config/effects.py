@@ -164,7 +164,8 @@ def _unmet_one(key: Key, condition: str, value_of: Callable[[str], Any]) -> str:
     actual = show(all_keys()[needed], value)
     if all_keys()[needed].rule.user_code and ":" in actual:
         return ""  # code of the user's own may read any key
-    met = actual in values.split("|") if values else bool(value)
+    is_zero = value == 0 and value is not False and all_keys()[needed].default is None  # agent 0, say
+    met = actual in values.split("|") if values else bool(value) or is_zero
     return "" if met else f"{needed} is {actual}"
 
 

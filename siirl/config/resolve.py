@@ -5,6 +5,7 @@ an error. A key in `FOLLOWS` that nobody set takes its value from the keys that 
 may use an earlier one.
 """
 
+import dataclasses
 import functools
 import operator
 import re
@@ -86,6 +87,16 @@ def _getter(name: str) -> Callable[[Config], Any]:
     if name in unused_keys():
         return lambda cfg: cfg.unused.get(name, all_keys()[name].default)
     return operator.attrgetter(name)
+
+
+def first_difference(one: Config, other: Config, name: str) -> tuple[str, Any, Any] | None:
+    """(key, value, value) of the first key of a group, or of a key alone, in which two configurations
+    differ."""
+    values = get(one, name), get(other, name)
+    if not dataclasses.is_dataclass(values[0]):
+        return None if values[0] == values[1] else (name, *values)
+    keys = (f"{name}.{item.name}" for item in dataclasses.fields(values[0]))
+    return next(filter(None, (first_difference(one, other, key) for key in keys)), None)
 
 
 def is_set(cfg: Config, name: str) -> bool:

@@ -161,6 +161,47 @@ class BranchConfig:
 
 
 @dataclass(frozen=True)
+class PoolConfig:
+    """An opponent pool (league): an agent that is not trained plays as a kept version of another's policy."""
+
+    policy: int | None = key(
+        None,
+        "agent with a policy in training, of whose older versions this agent, which is not trained, is one "
+        "in each step: its opponent pool",
+        low=0,
+    )
+    size: int = key(16, "most versions in the pool; one more, and the oldest leaves", low=1, when="policy")
+    every_steps: int = key(
+        10,
+        "promotion: steps after which the policy's weights become a version; 0: never",
+        low=0,
+        when="policy",
+    )
+    win_rate: float | None = key(
+        None,
+        "promotion, too: as soon as the policy wins this share of its games, averaged over the versions",
+        low=0,
+        high=1,
+        when="policy",
+    )
+    sampling: str = key(
+        "uniform",
+        "who is drawn: any version, the latest, or in proportion to (1 - w)^power (pfsp) or w (1 - w) "
+        "(pfsp_even), where w is the policy's win rate against the version",
+        choices=("uniform", "latest", "pfsp", "pfsp_even"),
+        when="policy",
+    )
+    power: float = key(2.0, "how much harder versions are preferred", low=0, when="sampling=pfsp")
+    current: float = key(
+        0.0,
+        "probability with which the policy's current weights play in the place of a version: self-play",
+        low=0,
+        high=1,
+        when="policy",
+    )
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     """Agents in environments."""
 
@@ -197,6 +238,7 @@ class AgentConfig:
     first_step: int = key(1, "first step of the run in which the agent's nodes run", low=1)
     last_step: int | None = key(None, "the last one; null: that of the run", low=1)
     branch: BranchConfig = group(BranchConfig, "several candidates of a turn in an interaction")
+    pool: PoolConfig = group(PoolConfig, "an opponent pool of an agent's own older versions (league)")
     endpoint: AgentEndpointConfig = group(AgentEndpointConfig, "an external agent's service", when=EXTERNAL)
     max_turn_tokens: int | None = key(
         None, "most tokens of one turn in an interaction; null: what response_length leaves", low=1

@@ -70,7 +70,7 @@ def _run(
                 case Serve():
                     record.metrics.merge(worker.serve(ins))
                 case SyncWeights():
-                    record.metrics.merge(worker.sync_weights(ins, step))
+                    record.metrics.merge(worker.sync_weights(ins, step, record.validate))
                 case Free(keys=keys):
                     store.drop(keys)
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from siirl.checkpoint.export import save_hf
 from siirl.checkpoint.files import step_of
-from siirl.checkpoint.manager import CheckpointManager, SavedModel
+from siirl.checkpoint.manager import CheckpointManager
 from siirl.checkpoint.state_tree import rng_state, set_rng_state
 from siirl.compiler.agent_steps import in_step, takes_part, window_of
 from siirl.compiler.choices import Kept
 from siirl.compiler.interactions.credit_reads import policy_trains
-from siirl.compiler.plan import ModelPlan, Plan
+from siirl.compiler.plan import Plan
 from siirl.compiler.resume_settings import settings_of
 from siirl.config import Config, to_dict
 from siirl.config.batch import batch_of
@@ -27,6 +27,7 @@ from siirl.config.roles import EXPORTS, role_model, trained_group
 from siirl.dag_worker.boundary import Boundary, RunPlaces, spare_settled_objects
 from siirl.dag_worker.observing import finish_trace, make_observer
 from siirl.dag_worker.row_ledger import RowLedger
+from siirl.dag_worker.saved_models import is_saved, saved_models
 from siirl.dag_worker.step import run_step
 from siirl.dag_worker.step_report import Report, closing_report
 from siirl.dag_worker.worker import DAGWorker
@@ -44,8 +45,6 @@ from siirl.observe.spans import observing, waiting
 from siirl.observe.step_files import bytes_of
 
 log = logging.getLogger(__name__)
-CONTENTS = ("model", "optimizer", "extra")
-"""All that a run needs to go on as it was."""
 SAMPLES_PER_REPORT = 32
 STEPS_BETWEEN_SAMPLES = 10
 UNSETTLED_STEPS = 2
@@ -186,6 +185,8 @@ class Training:
         record = run_step(steps, self.worker, self.step)
         metrics, self.samples = record.metrics, record.samples
         self.worker.drain_scorers(metrics)
+        for pool in self.worker.pools.values():
+            metrics.merge(pool.metrics(), f"agent_{pool.plan.agent}/")
         if self.worker.ledger is not None:
             with self.worker.observer.span("ledger", self.step):
                 self.worker.ledger.end_step(self.step, self.worker.nodes)
@@ -239,7 +240,7 @@ class Training:
         with self.worker.all_on_device(), self.worker.observer.span("checkpoint", self.step):
             if self.worker.ledger is not None:
                 self.worker.ledger.sync()
-            models, rng = self._saved_models(self.background_groups), rng_state(self.worker.device)
+            models, rng = saved_models(self.worker, self.background_groups), rng_state(self.worker.device)
             self.checkpoints.save(self.step, models, self._extra(), rng, background)
 
     def save_in_memory(self, ends: bool = False) -> Metrics:
@@ -255,7 +256,7 @@ class Training:
             if not ends:
                 with self.worker.all_on_device():
                     models, rng = (
-                        self._saved_models(self.memory.groups, whole=True),
+                        saved_models(self.worker, self.memory.groups, whole=True),
                         rng_state(self.worker.device),
                     )
                     self.memory.manager.save(self.step, models, self._extra(), rng, background=True)
@@ -271,12 +272,12 @@ class Training:
         trainer = self.cfg.trainer
         found = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path or None)
         self.last_checkpoint = found
-        manager, models = self.checkpoints, self._saved_models(self.background_groups)
+        manager, models = self.checkpoints, saved_models(self.worker, self.background_groups)
         if self.memory is not None:
             newest = self.memory.manager.find_resume("auto", None)
             if newest is not None and (found is None or step_of(found) < step_of(newest)):
                 found, manager = newest, self.memory.manager
-                models = self._saved_models(self.memory.groups, whole=True)
+                models = saved_models(self.worker, self.memory.groups, whole=True)
         if found is None:
             return
         with self.worker.all_on_device():
@@ -367,38 +368,6 @@ class Training:
                 "leave no rows."
             )
 
-    def _saved_models(
-        self, background_groups: Mapping[tuple[int, ...], dist.ProcessGroup], whole: bool = False
-    ) -> dict[str, SavedModel]:
-        """What a checkpoint saves and restores of this rank's models. whole: all, whatever the keys say."""
-        worker, saved = self.worker, {}
-        for name, engine in worker.train_engines.items():
-            model = worker.plan.models[name]
-            if not self._is_saved(model):
-                continue
-            cfg = worker.node_cfg(model.node)
-            source, contents = role_model(cfg, model.role), (CONTENTS, CONTENTS)
-            if not model.trains:
-                contents = (CONTENTS[:1], CONTENTS[:1])
-            elif not whole:
-                checkpoint = trained_group(cfg, model.role).checkpoint
-                contents = (checkpoint.save_contents, checkpoint.load_contents)
-            saved[name] = SavedModel(
-                engine,
-                worker.groups.get(model.ranks),
-                source.path,
-                *contents,
-                source.lora_alpha if source.lora_rank else None,
-                engine.hf_config_changes(),
-                background_groups.get(tuple(model.ranks)),
-            )
-        return saved
-
-    def _is_saved(self, model: ModelPlan) -> bool:
-        """Whether a checkpoint holds a model: in training, or a teacher of a policy's older weights."""
-        older = (link.target for link in self.worker.plan.links.values() if link.is_stale)
-        return model.trains or model.name in older
-
     def _open_ledger(self) -> RowLedger:
         """The ledger of this attempt, whose number is the next one that no rank has written. Collective."""
         attempt = self._max_over_ranks(attempts_in(self.output_dir / FOLDER)) + 1
@@ -416,7 +385,7 @@ class Training:
     def _make_background_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """Groups for the thread of one CheckpointManager; every rank makes them."""
         plan = self.worker.plan
-        ranks = {tuple(model.ranks) for model in plan.models.values() if self._is_saved(model)}
+        ranks = {tuple(model.ranks) for model in plan.models.values() if is_saved(plan, model)}
         return self.worker.groups.twins(sorted({tuple(range(plan.world_size)), *ranks}))
 
     def _trainers(self, model: str) -> list[str]:

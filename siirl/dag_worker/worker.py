@@ -31,6 +31,7 @@ from siirl.engines.engine_registry import make_rollout_engine, make_train_engine
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.engines.weights.link import WeightLink, make_link
+from siirl.engines.weights.opponent_pool import OpponentPool
 from siirl.engines.weights.target import FollowedWeights
 from siirl.errors import DataError
 from siirl.model_files.local_models import on_hub
@@ -104,6 +105,11 @@ class DAGWorker:
                 log.info("building %s (%s): %s", name, model.backend, folder)
                 engines[name] = make(model, cfg_of_model, self.groups, device, base)
                 self._offload(name)
+        self.pools = {
+            name: OpponentPool(link.pool, self.train_engines[link.source], cfg.trainer.seed)
+            for name, link in plan.links.items()
+            if link.pool is not None and rank in link.ranks
+        }
         self._in_turn = any(self._wakes(name) for name in self.rollout_engines)
         self._told = {False: _told(plan, plan.instructions), True: _told(plan, plan.validation)}
         sections = (plan.of_rank(rank), plan.of_rank(rank, "validation"))
@@ -122,7 +128,7 @@ class DAGWorker:
         self.links: dict[str, WeightLink] = {
             name: make_link(
                 link,
-                self.train_engines.get(link.source),
+                self.pools.get(name) or self.train_engines.get(link.source),
                 self._target(link),
                 self.groups,
                 Path(cfg.trainer.output_dir).expanduser() / "weights" / name,
@@ -202,16 +208,17 @@ class DAGWorker:
         metrics.sum(moved_metric(ins.route), moved)
         return metrics
 
-    def sync_weights(self, ins: SyncWeights, step: int) -> Metrics:
-        """Push the trainer's weights into the rollout engine, unless it has them already; or into a teacher,
-        in the steps in which it takes some."""
-        link = self.plan.links[ins.link]
+    def sync_weights(self, ins: SyncWeights, step: int, validate: bool = False) -> Metrics:
+        """Push the trainer's weights, or of an opponent the version that plays, into the rollout engine,
+        unless it has them already; or into a teacher, in the steps in which it takes some."""
+        link, pool = self.plan.links[ins.link], self.pools.get(ins.link)
         if link.every_steps is not None and (step == 1 or (step - 1) % link.every_steps):
             return Metrics()
         if link.target in self.rollout_engines:
             self.rollout_engines[link.target].wake()
         with self._on_device(link.source, optimizer=False), self._on_device(link.target, optimizer=False):
-            return self.links[ins.link].push()
+            push = self.links[ins.link].push
+            return push() if pool is None else pool.bring(push, step, validate)
 
     def _target(self, link: LinkPlan) -> RolloutEngine | FollowedWeights | None:
         """What takes the weights of a link on this rank."""
@@ -419,6 +426,7 @@ class DAGWorker:
             self.rollout_engines,
             self.streams[entry],
             self.rank,
+            [pool for name, pool in self.pools.items() if self.plan.links[name].target in plan.policies],
         )
 
     def _build_node(self, plan: NodePlan) -> LocalNode:

@@ -29,6 +29,7 @@ from siirl.dialect.dialect import Dialect, dialect_of, untold_tools
 from siirl.dialect.template import template_options
 from siirl.dialect.tool_formats import AUTO, tool_parser
 from siirl.engines.rollout.base import RolloutEngine
+from siirl.engines.weights.opponent_pool import OpponentPool
 from siirl.errors import DagError, DataError, RolloutError, UserCodeError
 from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.episodes_in_flight import EpisodesInFlight
@@ -39,7 +40,7 @@ from siirl.nodes.generate import (
     sampling_params,
     seed_of,
 )
-from siirl.nodes.interaction_rows import report_episodes, rows_of, spoken_rows
+from siirl.nodes.interaction_rows import report_episodes, results_of, rows_of, spoken_rows
 from siirl.nodes.staleness_report import report_staleness, report_token_staleness
 from siirl.nodes.streams import Streams
 from siirl.user_code.load_object import load_object
@@ -78,6 +79,8 @@ class Interaction:
     """Of each agent's node whose model sees images."""
     programs: "Programs | None" = None
     """What lets a program play the episodes, if one does."""
+    pools: Sequence[OpponentPool] = ()
+    """Of the opponents that play as kept versions of a policy."""
     rows: dict[int, TensorDict] = field(default_factory=dict)
     """Agent -> its rows, from one Run to the next."""
     experts: dict[int, list[bytes | None]] = field(default_factory=dict)
@@ -102,6 +105,7 @@ def build_interaction(
     engines: Mapping[str, RolloutEngine],
     streams: Streams,
     rank: int = 0,
+    pools: Sequence[OpponentPool] = (),
 ) -> Interaction:
     """Load the code that an interaction names. DagError or DataError if it cannot be used."""
     functions: dict[str, Callable[..., Any]] = {}
@@ -151,6 +155,7 @@ def build_interaction(
         {node: use for node, cfg in cfgs.items() if (use := _tools(node, cfg))},
         _readers(plan, cfgs),
         _programs(plan, cfgs[plan.entry].trainer, rank),
+        pools,
     )
 
 
@@ -272,6 +277,10 @@ def give_rows(
     finished = _finished(ctx, played, rows)
     _warn_of_full_contexts(ctx, shared, finished)
     report_episodes(ctx, shared.plan, played, finished)
+    if not ctx.validate:
+        for pool in shared.pools:
+            games = torch.tensor(results_of(shared.plan, pool.plan, finished), dtype=torch.float64)
+            pool.count(*sum_over_ranks(ctx, games).tolist())
     for engine in shared.engines.values():
         ctx.metrics.merge(engine.drain_metrics())
     agents = {s.policy for s in shared.plan.speaking if s.rows or s.node == shared.plan.entry}

@@ -10,7 +10,7 @@ from siirl.agents.episode import Episode
 from siirl.agents.policy import ENDED
 from siirl.agents.runner import Played
 from siirl.agents.shown import as_written
-from siirl.compiler.plan import InteractionPlan
+from siirl.compiler.plan import InteractionPlan, PoolPlan
 from siirl.data.rows import make_rows
 from siirl.nodes.context import OpContext
 from siirl.observe.metrics import MOST_TURNS, Metrics
@@ -90,6 +90,22 @@ def spoken_rows(
             context = one.contexts.get(speaker)
             for number, row in enumerate(context.rows) if context else ():
                 yield one.episode, position, speaker, number, row
+
+
+def results_of(plan: InteractionPlan, pool: PoolPlan, finished: list[Played]) -> tuple[float, float]:
+    """(won, played) by a policy in training against its opponent: the games in which both have spoken.
+
+    What the environment gave the policy's agents: more than nothing is a win, nothing is half a one.
+    """
+    sides = {stage.agent for stage in plan.speaking if stage.policy == pool.policy}
+    won = played = 0.0
+    for one in finished:
+        spoken = [message for message in one.episode.messages if message.turn is not None]
+        who = {message.agent for message in spoken}
+        if pool.agent in who and not sides.isdisjoint(who):
+            earned = sum(message.reward for message in spoken if message.agent in sides)
+            won, played = won + (earned > 0) + 0.5 * (earned == 0), played + 1
+    return won, played
 
 
 def report_episodes(

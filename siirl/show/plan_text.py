@@ -9,7 +9,7 @@ from siirl.compiler.choices import choice_lines
 from siirl.compiler.instructions import ROUTING
 from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.memory.resident_engines import resident_shares, shares_text
-from siirl.compiler.plan import ALL, Branches, InteractionPlan, LinkPlan, ModelPlan, Plan, StagePlan
+from siirl.compiler.plan import ALL, Branches, InteractionPlan, LinkPlan, ModelPlan, Plan, PoolPlan, StagePlan
 from siirl.compiler.plan_instructions import (
     Collect,
     Free,
@@ -225,8 +225,19 @@ def _models(plan: Plan) -> list[str]:
     return table(rows) + [line for model in plan.models.values() for line in _coordinates(model)]
 
 
+def pool_line(pool: PoolPlan) -> str:
+    """Which versions an opponent plays as, and which are kept."""
+    promoted = [f"after every {count_of(pool.every_steps, 'step')}"] if pool.every_steps else []
+    promoted += [f"at a win rate of {pool.win_rate:g}"] if pool.win_rate is not None else []
+    current = f", with probability {pool.current:g} of now" if pool.current else ""
+    kept = f"of {pool.size} at most, kept {' and '.join(promoted) or 'once, before the first step'}"
+    return f"each step a version, drawn by {pool.sampling}{current}, {kept}"
+
+
 def _when(link: LinkPlan) -> str:
     """When the weights of a link are brought, and how."""
+    if link.pool is not None:
+        return pool_line(link.pool)
     if link.every_steps is None:
         return "if newer"
     when = "each step" if link.every_steps == 1 else f"every {link.every_steps} steps"

@@ -32,6 +32,19 @@ class Game:
         self.tries += 1
         right = said.strip() == self.answer
         return StepResult("no", {agent: 1.0 if right else len(set(said)) / 100}, right or self.tries == 3)
+
+
+class AtOnce:
+    replayable = True
+
+    def reset(self, task, seed):
+        self.answer = str(task["ground_truth"])
+        return Observation("")
+
+    def step(self, actions):
+        scores = {who: len(set(said)) / 100 + said.startswith(self.answer) for who, said in actions.items()}
+        mean = sum(scores.values()) / len(scores)
+        return StepResult("", {agent: score - mean for agent, score in scores.items()}, True)
 """
 GRPO = ("algorithm.adv_estimator=grpo",)
 SCORED = ("reward_model.enable=true", "reward_model.model.path=FOLDER/scores")
@@ -45,6 +58,14 @@ TEMPLATES = {
     "debate": GRPO,
     "debate_rounds": GRPO,
     "planner_worker": GRPO,
+    "league": (*GRPO, "dag.node_config.game.env_path=FOLDER/game.py:AtOnce"),
+    "population": (
+        *(
+            *GRPO,
+            "actor_rollout_ref.model.lora_rank=4",
+            "dag.node_config.game.env_path=FOLDER/game.py:AtOnce",
+        ),
+    ),
     "tree": (*GRPO, "dag.node_config.world.env_path=FOLDER/game.py:Game"),
     "distill": (*GRPO, "dag.node_config.teacher.teacher.model.path=FOLDER/model"),
     "grpo_reward_model": (*GRPO, *SCORED),

@@ -49,7 +49,33 @@ def test_candidates_of_a_turn_tell_what_as_many_episodes_do_not(tmp_path):
     assert right["team"][-1] > 0.8 and max(right["alone"]) < 0.4, right
 
 
-TURNS = {"reasoner_actor": (2, 4), "planner_worker": (2, 3), "self_play": (1, 8), "tree": (2, 2)}
+def exploited(run: Finished, first: int) -> float:
+    """What the word that beats the player's policy best earns of it, on average over late validations."""
+    earned = [
+        [line[f"agent_0/val/against_{word}/earned/mean"] for word in ("rock", "paper", "scissors")]
+        for line in run.lines
+        if line["step"] >= first and "agent_0/val/against_rock/earned/mean" in line
+    ]
+    return -sum(map(min, earned)) / len(earned)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_league_learns_what_is_hard_to_exploit_where_plain_self_play_goes_in_circles(tmp_path):
+    found = {}
+    for run in ("team", "alone"):
+        run_example(tmp_path, "league", *["alone"] * (run == "alone"))
+        found[run] = exploited(Finished.read(tmp_path / "league_0" / run), 70)
+    assert found["team"] < 0.4 and found["alone"] > found["team"] + 0.15, found
+
+
+TURNS = {
+    "reasoner_actor": (2, 4),
+    "planner_worker": (2, 3),
+    "self_play": (1, 8),
+    "tree": (2, 2),
+    "league": (2, 2),
+}
 
 
 @pytest.mark.slow
@@ -63,7 +89,8 @@ def test_the_workflow_trains_by_the_keys_of_the_script(name, tmp_path, monkeypat
     monkeypatch.chdir(ROOT)
     finished = run_job(1, words[2:], deadline_s=180)
     fewest, most = TURNS[name]
-    who = [""] if name == "tree" else ["agent_0/"] if name == "self_play" else ["agent_0/", "agent_1/"]
+    alone = {"tree": [""], "self_play": ["agent_0/"], "league": ["agent_0/"]}
+    who = alone.get(name, ["agent_0/", "agent_1/"])
     (turns,) = finished.values(f"{who[0]}interaction/turns")
     assert fewest <= turns <= most
     assert all(finished.values(f"{agent}actor/grad_norm")[0] > 0 for agent in who)

@@ -165,6 +165,20 @@ CASES = {
         *("teacher.strategy=vllm", "actor_rollout_ref.actor.distill.top_k=64"),
     ),
     "sft_grpo_on_2": lambda: compiled(load_dag_file(TEMPLATES / "sft_grpo.yaml"), 2),
+    "league_on_2": lambda: compiled(in_environment("league.yaml", "game", "RockPaperScissors"), 2),
+    "population_on_2": lambda: compiled(
+        with_node_config(
+            load_dag_file(TEMPLATES / "population.yaml"),
+            {
+                "game": {
+                    "env_path": "examples.multi_agent.games:Tournament",
+                    "env_kwargs": {"weights": {"0-1": 1.0}},
+                }
+            },
+        ),
+        2,
+        "actor_rollout_ref.model.lora_rank=8",
+    ),
     "tree_on_2": lambda: compiled(in_environment("tree.yaml", "world", "Luck"), 2),
     "debate_on_2": lambda: compiled(load_dag_file(TEMPLATES / "debate.yaml"), 2),
     "debate_rounds_on_2": lambda: compiled(load_dag_file(TEMPLATES / "debate_rounds.yaml"), 2),

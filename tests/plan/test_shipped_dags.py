@@ -34,8 +34,17 @@ ASKS_FOR = {
     "grpo_reward_model": (*GROUPS, *REWARD_MODEL),
     "guess": GROUPS,
     "lake": GROUPS,
+    "league": (*GROUPS, f"dag.node_config.game.env_path={GAMES}:RockPaperScissors"),
     "nim": GROUPS,
     "planner_worker": GROUPS,
+    "population": (
+        *(
+            *GROUPS,
+            "actor_rollout_ref.model.lora_rank=8",
+            f"dag.node_config.game.env_path={GAMES}:Tournament",
+        ),
+        "dag.node_config.game.env_kwargs={weights:{0-1:1.0}}",
+    ),
     "ppo": (),
     "ppo_reward_model": REWARD_MODEL,
     "reasoner_actor": (

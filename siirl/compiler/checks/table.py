@@ -21,7 +21,7 @@ from siirl.compiler.checks import (
     service_checks,
     staleness_checks,
 )
-from siirl.compiler.interactions import branching
+from siirl.compiler.interactions import branching, opponents
 from siirl.compiler.interactions.find import check_agents_of
 from siirl.compiler.memory.resident_engines import check_resident
 from siirl.compiler.resolved_node import check_node_config
@@ -52,6 +52,7 @@ CHECKS = (
     Check("nodes", KEPT, reward_checks.check_named_values),
     Check("nodes", KEPT, staleness_checks.check_staleness),
     Check("nodes", KEPT, branching.check_branches),
+    Check("nodes", KEPT, opponents.check_pools),
     Check("nodes", KEPT, dataset_responses.check_given),
     Check("nodes", KEPT, dataset_responses.check_pairs),
     Check("nodes", ("kept", "whole"), teachers.check_teachers),
@@ -70,6 +71,7 @@ CHECKS = (
     Check("engines", ("interactions", "models", "configs"), check_resident),
     Check("places", ("nodes", "graph", "places"), sampling_rounds.check_rounds),
     Check("plan", ("plan",), staleness_checks.check_loaders),
+    Check("plan", ("plan",), opponents.check_places),
     Check("plan", ("plan",), dataset_responses.check_order),
     Check("plan", ("plan", "run"), dataset_responses.check_validation),
     Check("plan", ("plan", "configs"), engine_abilities.check_kept_kv),

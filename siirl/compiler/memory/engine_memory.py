@@ -14,6 +14,7 @@ from siirl.compiler.memory.estimate import (
 )
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
+from siirl.config.roles import role_group, role_model
 
 KEPT_WEIGHTS = "weights for a restart"
 """Of a vLLM engine, in host memory."""
@@ -95,3 +96,12 @@ def engine_bytes(
     params = (shape.params if model.base in (None, model.name) else 0) + adapter
     shared = 1 if shape.cached else tp  # each of an engine's devices has all compressed vectors
     return -(-params // tp) * width, -(-cache // shared) * width + states
+
+
+def version_lines(model: ModelPlan, cfg: Config, shape: ModelShape, number: int) -> list[MemoryLine]:
+    """Versions of a policy that opponent pools keep on the host, once all are there."""
+    if not number:
+        return []
+    params = adapter_params(role_model(cfg, model.role), shape) or shape.params
+    each = -(-params // model.dims.weight_shards) * BYTES[role_group(cfg, model.role).fsdp_config.model_dtype]
+    return [MemoryLine(model.name, "older versions", number * each, (), host=True)]

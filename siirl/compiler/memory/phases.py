@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.compiler.backends import backend_of
+from siirl.compiler.memory.engine_memory import version_lines
 from siirl.compiler.memory.estimate import ENGINE_PARTS, Activity, MemoryLine, read_shape
 from siirl.compiler.plan import ModelPlan, NodePlan, Plan
 from siirl.compiler.plan_instructions import Run
@@ -122,6 +123,8 @@ def memory_lines(plan: Plan, configs: Configs) -> dict[str, list[MemoryLine]] | 
         if isinstance(shape, str):
             return shape
         lines[model.name] = backend_of(model).memory(model, cfg, shape, engine_rows(plan, model, configs))
+        kept = sum(link.pool.size for link in plan.links.values() if link.pool and link.source == model.name)
+        lines[model.name] += version_lines(model, cfg, shape, kept)
     return lines
 
 

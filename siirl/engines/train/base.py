@@ -17,7 +17,8 @@ zero rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +162,17 @@ class TrainEngine(ABC):
 
         Of a model that is not trained: no optimizer is told.
         """
+
+    def copied_weights(self) -> dict[str, Tensor]:
+        """What this rank has of the "model" of state_dict, copied to host memory. No communication."""
+        raise AssertionError(f"{self.name} keeps no versions")
+
+    def lent_weights(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Meanwhile the model has weights that copied_weights gave; then its own again, bit for bit.
+
+        For an export: nothing is trained in between. No communication.
+        """
+        raise AssertionError(f"{self.name} keeps no versions")
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

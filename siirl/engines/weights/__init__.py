@@ -22,4 +22,6 @@ engines that do not know their places go the other way.
 An engine in a process of its own reads chunks of memory that it maps (`shared_buffer.py`): its own loaders
 take each tensor (`engine_loader.py`), or, from the second update on, it writes them where those put them
 (`in_place.py`). A copy for a process that takes the place of a lost one is in host memory (`kept.py`).
+
+An opponent's link has a pool of versions as its source (`opponent_pool.py`): those that a trainer had before.
 """

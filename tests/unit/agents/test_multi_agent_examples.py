@@ -100,6 +100,37 @@ def test_the_validation_of_self_play_counts_games_against_scripted_opponents():
         assert given.get("won") == won and given["score"] == 0.0, "the game rewards them"
 
 
+def test_a_word_wins_against_one_other_and_one_that_is_none_loses():
+    def earned(*said, opponent=None):
+        game = load("games").RockPaperScissors()
+        game.reset({"extra_info": {"opponent": opponent}}, 0)
+        step = game.step(dict(enumerate(said)))
+        assert step.done
+        return step.rewards[0], step.rewards[1]
+
+    words = "rock", "paper", "scissors"  # each beats the one before it
+    table = [[earned(own, other) for other in words] for own in words]
+    assert table == [[(0, 0), (-1, 1), (1, -1)], [(1, -1), (0, 0), (-1, 1)], [(-1, 1), (1, -1), (0, 0)]]
+    assert earned("rock", "play") == (1, -3) and earned("play", "") == (-3, -3)
+    assert earned("paper rock", "rock", opponent="scissors") == (-1, 1), "the first word counts"
+    _, test = load("prepare").TASKS["league"].draw(random.Random(0), 10)
+    assert {task["extra_info"]["opponent"] for task in test} == {*words}
+    turns = [{"agent": agent, "reward": 1 - 2 * agent, "content": "rock it"} for agent in (0, 1)]
+    score = load("reward").compute_score
+    assert score("against_scissors", "", "", {"conversation": turns, "agent": 0}) == {
+        **{"score": 0.0, "earned": 1, "says_rock": 1.0, "says_paper": 0.0, "says_scissors": 0.0}
+    }
+    assert score("league", "", "", {"conversation": turns, "agent": 1}) == {"score": 0.0}
+
+
+def test_a_tournament_weights_the_games_of_each_pair():
+    game = load("games").Tournament({"0-1": 3.0, "1-2": 1.0})
+    game.reset({"extra_info": {}}, 0)
+    step = game.step({0: "rock", 1: "paper it", 2: "scissors"})
+    assert step.done and step.rewards == {0: -1.0, 1: (3 - 1) / 4, 2: 1.0}
+    assert load("games").Tournament({"0-1": 1.0}).step({0: "rock", 1: "rock", 2: "paper"}).rewards[2] == 0.0
+
+
 def test_the_worker_calls_the_tool_by_words_of_its_tokenizer(monkeypatch):
     monkeypatch.chdir(FOLDER)
     prepare = load("prepare")

@@ -1,7 +1,8 @@
 """The FSDP2 strategy: weights, gradients and optimizer state of one model, sharded over its ranks."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from siirl.engines.train.fsdp.fsdp_state import (
     live_pieces,
     load_training_state,
     parts_of,
+    piecewise_state,
     specs,
     training_state,
 )
@@ -326,6 +328,27 @@ class FSDPEngine(SteppingEngine):
 
     def _held_memory(self) -> list[Tensor]:
         return held_tensors(self._model.hf)
+
+    def copied_weights(self) -> dict[str, Tensor]:
+        self._require_on_device("params")
+        return {
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in piecewise_state(self._model.hf, self._parts).items()
+        }
+
+    @contextmanager
+    def lent_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        self._require_on_device("params")
+        own, live = self.copied_weights(), piecewise_state(self._model.hf, self._parts)
+        self._settle()
+        for name, tensor in live.items():
+            tensor.copy_(weights[name])
+        try:
+            yield
+        finally:
+            self._settle()
+            for name, tensor in live.items():
+                tensor.copy_(own[name])
 
     def _live_pieces(self) -> dict[str, list[Piece]]:
         return live_pieces(self._model.hf, self._parts)

@@ -277,13 +277,20 @@ def _held_parts(tensors: dict[str, DTensor], parts: FileParts) -> dict[str, Tens
 
 def live_pieces(hf: PreTrainedModel, parts: FileParts) -> dict[str, list[Piece]]:
     """HF name -> what this rank holds of a weight: views of live memory. No communication."""
-    found: dict[str, list[Piece]] = {}
+    return {name: tensor.pieces for name, tensor in piecewise_state(hf, parts).items()}
+
+
+def piecewise_state(hf: PreTrainedModel, parts: FileParts) -> dict[str, PiecewiseTensor]:
+    """The "model" of a training state, each tensor known by the pieces that this rank holds."""
+    found: dict[str, PiecewiseTensor] = {}
     for name, tensor in training_state(hf, parts, None)["model"].items():
-        if isinstance(tensor, PiecewiseTensor):
-            found[name] = tensor.pieces
-            continue
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        found[name] = [Piece(tensor.to_local(), offset)]
+        if not isinstance(tensor, PiecewiseTensor):
+            place = tensor.shape, tensor.device_mesh, tensor.placements
+            _, offset = compute_local_shape_and_global_offset(*place)
+            local = tensor.to_local()
+            pieces = [Piece(local, offset)] if local.numel() else []
+            tensor = PiecewiseTensor(tuple(tensor.shape), pieces, tensor.dtype)
+        found[name] = tensor
     return found
 
 
