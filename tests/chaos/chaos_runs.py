@@ -302,6 +302,8 @@ class Chaos:
         step = held["step"] if knows else self.steps_done() + 1
         if case.job == "Ray":
             time.sleep(NEWS_S)
+        if case.least_step:
+            self._wait_until(lambda: self._is_saved(held["step"] - 1), job, "the checkpoint before it")
         standbys = self._await_standbys(job) if case.job == "standby" and not self._standbys_struck else []
         engines = self.engines() if case.job == TWO or case.strikes_rank_of_engine else {}
         struck_s, struck_at_s = time.monotonic(), time.time()
@@ -365,6 +367,14 @@ class Chaos:
             assert self.attempts() == failed, case.name
         self._arm(following)
         return job
+
+    def _is_saved(self, step: int) -> bool:
+        """On disk or in memory: a thread beside the steps writes it."""
+        memory = json.loads((self.output / "job.json").read_text())["memory_dir"]
+        return any(
+            (files.step_folder(root, step) / files.MANIFEST).is_file()
+            for root in (self.checkpoints, Path(memory))
+        )
 
     def _strike_disk(self, held: int, how: str) -> None:
         """Fill the disk, as the process that is held sees it, or have it take nothing more."""

@@ -91,7 +91,8 @@ class ShardWay:
         self._sync = sync
         other = gathered_bytes(sync.whole_bytes, num_sources, num_receivers)
         self._answer = PAYS if (sync.fullest_bytes, sync.all_bytes) < other else DOES_NOT_PAY
-        log.info(
+        log.log(
+            logging.INFO if self._answer == PAYS else logging.DEBUG,
             "weight link %r: by shards the busiest rank sends or gets %.1f MiB, else %.1f: shards %s",
             self._name,
             sync.fullest_bytes / 2**20,
