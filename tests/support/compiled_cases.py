@@ -4,8 +4,10 @@ import torch._dynamo
 import train_engine_cases as cases
 from train_engine_cases import NUM_ROWS, Scenario
 
-STEPS = 10
+STEPS = 14
 """More than the compiler makes of one function before it leaves it as it is."""
+SETTLED = 4
+"""The step by which a rank has seen rows with and without a prompt in common; there is a graph of each."""
 
 
 def graphs_after_each_step(
