@@ -136,12 +136,15 @@ def inputs_of(cfg: Config, plan: Plan | None) -> RunInputs:
         named += [("workflow", text) for text in _texts(json.loads(plan.to_json())["interactions"])]
     for name, text in named:
         with contextlib.suppress(OSError):  # what cannot be read is refused by who needs it
-            _add(found, name, text, Path())
+            _add(found, name, text, None)
     return found
 
 
-def _add(found: RunInputs, name: str, text: str, beside: Path) -> None:
-    """Take in what a text names, if it names a file, folder or module; beside: a folder to look in, too."""
+def _add(found: RunInputs, name: str, text: str, beside: Path | None) -> None:
+    """Take in what a text names, if it names a file, folder or module.
+
+    beside: the folder of the file that has the text; None: it is the key's own value.
+    """
     for path in _named(name, text, beside):
         if path.suffix == ".py" and path.is_file():
             for inner, file in own_code(path).items():
@@ -166,8 +169,11 @@ def _add_file(found: RunInputs, label: str, file: Path, content: bytes, keep: bo
             found.texts[os.path.realpath(file)] = content.decode()
 
 
-def _named(name: str, text: str, beside: Path) -> Iterator[Path]:
-    """Files and folders that a value names: as a path, as "file.py:name", "pkg.mod:name", or in a command."""
+def _named(name: str, text: str, beside: Path | None) -> Iterator[Path]:
+    """Files and folders that a value names: as a path, as "file.py:name", "pkg.mod:name", or in a command.
+
+    A folder inside a file of tools (beside) is none: a server's environment may say where it writes.
+    """
     if not text or len(text) > 4096 or "\0" in text or "://" in text:
         return
     if reference := REFERENCE.fullmatch(text):
@@ -175,19 +181,19 @@ def _named(name: str, text: str, beside: Path) -> Iterator[Path]:
         if not text.endswith(".py"):
             yield from _module(text)
             return
-    whole = any(fnmatchcase(name, pattern) for pattern in PATH_KEYS)
+    whole = beside is None and any(fnmatchcase(name, pattern) for pattern in PATH_KEYS)
     words = [text]
     if any(space in text for space in " \t\n"):
         with contextlib.suppress(ValueError):
             words += shlex.split(text)
     for word in words:
         path = Path(word).expanduser()
-        path = beside / path if (beside / path).exists() else path
+        path = beside / path if beside is not None and (beside / path).exists() else path
         if (whole and word == text and (path.exists() or any(mark in word for mark in "*?["))) or (
             path.suffix in (*CODE_SUFFIXES, *KEPT_SUFFIXES) and path.is_file()
         ):
             yield path
-        elif word == text and DOTTED.fullmatch(word) and beside != Path():  # a tool, as verl writes it
+        elif word == text and DOTTED.fullmatch(word) and beside is not None:  # a tool, as verl writes it
             yield from _module(word.rpartition(".")[0])
         elif word == text and any(fnmatchcase(name, pattern) for pattern in MODULE_KEYS):
             yield from _module(word)

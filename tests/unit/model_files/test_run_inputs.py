@@ -77,7 +77,10 @@ def project(tmp_path_factory):
     write(
         folder,
         {
-            "tools.yaml": "tools:\n- function: my_tools.py:ask\n- class_name: own_module.Tool\n",
+            "tools.yaml": "tools:\n- function: my_tools.py:ask\n- class_name: own_module.Tool\n"
+            f"- mcp: {{command: [python, server.py], env: {{LOGS: {folder}/logs}}}}\n",
+            "server.py": "x = 1",
+            "logs/tool.log": "what a server writes",
             "my_tools.py": "import asked\ndef ask(question: str) -> str:\n    '''Asks.'''\n",
             "asked.py": "x = 1",
             "agent.py": "import asked",
@@ -119,6 +122,8 @@ CHANGES = {
     "tools.yaml": "actor_rollout_ref.rollout.multi_turn.tool_config_path, tools.yaml",
     "my_tools.py": "actor_rollout_ref.rollout.multi_turn.tool_config_path, my_tools.py",
     "asked.py": "actor_rollout_ref.rollout.multi_turn.tool_config_path, asked.py",
+    "server.py": "actor_rollout_ref.rollout.multi_turn.tool_config_path, server.py",
+    "logs/tool.log": None,
     "model/model.safetensors": "actor_rollout_ref.model.path, model.safetensors",
     "model/config.json": "actor_rollout_ref.model.path, config.json",
     "model/tokenizer.json": "actor_rollout_ref.model.path, tokenizer.json",
