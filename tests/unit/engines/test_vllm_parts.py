@@ -89,6 +89,18 @@ def test_an_engine_whose_worker_said_why_it_ended_lost_none(engine):
     assert parts.lost() == ""
 
 
+def test_a_worker_that_was_killed_is_named_also_if_another_says_that_it_hears_nothing(engine):
+    of, parts, log_path = engine
+    end(of["Worker_TP0"])
+    with log_path.open("a") as log:
+        log.write(f"(Worker_TP1 pid={of['Worker_TP1'].pid}) ERROR 11-24 [x.py:3] Connection closed by peer\n")
+        log.write(f"(EngineCore pid={of['EngineCore'].pid}) ERROR 11-24 [y.py:9] Worker proc VllmWorker-0 ")
+        log.write("died unexpectedly (exit code: -9), shutting down executor.\n")
+    end(*of.values())
+    killed = f"its process VLLM::Worker_TP0 (pid {of['Worker_TP0'].pid}) is gone: killed by signal 9"
+    assert parts.lost() == killed
+
+
 def test_one_that_is_stopped_or_gone_for_a_while_is_trouble(engine, monkeypatch):
     of, parts, _ = engine
     of["Worker_TP0"].suspend()

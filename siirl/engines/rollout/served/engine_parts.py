@@ -18,7 +18,8 @@ class EngineParts:
     """The processes below that of an engine, as far as they have been seen.
 
     One that is gone was lost, unless it, or another of its kind, has logged an error before: the engine
-    then ends them all, and says why.
+    then ends them all, and says why. Errors count for nothing if vLLM says that a signal ended a worker:
+    those that talked to it log that they cannot.
     """
 
     def __init__(self, pid: int, log_path: Path, log_offset: int) -> None:
@@ -53,7 +54,8 @@ class EngineParts:
             return ""
         text = self._log()
         said = {name for process, name in self._names.items() if f"pid={process.pid}) ERROR" in text}
-        if said - {CORE}:
+        code = re.search(r"died unexpectedly \(exit code: -(\d+)\)", text)
+        if said - {CORE} and not code:
             return ""
         silent = {name: pid for name, pid in gone.items() if name not in said}
         workers = {name: pid for name, pid in silent.items() if name != CORE}
@@ -61,7 +63,6 @@ class EngineParts:
         if not culprits:
             return ""
         named = " or ".join(f"{name} (pid {pid})" for name, pid in sorted(culprits.items()))
-        code = re.search(r"died unexpectedly \(exit code: -(\d+)\)", text)
         how = f"signal {code[1]}" if code else "signal, or it crashed"
         return f"its process {named} is gone: killed by {how}"
 
