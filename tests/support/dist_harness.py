@@ -139,14 +139,14 @@ class Session:
     def _begin(self) -> None:
         """Start the first one. The padding is where its forks show their command lines and variables."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        padding = "." * forked_starts.PADDING
-        own = {"SPT_NOENV": "1", "SIIRL_TEST_BASE": json.dumps(dict(forked_starts.base)), "PADDING": padding}
+        padding, base = "." * forked_starts.PADDING, dict(forked_starts.base or os.environ)
+        own = {"SPT_NOENV": "1", "SIIRL_TEST_BASE": json.dumps(base), "PADDING": padding}
         with theirs:
             self._process = forked_starts.REAL(
                 [sys.executable, str(Path(__file__).with_name("nursery.py")), str(theirs.fileno()), padding],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=dict(forked_starts.base) | own,
+                env=base | own,
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),
             )
         self._orders[""] = ours
