@@ -1,17 +1,20 @@
 """Clients of `siirl serve` at once: tokens a second of one and of several, sample latency, shares in a flood.
 
-    python benchmarks/serve.py [--gpu] [--small] [--tenants 8] [--rank 8] [--rows 2] [--length 32]
-        [--seconds 20] [--steps 20] [--out FILE] [key=value ...]
+    python benchmarks/serve.py [--gpu] [--small] [--parts plain,one,all,sample,flood] [--tenants 8]
+        [--rank 8] [--rows 2] [--length 32] [--seconds 20] [--steps 20] [--model DIR] [--out FILE]
+        [key=value ...]
 
 Starts a server (keys as of `siirl serve`) on a model with random weights and asks it over HTTP, each tenant
 from a thread of its own: forward_backward and optim_step one after the other, both sent before either is
-read, as the client does; the package tinker is not needed. Four parts: a plain job of siirl that trains an
-adapter of that rank on the same rows (supervised, its steps without the first ones), and what a step of one
-tenant takes against it; tokens a second of one tenant, then of all at once; seconds from a request for 16
-tokens to its answer, alone and beside training tenants; tokens of each tenant while one floods, with eight
-models where the others have one. CPU: 2 small layers in float32. --gpu: the shape of Qwen3-1.7B, rank 32,
-8 rows of 128 tokens, vLLM. --small: the same keys on a small model, to try a command. Writes
-benchmarks/results/serve_cpu.json or serve_gpu.json.
+read, as the client does; the package tinker is not needed. The parts: `plain`, a job of siirl that trains an
+adapter of that rank on the same rows (supervised, its steps without the first ones), against which a step of
+one tenant is held; tokens a second of `one` tenant, then of `all` at once; `sample`, seconds from a request
+for 16 tokens to its answer, alone and beside training tenants; `flood`, tokens of each tenant while one has
+eight models where the others have one. One server has all parts but the first, and vLLM only for `sample`.
+CPU: 2 small layers in float32. --gpu: the shape of Qwen3-1.7B, rank 32, 8 rows of 128 tokens, vLLM. --small:
+the same keys on a small model, to try a command. Writes benchmarks/results/serve_cpu.json or serve_gpu.json
+after each part; with --parts it keeps the others of a file of the same settings. So a call may be short: on
+an H200 `--parts plain,one,all,flood` and then `--parts sample` take about four minutes each.
 """
 
 import argparse
@@ -27,6 +30,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -41,6 +45,16 @@ from siirl.service.wire import PROTOBUF, messages  # noqa: E402
 
 START_S, SAMPLED, FLOOD = 600.0, 16, 8
 WARM_UP, FIRST_WORD = 5, 2
+PARTS = {
+    "plain": ("plain_step_s",),
+    "one": ("one_tokens_per_s", "one_tokens_per_cpu_s"),
+    "all": ("all_tokens_per_s", "all_tokens_per_cpu_s"),
+    "sample": ("sample_s",),
+    "flood": ("flood",),
+}
+"""What each tells, in the order in which they run."""
+TOLD = ("gain", "over_plain", "most_over_least")
+"""What is told of several of them, or for the bars: at least 4, at most 1.05, at most 1.2."""
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -192,10 +206,11 @@ class Server:
             "data.max_response_length": args.length,
             "service.address": "127.0.0.1:0",
             "service.max_models": args.tenants + FLOOD,
+            "trainer.max_restarts": 0,  # a standby would start beside what is measured
             "trainer.output_dir": folder / "run",
             "trainer.logger": "[]",
         }
-        if args.gpu and not args.small:
+        if args.gpu and not args.small and "sample" in args.parts:
             keys["actor_rollout_ref.rollout.name"] = "vllm"
         words = [*(f"{name}={value}" for name, value in keys.items()), *args.keys]
         with (folder / "log").open("wb") as log:
@@ -241,6 +256,7 @@ def plain_steps(args: argparse.Namespace, rows: np.ndarray, folder: Path) -> lis
         "trainer.test_freq": -1,
         "trainer.save_freq": -1,
         "trainer.export_hf": False,
+        "trainer.max_restarts": 0,
         "trainer.n_gpus_per_node": 1,
         "trainer.output_dir": folder / "plain",
         "trainer.logger": "[]",
@@ -254,48 +270,59 @@ def plain_steps(args: argparse.Namespace, rows: np.ndarray, folder: Path) -> lis
     return [after - before for before, after in pairwise(ended_s)][WARM_UP - 1 :]
 
 
-def say(report: Report, part: str) -> None:
-    """Write a part that is done, and the seconds of this process until then."""
+def say(report: Report, part: str, **told: Any) -> None:
+    """Write a part that is done, what follows from it, and the seconds of this process until then."""
+    report |= told
+    one, all_of_them = report.get("one_tokens_per_s"), report.get("all_tokens_per_s")
+    if one and "plain_step_s" in report:
+        step_s = report["rows"] * report["length"] / one
+        report["over_plain"] = step_s / report["plain_step_s"]["median"]
+    if one and all_of_them:
+        report["gain"] = sum(all_of_them) / one
+    if "flood" in report:
+        shares = [report["flood"]["flooding"], *report["flood"]["others"]]
+        report["most_over_least"] = max(shares) / min(shares)
     report.count(part, 1)
     print(f"{part}: {time.time() - psutil.Process().create_time():.0f} s", flush=True)
 
 
-def compared(args: argparse.Namespace, rows: np.ndarray, folder: Path, report: Report) -> None:
-    """The plain job's step."""
-    steps = plain_steps(args, rows, folder)
-    report["plain_step_s"] = {"median": statistics.median(steps), "steps": steps}
-    say(report, "plain")
-
-
 def measured(args: argparse.Namespace, server: Server, rows: np.ndarray, report: Report) -> None:
+    """The parts that are asked for, but `plain`."""
     base, seconds = str(args.model), args.seconds
     new: Callable[..., Client] = lambda count=1: Client(server.told, base, args.rank, count)  # noqa: E731
     clients = [new() for _ in range(args.tenants)]
     print(f"{len(clients)} clients: {time.time() - psutil.Process().create_time():.0f} s", flush=True)
-    size, cpu = rows.size - len(rows), [server.cpu_s]
-    one = per_second(clients[:1], rows, seconds)[0]
-    cpu.append(server.cpu_s)
-    report["tokens_per_s"] = {"one": one}
-    report["one_step_s"] = {"mean": size / one, "over_plain": size / one / report["plain_step_s"]["median"]}
-    say(report, "one")
-    all_of_them = per_second(clients, rows, seconds)
-    cpu.append(server.cpu_s)
-    gain = sum(all_of_them) / one
-    report["tokens_per_s"] |= {"all": sum(all_of_them), "each": all_of_them, "gain": gain}
-    shares = [(after - before) / seconds for before, after in pairwise(cpu)]
-    report["tokens_per_cpu_s"] = {"one": one / shares[0], "all": sum(all_of_them) / shares[1]}
-    say(report, "all")
-    report["sample_s"] = {"alone": latencies(clients[0], base, rows, seconds / 2)}
-    load = Load(clients[1:], rows)
-    report["sample_s"]["beside"] = latencies(clients[0], base, rows, seconds)
-    load.stop()
-    say(report, "sample")
-    for client in clients[2:]:
-        client.close()
-    shares = per_second([new(FLOOD), *clients[:2]], rows, seconds)
-    most_over_least = max(shares) / min(shares)
-    report["flood"] = {"flooding": shares[0], "others": shares[1:], "most_over_least": most_over_least}
-    say(report, "flood")
+    for part, asking in (("one", clients[:1]), ("all", clients)):
+        if part in args.parts:
+            before_s, begin_s = server.cpu_s, time.perf_counter()
+            found = per_second(asking, rows, seconds)
+            cpu_share = (server.cpu_s - before_s) / (time.perf_counter() - begin_s)
+            told = {"one_tokens_per_s": found[0]} if part == "one" else {"all_tokens_per_s": found}
+            say(report, part, **told, **{f"{part}_tokens_per_cpu_s": sum(found) / cpu_share})
+    if "sample" in args.parts:
+        told = {"alone": latencies(clients[0], base, rows, seconds / 2)}
+        load = Load(clients[1:], rows)
+        told["beside"] = latencies(clients[0], base, rows, seconds)
+        load.stop()
+        say(report, "sample", sample_s=told)
+    if "flood" in args.parts:
+        for client in clients[2:]:
+            client.close()
+        flooding, *others = per_second([new(FLOOD), *clients[:2]], rows, seconds)
+        say(report, "flood", flood={"flooding": flooding, "others": others})
+
+
+def report_of(args: argparse.Namespace) -> Report:
+    """A new one; with --parts it goes on with the other parts of a file of the same settings."""
+    names = ("gpu", "small", "tenants", "rank", "rows", "length", "seconds", "keys")
+    own = {name: getattr(args, name) for name in names}
+    report = Report(args.out, dict.fromkeys(PARTS, 1), **own)
+    old = json.loads(args.out.read_text()) if args.out.is_file() and set(args.parts) != set(PARTS) else {}
+    if own == {name: old.get(name) for name in names}:
+        for part in set(PARTS) - set(args.parts):
+            report |= {name: old[name] for name in PARTS[part] if name in old}
+            report["counted_steps"][part] = old["counted_steps"].get(part, 0)
+    return report
 
 
 def arguments() -> argparse.Namespace:
@@ -306,16 +333,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--small", action="store_true", help="a small model and the HF sampler, on any device"
     )
+    parser.add_argument("--parts", default=",".join(PARTS), help="all by default")
     parser.add_argument("--tenants", type=int, default=8)
     for name, cpu, gpu in (("rank", 8, 32), ("rows", 2, 8), ("length", 32, 128)):
         parser.add_argument(f"--{name}", type=int, help=f"by default {cpu}, with --gpu {gpu}")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     parser.add_argument("--steps", type=int, default=20, help="of the plain job that are counted")
+    parser.add_argument("--model", type=Path, help="where the model is made, unless it is there already")
     parser.add_argument("--out", type=Path)
     parser.add_argument("keys", nargs="*", help="key=value of siirl serve")
     args = parser.parse_args()
     for name, cpu, gpu in (("rank", 8, 32), ("rows", 2, 8), ("length", 32, 128)):
         setattr(args, name, getattr(args, name) or (gpu if args.gpu else cpu))
+    args.parts = args.parts.split(",")
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     results = REPOSITORY / "benchmarks/results"
     args.out = args.out or results / f"serve_{'gpu' if args.gpu else 'cpu'}.json"
     args.keys = [*KEYS[args.gpu], *args.keys]
@@ -327,30 +359,32 @@ def main() -> None:
     end_by_signals()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        args.model = folder / "model"
+        args.model = args.model or folder / "model"
         shape = SHAPES["A"] if args.gpu and not args.small else TINY
-        make_model(args.model, shape)
+        if not (args.model / "tokenizer.json").is_file():
+            make_model(args.model, shape)
         vocabulary = (COMMON | shape)["vocab_size"]
         draw = np.random.default_rng(0)
         rows = draw.integers(FIRST_WORD, vocabulary, (args.rows, args.length + 1))
-        parts = dict.fromkeys(("plain", "one", "all", "sample", "flood"), 1)
-        names = ("gpu", "small", "tenants", "rank", "rows", "length", "seconds", "keys")
-        report = Report(args.out, parts, **{name: getattr(args, name) for name in names})
+        report = report_of(args)
         report["load_before"] = os.getloadavg()[0]
         try:
-            compared(args, rows, folder, report)
-            server = Server(args, folder)
-            try:
-                measured(args, server, rows, report)
-            finally:
-                end_job(server.job)
+            if "plain" in args.parts:
+                steps = plain_steps(args, rows, folder)
+                say(report, "plain", plain_step_s={"median": statistics.median(steps), "steps": steps})
+            if set(args.parts) - {"plain"}:
+                server = Server(args, folder)
+                try:
+                    measured(args, server, rows, report)
+                finally:
+                    end_job(server.job)
         except BaseException:
             keep_logs(folder / "run", args.out.parent / "logs")
             raise
         report["load_after"] = os.getloadavg()[0]
         report.finish()
-        told = ("plain_step_s", "one_step_s", "tokens_per_s", "tokens_per_cpu_s", "sample_s", "flood")
-        print(json.dumps({part: report[part] for part in told}, indent=1))
+        told = (*(name for part in args.parts for name in PARTS[part]), *TOLD)
+        print(json.dumps({name: report[name] for name in told if name in report}, indent=1))
 
 
 if __name__ == "__main__":

@@ -146,8 +146,8 @@ class NumericsError(SiirlError, ArithmeticError):
 
 
 class RequestError(SiirlError, RuntimeError):
-    """A client's request failed amid several ranks, which are no longer at one: the run begins again, and
-    refuses it when it does so once more."""
+    """A client's request failed amid several ranks, which are no longer at one, or nobody reads requests any
+    more: the run begins again. It refuses a request that ends it once more."""
 
 
 class WorkerError(SiirlError, RuntimeError):

@@ -42,7 +42,8 @@ from siirl.service.commands import (
 from siirl.service.desk import Desk, Ticket
 from siirl.service.request_journal import Journal, Kept
 from siirl.service.saved_weights import OPERATOR
-from siirl.service.service_endpoint import Served, ServiceEndpoint
+from siirl.service.server_process import ServerProcess
+from siirl.service.service_endpoint import Served
 from siirl.service.snapshot_sampling import Sampler
 from siirl.service.suspects import Suspects
 from siirl.service.tenant_keys import KEY, tenant_keys
@@ -65,18 +66,18 @@ class Service:
         cfg, model = node.cfg, node.cfg.actor_rollout_ref.model
         base.onload(params=True, grads=False, optimizer=False)  # for good: each adapter computes on it
         self.folder = Path(cfg.trainer.output_dir).expanduser() / "service"
-        self.desk = Desk(cfg.service.max_tokens_per_s)
+        self.desk: Desk | ServerProcess = Desk(cfg.service.max_tokens_per_s)
         engine = AdapterEngine(base, model.target_modules, model.lora_alpha, limit)
         self.tenants = Tenants(cfg, self.folder / "models", engine)
         self.sampler = Sampler(cfg, sampler, base, self.tenants, node.tokenizer)
         self._cfg, self._stops = cfg, tuple(node.dialect.stop_ids)
         self.journal, self.suspects = Journal(self.folder / "journal"), Suspects(self.folder)
-        self._endpoint: ServiceEndpoint | None = None
+        self._client_file = self.folder / "client.json"
         self._is_started = False
 
     @property
     def num_sessions(self) -> int:
-        return 0 if self._endpoint is None else self._endpoint.num_sessions
+        return self.desk.num_sessions if isinstance(self.desk, ServerProcess) else 0
 
     @property
     def is_first(self) -> bool:
@@ -89,10 +90,8 @@ class Service:
         tickets: list[Ticket] = []
         box: list[list[Command]] = [[]]
         if self.is_first:
-            ticket = self.desk.take(LOOK_S)
-            tickets = (
-                [] if ticket is None else [one for one in self._alike(ticket) if not self._is_refused(one)]
-            )
+            found = self.desk.take_together(LOOK_S, self.sampler.most_requests)
+            tickets = [one for one in found if not self._is_refused(one)]
             box = [[one.command for one in tickets]]  # type: ignore[misc]
             if tickets:
                 self.suspects.begin([one.id for one in tickets])
@@ -113,53 +112,31 @@ class Service:
                 with contextlib.suppress(OSError):  # then the next server refuses it
                     self.journal.add(command.model, _number(ticket), None, Refused(problem))  # type: ignore[union-attr]
         if problem is not None:
-            self.desk.done(ticket, Refused(problem))
+            self.desk.answer([(ticket, Refused(problem), None)])
         return problem is not None
 
-    def _alike(self, ticket: Ticket) -> list[Ticket]:
-        """The ticket, and others that are carried out with it: one of a client, or samples of one source."""
-        first = ticket.command
-        if ticket.id in self.suspects:
-            return [ticket]
-        if isinstance(first, Sample):
-            source, most = first.source, self.sampler.most_requests
-            return self.desk.take_like(
-                ticket, lambda other: isinstance(other, Sample) and other.source == source, most
-            )
-        if isinstance(first, ForwardBackward):
-            only = first.forward_only
-            return self.desk.take_like(
-                ticket, lambda other: isinstance(other, ForwardBackward) and other.forward_only == only
-            )
-        if isinstance(first, OptimStep):
-            return self.desk.take_like(ticket, lambda other: isinstance(other, OptimStep))
-        return [ticket]
-
     def start(self) -> None:
-        """Go on where an earlier server was killed; then listen, and say where. Idempotent. ConfigError for a
-        key or an address that cannot be."""
+        """Listen, and say where; then go on where an earlier server was killed. Idempotent. ConfigError for a
+        key or an address that cannot be, and for models that cannot go on with the configuration."""
         if self._is_started:
             return
-        endpoint = self._new_endpoint() if self.is_first else None
-
-        def kept() -> list[Kept]:
-            assert endpoint is not None
-            self.desk.alone = frozenset(self.suspects.read())
-            found = self.journal.kept()
-            gone = endpoint.restore(found, self.journal.lost)
-            for model in gone:
-                self.journal.forget(model)
-            return [one for one in found if one.model not in gone]
-
-        for one in self.tenants.on_first(kept):
+        for one in self.tenants.on_first(self._listen):
             self._restore(one)
         self._is_started = True
-        if endpoint is not None:
-            self._listen(endpoint)
 
     def _restore(self, kept: Kept) -> None:
-        if kept.state is not None:
-            self.tenants.restore(kept.model, kept.state)
+        try:
+            if kept.state is not None:
+                self.tenants.restore(kept.model, kept.state)
+            self._carry_out_again(kept)
+        except Refused as error:
+            raise ConfigError(
+                f"{kept.model}, which an earlier server has left in {self.folder}, cannot go on: {error}. "
+                "Set the keys as they were, or another trainer.output_dir."
+            ) from error
+        log.info("%s goes on: %d commands were carried out again", kept.model, len(kept.commands))
+
+    def _carry_out_again(self, kept: Kept) -> None:
         for command in kept.commands:
             if isinstance(command, ForwardBackward):
                 self.tenants.train([command])
@@ -168,7 +145,6 @@ class Service:
                     self.tenants.step(command)
             elif isinstance(command, CreateModel):
                 self.tenants.create(command)
-        log.info("%s goes on: %d commands were carried out again", kept.model, len(kept.commands))
 
     def keep(
         self, tickets: Sequence[Ticket], commands: Sequence[Command], answers: Sequence[Any]
@@ -194,50 +170,43 @@ class Service:
         assert not isinstance(command, Release | Sample)
         is_due = self.journal.add(command.model, number, command, answer)
         was_loaded = isinstance(command, LoadState) and not isinstance(answer, Exception)
-        if is_due or was_loaded:
-            try:
-                self.journal.begin(command.model, *self.tenants.state_of(command.model))
-            except OSError:
-                if was_loaded:
-                    raise
-                log.warning(
-                    "the state of %s could not be written: later, again", command.model, exc_info=True
-                )
+        if is_due or was_loaded:  # what was loaded may be deleted: it is kept before anybody is told
+            self.journal.begin(command.model, *self.tenants.state_of(command.model), at_once=was_loaded)
 
-    def _new_endpoint(self) -> ServiceEndpoint:
-        keys, data = self._cfg.service, self._cfg.data
-        file = self.folder / "client.json"
-        token = token_of(keys.token_env, "service.token_env") or kept_token(file)
+    def _listen(self) -> list[Kept]:
+        """Start the server; what is kept of the models that go on. On the first rank."""
+        assert isinstance(self.desk, Desk)
+        own, data, model = self._cfg.service, self._cfg.data, self._cfg.actor_rollout_ref.model
+        keys, longest = self._keys(), data.max_prompt_length + data.max_response_length
+        served = Served(model.path, longest, self._stops, own.idle_s, own.max_models_per_tenant)
+        self.desk = ServerProcess(self.desk, served, self.folder / "models", keys)
+        alone, kept = frozenset(self.suspects.read()), self.journal.kept()
+        url, gone = self.desk.open(own.address, kept, self.journal.lost, alone)
+        for one in gone:
+            self.journal.forget(one)
+        write_own(self._client_file, {"base_url": url, "token": keys[OPERATOR]})
+        where = self._client_file
+        log.info("clients find us at TINKER_BASE_URL=%s; their TINKER_API_KEY is in %s", url, where)
+        print(f"serving {model.path} at {url}; the key is in {where}", flush=True)
+        return [one for one in kept if one.model not in gone]
+
+    def _keys(self) -> dict[str, str]:
+        """Of each tenant, the server's own under OPERATOR. ConfigError."""
+        own = self._cfg.service
+        token = token_of(own.token_env, "service.token_env") or kept_token(self._client_file)
         token = token or f"{KEY}{secrets.token_urlsafe(32)}"
         if not token.startswith(KEY):
             raise ConfigError(
-                f"the key in {keys.token_env} (service.token_env) does not begin with {KEY}: the client "
+                f"the key in {own.token_env} (service.token_env) does not begin with {KEY}: the client "
                 "takes no other. Set another one."
             )
-        model = self._cfg.actor_rollout_ref.model
-        longest = data.max_prompt_length + data.max_response_length
-        served = Served(model.path, longest, self._stops, keys.idle_s, keys.max_models_per_tenant)
-        tokens = {OPERATOR: token} | tenant_keys(keys.tenants_file)
-        self._token = token
-        return ServiceEndpoint(self.desk, served, self.folder / "models", tokens)
-
-    def _listen(self, endpoint: ServiceEndpoint) -> None:
-        model, file = self._cfg.actor_rollout_ref.model, self.folder / "client.json"
-        host, _, port = self._cfg.service.address.rpartition(":")
-        endpoint.start(host.strip("[]"), int(port))
-        write_own(file, {"base_url": endpoint.url, "token": self._token})
-        log.info("clients find us at TINKER_BASE_URL=%s; their TINKER_API_KEY is in %s", endpoint.url, file)
-        print(f"serving {model.path} at {endpoint.url}; the key is in {file}", flush=True)
-        self._endpoint = endpoint
+        return {OPERATOR: token} | tenant_keys(own.tenants_file)
 
     def close(self) -> None:
         """Answer nobody any more. Idempotent."""
         self.desk.close()
         self.journal.close()
         self.suspects.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
-            self._endpoint = None
 
 
 def asked(ctx: OpContext, rows: TensorDict, service: Service) -> TensorDict:
@@ -258,8 +227,8 @@ def asked(ctx: OpContext, rows: TensorDict, service: Service) -> TensorDict:
             answers = _answers(ctx, service, commands)
         if service.is_first:
             told = service.keep(tickets, commands, [_told(one) for one in answers])
-            for ticket, answer, found in zip(tickets, answers, told, strict=True):
-                service.desk.done(ticket, found, tokens_of(ticket.command, answer))
+            tokens = map(tokens_of, commands, answers)
+            service.desk.answer([*zip(tickets, told, tokens, strict=True)])
         taken = zip(commands, answers, strict=True)
         stepped = any(isinstance(one, OptimStep) and isinstance(answer, dict) for one, answer in taken)
         if service.is_first:

@@ -1,7 +1,8 @@
-"""Between the server's thread and the worker's: commands in order, and their answers until they are read.
+"""Between the server and the worker: commands in order, and their answers until they are read.
 
 consumes: commands of the server's thread. produces: their answers. waits for: nothing on the server's
-side; `take` on the worker's for the next command. unblocked by: `submit`, a time, `close`.
+side; `take`, on the thread that speaks for the worker, for the next command. unblocked by: `submit`, a time,
+`close`.
 
 Commands of one lane, a training client, run in the order of their numbers from 1 on, whenever they come: a
 large request comes in parts, the first of them last. Samples have a lane for each sampling session, in the
@@ -26,7 +27,7 @@ from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from siirl.service.commands import Command, ForwardBackward, Refused, num_tokens
+from siirl.service.commands import Command, ForwardBackward, OptimStep, Refused, Sample, num_tokens
 
 MOST_KEPT_BYTES = 1 << 30
 """When all answers are larger than this, the oldest of the tenant with most are forgotten."""
@@ -76,6 +77,10 @@ class Ticket:
     """Tokens that its tenant was charged for."""
     told: list[Callable[[], object]] = field(default_factory=list)
     """Called when it is done, on the worker's thread."""
+
+
+Answered = tuple[Ticket, Any, int | None]
+"""A ticket, its answer, and the tokens that it took; None: those that it asked for."""
 
 
 @dataclass
@@ -149,8 +154,10 @@ class Desk:
                 who.lanes.append(lane)
 
     def restore(self, lane: str, number: int, tenant: str, answers: Sequence[tuple[int, Any]]) -> None:
-        """A lane of an earlier server: the number of its next command, and what others were answered."""
+        """A lane of an earlier server: the number of its next command, and what others were answered. To be
+        started again gives its tenant no tokens."""
         self.open_lane(lane, number, tenant)
+        self._tenants[tenant].credit = 0.0
         for of, answer in answers:
             with self._lock:
                 self._tickets[f"{lane}:{of}"] = ticket = Ticket(f"{lane}:{of}", None, lane, tenant)
@@ -301,6 +308,27 @@ class Desk:
             if (self._lanes[lane].away_s or math.inf) < most_s and self._back_s(lane, times) > now_s
         ]
 
+    def take_together(self, timeout_s: float, most_samples: int) -> list[Ticket]:
+        """What is carried out next: a command as `take` gives it, and others that go with it; none if none
+        is there in time. most_samples: of one source, which are decoded together."""
+        if (ticket := self.take(timeout_s)) is None:
+            return []
+        first = ticket.command
+        if ticket.id in self.alone:
+            return [ticket]
+        if isinstance(first, Sample):
+            return self.take_like(
+                ticket, lambda other: isinstance(other, Sample) and other.source == first.source, most_samples
+            )
+        if isinstance(first, ForwardBackward):
+            only = first.forward_only
+            return self.take_like(
+                ticket, lambda other: isinstance(other, ForwardBackward) and other.forward_only == only
+            )
+        if isinstance(first, OptimStep):
+            return self.take_like(ticket, lambda other: isinstance(other, OptimStep))
+        return [ticket]
+
     def take_like(
         self, ticket: Ticket, like: Callable[[Command | Refused | None], bool], most: int = MOST_TOGETHER
     ) -> list[Ticket]:
@@ -383,6 +411,11 @@ class Desk:
         who = self._tenants[ticket.tenant]
         who.num_waiting -= 1
         who.waiting_bytes -= ticket.num_bytes
+
+    def answer(self, answers: Sequence[Answered]) -> None:
+        """Those of commands that were carried out together."""
+        for ticket, answer, tokens in answers:
+            self.done(ticket, answer, tokens)
 
     def done(self, ticket: Ticket, answer: Any, tokens: int | None = None) -> None:
         """Answer a command. tokens: those that it took, if they are not the ones that it asked for."""

@@ -2,20 +2,23 @@
 
 An entry is written before its answer is given; a server that begins again carries out the commands of all
 entries, which gives the same weights, moments, and sums of gradients: on CPUs to the bit. From time to time,
-and when a state was loaded, a new file begins with the state itself. An entry that was cut off by the end of
-the process was not answered, and counts nothing. That a machine's disk has it is not waited for. The model of
-a file that is damaged before its end is lost, and the log says so.
+and when a state was loaded, a new file begins with the state itself. A thread writes it, under another name;
+entries of meanwhile are in the old file, and come behind the state before the new one takes its place. An
+entry that was cut off by the end of the process was not answered, and counts nothing. That a machine's disk
+has it is not waited for. The model of a file that is damaged before its end is lost, and the log says so.
 
-On the worker's thread of the first rank; no communication.
+On the worker's thread of the first rank, but for `_NewFile.write`; no communication.
 """
 
+import io
 import logging
 import os
 import shutil
 import struct
+import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -64,6 +67,56 @@ class Kept:
     """Number of a command, and what it was answered."""
 
 
+class _NewFile:
+    """A file that begins with a state, until it takes the place of its model's.
+
+    consumes: a copy of the state. produces: a file. waits for: the disk. unblocked by: it, `drop`.
+    """
+
+    def __init__(self, path: Path, state: Mapping[str, Tensor], head: dict[str, Any]) -> None:
+        """head: what is to be kept besides the tensors."""
+        self.path = path
+        self.later: list[bytes] = []
+        """Entries that the old file has got meanwhile."""
+        self.answers: list[tuple[int, Any]] = []
+        """What its model's commands were answered before."""
+        self.took_s = 0.0
+        self.error: OSError | None = None
+        self._state, self._head = state, head
+        self._is_dropped = False
+        self._thread = threading.Thread(target=self.write, name="state of a model", daemon=True)
+
+    def start(self) -> None:
+        """Have a thread write it."""
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        return not self._thread.is_alive()
+
+    def write(self) -> None:
+        """All of it; what goes wrong is `error`."""
+        start_s = time.monotonic()
+        try:
+            with self.path.open("wb", buffering=0) as file:
+                for name, one in self._state.items():
+                    if self._is_dropped:
+                        return
+                    _write(file, _packed({"tensor": name, "values": _array(one.numpy())}))
+                _write(file, _packed(self._head))
+        except OSError as error:  # told by whoever waits for the file
+            self.error = error
+        finally:
+            self._state, self.took_s = {}, time.monotonic() - start_s
+
+    def drop(self) -> None:
+        """It is not needed any more."""
+        self._is_dropped = True
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.path.unlink(missing_ok=True)
+
+
 class Journal:
     """The files of all models in a folder."""
 
@@ -75,43 +128,82 @@ class Journal:
         self.lost: dict[str, str] = {}
         """Models whose file is not what it was: why."""
         self._answers: dict[str, list[tuple[int, Any]]] = {}
+        """Of each model, since its file began."""
+        self._new: dict[str, _NewFile] = {}
+        """The one that a thread writes, by its model."""
 
     def add(self, model: str, number: int, command: Command | None, answer: Any) -> bool:
         """Write an entry; whether it is time that `begin` writes the state. OSError: nothing is written.
 
         command: None for one that was not carried out.
         """
-        file = self._file(model)
-        self._write(file, {"number": number, "answer": _plain(answer), "command": _fields(command, answer)})
+        entry = _packed({"number": number, "answer": _plain(answer), "command": _fields(command, answer)})
+        _write(self._file(model), entry)
         self._answers.setdefault(model, []).append((number, answer))
+        if model in self._new:
+            self._new[model].later.append(entry)
+        self._end_written()
         began_s, took_s = self._began.setdefault(model, (time.monotonic(), 0.0))
-        is_step = isinstance(command, OptimStep) and not isinstance(answer, Exception)
+        is_step = isinstance(command, OptimStep) and not isinstance(answer, Exception) and not self._new
         return is_step and time.monotonic() - began_s >= max(MOST_AGE_S, took_s / MOST_SHARE)
 
-    def begin(self, model: str, spec: AdapterSpec, version: int, state: dict[str, Tensor]) -> None:
-        """A new file, with a state and the answers since the last one began, in its place.
+    def begin(
+        self, model: str, spec: AdapterSpec, version: int, state: Mapping[str, Tensor], at_once: bool = False
+    ) -> None:
+        """A new file, with a state and the answers since the last one began, takes the place of the old one
+        when a thread has written it. state: nobody changes it.
 
-        OSError: the old one stays.
+        at_once: when this returns. OSError: the old one stays.
         """
-        answers, start_s = self._answers.get(model, []), time.monotonic()
-        number = answers[-1][0] + 1 if answers else 0
-        tensors = {name: _array(one.numpy()) for name, one in state.items()}
-        entry = {"spec": asdict(spec), "version": version, "tensors": tensors}
-        aside = self._path(model).with_suffix(".new")
+        if (before := self._new.pop(model, None)) is not None:
+            self._drop(model, before)
+        answers = self._answers.pop(model, [])
+        told = {"spec": asdict(spec), "version": version}
+        kept = [(n, _plain(a)) for n, a in answers]
+        head = {"state": told, "number": answers[-1][0] + 1 if answers else 0, "answers": kept}
+        new = _NewFile(self._path(model).with_suffix(".new"), state, head)
+        new.answers = answers
+        if at_once:
+            new.write()
+            self._take(model, new)
+        else:
+            self._new[model] = new
+            new.start()
+
+    def _end_written(self) -> None:
+        """Have the new file that a thread has written take its place; a full disk costs no more than that."""
+        for model in [model for model, new in self._new.items() if new.is_written]:
+            try:
+                self._take(model, self._new.pop(model))
+            except OSError:
+                log.warning("the state of %s could not be written: later, again", model, exc_info=True)
+
+    def _take(self, model: str, new: _NewFile) -> None:
+        """It is the file of its model from now on. OSError: the old one stays."""
         try:
-            with aside.open("wb", buffering=0) as file:
-                kept = [(n, _plain(a)) for n, a in answers]
-                self._write(file, {"state": entry, "number": number, "answers": kept})
-            os.replace(aside, self._path(model))
+            if new.error is not None:
+                raise new.error
+            with new.path.open("ab", buffering=0) as file:
+                for entry in new.later:
+                    _write(file, entry)
+            os.replace(new.path, self._path(model))
+        except OSError:
+            self._drop(model, new)
+            raise
         finally:
-            aside.unlink(missing_ok=True)
-            self._began[model] = time.monotonic(), time.monotonic() - start_s
-        self._answers[model] = []
+            self._began[model] = time.monotonic(), new.took_s
         if (old := self._files.pop(model, None)) is not None:
             old.close()
 
+    def _drop(self, model: str, new: _NewFile) -> None:
+        """The old file stays that of its model."""
+        new.drop()
+        self._answers[model] = new.answers + self._answers.get(model, [])
+
     def kept(self) -> list[Kept]:
         """What the files have, of models in the order of their names, but for those that are `lost`."""
+        for path in self._folder.glob("*.new"):  # an earlier server has ended amid it
+            path.unlink()
         found = [self._read(path) for path in sorted(self._folder.glob("*.journal"))]
         return [one for one in found if one.model not in self.lost]
 
@@ -128,15 +220,20 @@ class Journal:
 
     def forget(self, name: str) -> None:
         """A model, or those of a session, are gone."""
-        for model in [model for model in self._files if model == name or model.startswith(f"{name}:")]:
-            self._files.pop(model).close()
-        for model in [model for model in self.lost if model == name or model.startswith(f"{name}:")]:
-            del self.lost[model]
+        for held in (self._new, self._files, self.lost, self._answers, self._began):
+            for model in [model for model in held if model == name or model.startswith(f"{name}:")]:
+                one = held.pop(model)
+                if isinstance(one, _NewFile):
+                    one.drop()
+                elif isinstance(one, io.IOBase):
+                    one.close()
         for path in (self._path(name), *self._folder.glob(f"{name}:*.journal")):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. What was not written yet is in the old file."""
+        while self._new:
+            self._new.popitem()[1].drop()
         while self._files:
             self._files.popitem()[1].close()
 
@@ -148,18 +245,6 @@ class Journal:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._files[model] = self._path(model).open("ab", buffering=0)
         return self._files[model]
-
-    def _write(self, file: BinaryIO, entry: dict[str, Any]) -> None:
-        """An entry whole, or nothing of it: an OSError, as of a full disk, leaves the file as it was."""
-        data, before = msgspec.msgpack.encode(entry), file.tell()
-        head = _HEAD.pack(len(data), zlib.adler32(data))
-        left = memoryview(head + _SUM.pack(zlib.adler32(head)) + data)
-        try:
-            while left:
-                left = left[file.write(left) :]
-        except OSError:
-            file.truncate(before)
-            raise
 
     def _read(self, path: Path) -> Kept:
         """What was cut off at the end goes. A file that is damaged is kept under another name."""
@@ -178,19 +263,40 @@ class Journal:
 
     def _read_entries(self, path: Path, found: Kept) -> int:
         """How many bytes of the file are whole entries, which are then in `found`. ValueError."""
-        whole = 0
+        whole, tensors = 0, dict[str, Tensor]()
         with path.open("rb") as file:
             for entry in _entries(file):
                 whole = file.tell()
+                if "tensor" in entry:
+                    tensors[entry["tensor"]] = torch.from_numpy(_read_array(entry["values"]))
+                    continue
                 found.number = entry["number"] + ("state" not in entry)
                 if "state" in entry:
-                    found.state = {**entry["state"], "tensors": _tensors(entry["state"]["tensors"])}
+                    found.state = {**entry["state"], "tensors": tensors}
                     found.answers = [(number, _answer(one)) for number, one in entry["answers"]]
                 else:
                     found.answers.append((entry["number"], _answer(entry["answer"])))
                     if entry["command"] is not None:
                         found.commands.append(_command(entry["command"]))
         return whole
+
+
+def _packed(entry: dict[str, Any]) -> bytes:
+    """An entry as it stands in a file."""
+    data = msgspec.msgpack.encode(entry)
+    head = _HEAD.pack(len(data), zlib.adler32(data))
+    return b"".join((head, _SUM.pack(zlib.adler32(head)), data))
+
+
+def _write(file: BinaryIO, entry: bytes) -> None:
+    """An entry whole, or nothing of it: an OSError, as of a full disk, leaves the file as it was."""
+    before, left = file.tell(), memoryview(entry)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(before)
+        raise
 
 
 def _entries(file: BinaryIO) -> Iterator[dict[str, Any]]:
@@ -213,10 +319,6 @@ def _array(values: np.ndarray) -> list[Any]:
 def _read_array(kept: Sequence[Any]) -> np.ndarray:
     kind, shape, data = kept
     return np.frombuffer(bytearray(data), kind).reshape(shape)
-
-
-def _tensors(kept: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(_read_array(one)) for name, one in kept.items()}
 
 
 def _plain(answer: Any) -> Any:

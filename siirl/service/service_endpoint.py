@@ -103,7 +103,8 @@ class ServiceEndpoint:
         models = {one.model: one for one in kept}
         self.sessions |= read_sessions(self._file, self._served.model)
         for id, session in self.sessions.items():
-            for model in session.models:
+            mine = [*session.models, *(model for model in models if model.startswith(f"{id}:"))]
+            for model in dict.fromkeys(mine):  # of one that was refused the answer is kept, too
                 if model in lost:
                     self._desk.open_lane(model, None, session.tenant or id)
                     continue

@@ -5,6 +5,7 @@ passed over, as protobuf does.
 """
 
 import functools
+import math
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -136,7 +137,7 @@ def _array(tensor: Any, where: str) -> np.ndarray:
     kind = _DTYPES.get(tensor.dtype)
     if kind is None:
         raise Refused(f"{where} has dtype {tensor.dtype}: float32, int64 and int32 are read")
-    if min(shape, default=0) < 0 or len(shape) > 2 or np.prod(shape, dtype=float) > MOST_NUMBERS:
+    if min(shape, default=0) < 0 or len(shape) > 2 or math.prod(shape) > MOST_NUMBERS:
         raise Refused(f"{where} has shape {list(shape)}: [N] and [N, K] are read")
     try:
         if not tensor.HasField("sparse_csr"):

@@ -160,6 +160,13 @@ def test_a_tenant_beyond_its_tokens_a_second_is_told_when_to_come_back_and_other
     assert desk.submit("a", 2, tokens(1)).id == "a:2"
     assert desk.submit("a", 1, tokens(1)).id == "a:1", "a request that is there already is no new one"
 
+    again = Desk(10.0, lambda: now[0])
+    again.restore("a", 3, "a", [])
+    with pytest.raises(ComeBack):
+        again.submit("a", 3, tokens(1))
+    now[0] += 1
+    assert again.submit("a", 3, tokens(1)), "a server that is killed gives no new tokens, but those of time"
+
 
 def test_a_tenant_has_bounds_on_what_waits_and_what_is_kept_that_cost_others_nothing(monkeypatch):
     monkeypatch.setattr(desk_module, "MOST_WAITING_BYTES", 1000)

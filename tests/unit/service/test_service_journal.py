@@ -1,8 +1,13 @@
 """What a server has answered is there when it begins again, wherever it was killed."""
 
+import mmap
+import os
 import random
 import resource
 import shutil
+import signal
+import threading
+import time
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -11,6 +16,7 @@ import pytest
 import torch
 
 from siirl.engines.train.base import AdamStep
+from siirl.errors import ConfigError
 from siirl.service import request_journal as journal
 from siirl.service.commands import (
     AdapterSpec,
@@ -24,7 +30,7 @@ from siirl.service.commands import (
     SaveState,
 )
 from siirl.service.desk import Ticket
-from siirl.service.request_journal import Journal
+from siirl.service.request_journal import Journal, Kept
 
 pytestmark = pytest.mark.heavy
 MODELS = ("a:train:0", "b:train:0")
@@ -93,6 +99,19 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
     return found.keys() == wanted.keys() and all(one == other for one, other in pairs)
 
 
+class Gated(dict):
+    """A state of which a thread writes as many tensors as it is let."""
+
+    def __init__(self, state) -> None:
+        super().__init__(state)
+        self.may = threading.Semaphore(0)
+
+    def items(self):
+        for pair in super().items():
+            self.may.acquire()
+            yield pair
+
+
 def plain(answer) -> str:
     return f"{type(answer).__name__} {answer}"
 
@@ -105,8 +124,14 @@ def test_nothing_that_was_answered_is_lost_wherever_the_server_is_killed(
     monkeypatch.setattr(journal, "MOST_SHARE", 1e9)
     draw, numbers = random.Random(seed), dict.fromkeys(MODELS, 0)
     service.journal = Journal(tmp_path / "journal")
-    points = []
-    for count in range(14):
+    begin, written, points = service.journal.begin, [], []
+
+    def begin_gated(model, spec, version, state, at_once):
+        written.append(Gated(state))
+        begin(model, spec, version, state if at_once else written[-1], at_once)
+
+    service.journal.begin = begin_gated
+    for count in range(15):
         model = draw.choice(MODELS)
         if not numbers[model]:
             command = CreateModel(model, AdapterSpec(2, seed))
@@ -114,11 +139,18 @@ def test_nothing_that_was_answered_is_lost_wherever_the_server_is_killed(
             command = SaveState(model, f"tinker://{model}/weights/first", True)
         else:
             command = drawn(draw, model, count)
+        for one in written:
+            one.may.release(1000 if isinstance(command, LoadState) else draw.choice((1, 1, 5, 1000)))
+        time.sleep(0.01)  # in which a thread writes what it may
         answer = carried_out(service, command, numbers[model])
         numbers[model] += 1
         shutil.copytree(tmp_path / "journal", folder := tmp_path / f"killed after {count}")
         points.append((folder, state(service), dict(numbers), (model, plain(answer))))
+    for one in written:
+        one.may.release(1000)
     service.journal.close()
+    left = [[file.suffix for file in folder.iterdir()] for folder, *_ in points]
+    assert any(".new" in names for names in left), "killed while a thread writes a state"
     for number, (folder, wanted, told, (model, answer)) in enumerate(points):
         found, next_numbers, answers = begun_again(service, folder)
         assert same(found, wanted), f"after {number + 1} commands"
@@ -153,6 +185,12 @@ def three_steps(service, folder) -> None:
     carried_out(service, CreateModel("a:train:0", AdapterSpec(2, 1)), 0)
     for number in range(3):
         carried_out(service, OptimStep("a:train:0", ADAM), number + 1)
+
+
+def test_a_model_that_the_configuration_has_no_room_for_is_the_operators_error(service, tenants):
+    kept = Kept("a:train:0", 1, commands=[CreateModel("a:train:0", AdapterSpec(1000, 1))])
+    with pytest.raises(ConfigError, match=r"a:train:0, .* cannot go on: rank 1000.*lora_rank"):
+        service._restore(kept)
 
 
 @pytest.mark.parametrize("place", [8, 40, -3])
@@ -194,3 +232,48 @@ def test_a_full_disk_is_an_error_of_the_request_and_changes_nothing(service, ten
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "could not keep" in str(told) and "lost" in service.journal.problem(step)
     assert file.stat().st_size == size, "what was written of it is gone"
+
+
+def steps(folder, answered) -> None:
+    """Answer steps without an end, and say in shared memory which was the last.
+
+    The numbers of a state say of which step it is.
+    """
+    kept = Journal(folder)
+    kept.add(MODELS[0], 0, CreateModel(MODELS[0], AdapterSpec(2, 1)), {})
+    for number in range(1, 1 << 20):
+        if kept.add(MODELS[0], number, OptimStep(MODELS[0], ADAM), {}):
+            state = {f"{part}": torch.from_numpy(np.full(1 << 15, number)) for part in range(8)}
+            kept.begin(MODELS[0], AdapterSpec(2, 1), number, state)
+        answered[:8] = number.to_bytes(8, "little")
+        time.sleep(0.0005)
+
+
+def test_a_process_that_is_killed_while_it_writes_states_has_kept_each_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "MOST_AGE_S", 0.0)
+    monkeypatch.setattr(journal, "MOST_SHARE", 1e9)
+    draw, cut, began = random.Random(5), 0, 0
+    for number in range(12):
+        folder, answered = tmp_path / f"{number}", mmap.mmap(-1, 8)
+        if (child := os.fork()) == 0:
+            try:
+                steps(folder, answered)
+            finally:
+                os._exit(1)
+        target, end_s = draw.randrange(2, 100), time.monotonic() + 60
+        while int.from_bytes(answered[:8], "little") < target and time.monotonic() < end_s:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, 0.002))
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        last = int.from_bytes(answered[:8], "little")
+        cut += any(folder.glob("*.new"))
+        (found,) = Journal(folder).kept()
+        version = 0 if found.state is None else found.state["version"]
+        began += version > 0
+        again = [one for one in found.commands if isinstance(one, OptimStep)]
+        assert version + len(again) == found.number - 1 >= last
+        if found.state is not None:
+            assert all((one == version).all() for one in found.state["tensors"].values())
+        assert last in dict(found.answers) and not list(folder.glob("*.new"))
+    assert cut > 2 and began > 2, (cut, began)

@@ -440,6 +440,6 @@ def test_tenants_of_the_file_have_their_keys_beside_the_servers_own(service, tmp
     file.touch(mode=0o600)
     file.write_text("ann tml-ann-0123456789")
     monkeypatch.setattr(service, "_cfg", with_overrides(service._cfg, {"service.tenants_file": str(file)}))
-    server = service._new_endpoint()
-    assert server._tenant("tml-ann-0123456789") == "ann" and server._tenant(service._token) == OPERATOR
-    assert server._tenant("tml-bob-0123456789") is None
+    keys = service._keys()
+    assert keys.keys() == {OPERATOR, "ann"} and keys["ann"] == "tml-ann-0123456789"
+    assert keys[OPERATOR].startswith("tml-") and len(keys[OPERATOR]) > 40

@@ -10,7 +10,7 @@ Legend: N tokens of a pass, r rank of an adapter, R ranks of all adapters of a p
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -105,6 +105,28 @@ class Segment:
         return None if self.adapter is None else self.adapter.weights(dtype).get(layer)
 
 
+class Segments(list[Segment]):
+    """Those of a pass, in the order of their tokens."""
+
+    def __init__(self, segments: Iterable[Segment] = ()) -> None:
+        super().__init__(segments)
+        self._own: dict[tuple[bool, ...], Tensor] = {}
+
+    def own(self, layer: str, num_tokens: int, like: Tensor) -> Tensor:
+        """What each token's low numbers are multiplied by, [N, R]: the scale of its adapter in its columns,
+        else 0. One for all layers that the same segments adapt."""
+        adapted = tuple(one.pair(layer, like.dtype) is not None for one in self)
+        if adapted not in self._own:
+            mine = [(one.tokens, one.adapter) for one, is_own in zip(self, adapted, strict=True) if is_own]
+            own_NR, at = like.new_zeros(num_tokens, sum(adapter.rank for _, adapter in mine)), 0  # type: ignore[union-attr]
+            for tokens, adapter in mine:
+                assert adapter is not None
+                own_NR[tokens, at : at + adapter.rank] = adapter.scale
+                at += adapter.rank
+            self._own[adapted] = own_NR
+        return self._own[adapted]
+
+
 def _add(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
     """total += scale * left @ right."""
     if total.dtype == left.dtype:
@@ -119,7 +141,7 @@ class AdaptedLayers:
     def __init__(self, hf: PreTrainedModel, targets: str | Sequence[str]) -> None:
         """Take the place of what the layers do. targets: as model.target_modules."""
         self.shapes: Shapes = {}
-        self.segments: Sequence[Segment] = ()
+        self.segments = Segments()
         """Of the pass that runs, until its backward pass is over."""
         self._anchor = torch.zeros(1, requires_grad=True)
         for name in linear_layers(hf, targets):
@@ -143,7 +165,7 @@ class _Adapted(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         layer: str,
-        segments: Sequence[Segment],
+        segments: Segments,
     ) -> Tensor:
         x_NI, apart = x.reshape(-1, x.shape[-1]), not x.is_cuda
         found = _forward_apart if apart else _forward_packed
@@ -163,7 +185,7 @@ class _Adapted(torch.autograd.Function):
 
 
 def _forward_apart(
-    x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: str, segments: Sequence[Segment]
+    x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: str, segments: Segments
 ) -> tuple[Tensor, list[Tensor]]:
     out_NO, low, turned = x_NI.new_empty(len(x_NI), len(weight)), [], weight.t()
     sizes = [one.tokens.stop - one.tokens.start for one in segments]
@@ -183,7 +205,7 @@ def _backward_apart(
     weight: Tensor,
     low: Sequence[Tensor],
     layer: str,
-    segments: Sequence[Segment],
+    segments: Segments,
     wanted: bool,
 ) -> Tensor | None:
     grad_NI, lows = torch.empty_like(x_NI) if wanted else None, iter(low)
@@ -204,29 +226,27 @@ def _backward_apart(
 
 
 def _beside(
-    layer: str, segments: Sequence[Segment], num_tokens: int, like: Tensor
-) -> tuple[list[Segment], Tensor, Tensor, Tensor] | None:
-    """The adapted segments, all A [R, in], all B [out, R], and the scale of each token's own columns, zeros
+    layer: str, segments: Segments, num_tokens: int, like: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """All A of the adapted segments [R, in], all B [out, R], and the scale of each token's own columns, zeros
     at those of others, [N, R]. None without any."""
-    pairs = [(one, pair) for one in segments if (pair := one.pair(layer, like.dtype)) is not None]
+    pairs = [pair for one in segments if (pair := one.pair(layer, like.dtype)) is not None]
     if not pairs:
         return None
-    own, at = like.new_zeros(num_tokens, sum(len(a) for _, (a, _) in pairs)), 0
-    for segment, (a, _) in pairs:
-        own[segment.tokens, at : at + len(a)] = segment.adapter.scale  # type: ignore[union-attr]
-        at += len(a)
-    a_RI, b_OR = torch.cat([a for _, (a, _) in pairs]), torch.cat([b for _, (_, b) in pairs], 1)
-    return [one for one, _ in pairs], a_RI, b_OR, own
+    own_NR = segments.own(layer, num_tokens, like)
+    if len(pairs) == 1:
+        return *pairs[0], own_NR
+    return torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1), own_NR
 
 
 def _forward_packed(
-    x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: str, segments: Sequence[Segment]
+    x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: str, segments: Segments
 ) -> tuple[Tensor, list[Tensor]]:
     out_NO = linear(x_NI, weight, bias)
     beside = _beside(layer, segments, len(x_NI), x_NI)
     if beside is None:
         return out_NO, []
-    _, a_RI, b_OR, own_NR = beside
+    a_RI, b_OR, own_NR = beside
     low_NR = (x_NI @ a_RI.t()).mul_(own_NR)
     return out_NO.addmm_(low_NR, b_OR.t()), [low_NR, a_RI, b_OR, own_NR]
 
@@ -237,7 +257,7 @@ def _backward_packed(
     weight: Tensor,
     low: Sequence[Tensor],
     layer: str,
-    segments: Sequence[Segment],
+    segments: Segments,
     wanted: bool,
 ) -> Tensor | None:
     grad_NI = grad_NO @ weight if wanted else None
@@ -247,12 +267,9 @@ def _backward_packed(
     back_NR = (grad_NO @ b_OR).mul_(own_NR)
     if grad_NI is not None:
         grad_NI.addmm_(back_NR, a_RI)
-    of_a, of_b, at = back_NR.t() @ x_NI, grad_NO.t() @ low_NR, 0
-    for segment in segments:
-        if (pair := segment.pair(layer, x_NI.dtype)) is not None:
-            assert segment.gradient is not None
-            columns = slice(at, at := at + len(pair[0]))
-            own_a, own_b = segment.gradient[layer]
-            own_a.add_(of_a[columns])
-            own_b.add_(of_b[:, columns])
+    of_a, of_b = back_NR.t() @ x_NI, grad_NO.t() @ low_NR
+    adapted = [one for one in segments if one.pair(layer, x_NI.dtype) is not None]
+    ranks = [one.adapter.rank for one in adapted if one.adapter is not None]
+    for part, found in enumerate((of_a.split(ranks), of_b.split(ranks, 1))):  # a call for all of them
+        torch._foreach_add_([one.gradient[layer][part] for one in adapted if one.gradient], list(found))
     return grad_NI

@@ -21,7 +21,7 @@ from torch.optim.adamw import adamw
 from siirl.algorithms.log_probs import linear_log_prob_entropy
 from siirl.algorithms.top_log_probs import linear_drawn_log_probs, linear_log_probs_of, linear_top_log_probs
 from siirl.compiler.memory.estimate import LOGITS_CHUNK
-from siirl.engines.train.adapters.adapted_layers import AdaptedLayers, Adapter, Pairs, Segment
+from siirl.engines.train.adapters.adapted_layers import AdaptedLayers, Adapter, Pairs, Segment, Segments
 from siirl.engines.train.base import AdamStep
 from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
 from siirl.engines.train.fsdp.fsdp_model import fsdp_modules
@@ -134,16 +134,16 @@ class TrainedAdapter:
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of each matrix on the host."""
-        parts = self.adapter.parts(self.adapter.vector)
-        return {name: one.cpu().clone() for name, one in parts.items()}
+        return self.adapter.parts(_on_host(self.adapter.vector))
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and moments, each matrix by its name, on the host: what `load` takes."""
-        found = {f"model/{name}": one for name, one in self.adapter.parts(self.adapter.vector).items()}
+        """A copy of weights and moments, each matrix by its name, on the host: what `load` takes."""
+        found = {f"model/{name}": one for name, one in self.weights().items()}
         for kind, value in self._moments.items():
-            parts = {"": value} if value.ndim == 0 else self.adapter.parts(value)
+            own = _on_host(value)
+            parts = {"": own} if own.ndim == 0 else self.adapter.parts(own)
             found |= {f"optimizer/{kind}.{name}".rstrip("."): one for name, one in parts.items()}
-        return {name: one.detach().cpu().clone() for name, one in found.items()}
+        return found
 
     def load(self, state: Mapping[str, Tensor], with_optimizer: bool, version: int) -> None:
         """Take what `state` gave; the gradient so far is dropped."""
@@ -157,6 +157,11 @@ class TrainedAdapter:
             self._moments[kind] = torch.zeros_like(self.adapter.vector)
             for name, matrix in self.adapter.parts(self._moments[kind]).items():
                 matrix.copy_(state[f"optimizer/{kind}.{name}"])
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy, in one piece: of its many parts each would be one of its own."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 class AdapterEngine:
@@ -277,7 +282,7 @@ class AdapterEngine:
         segments = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
         adapters = [works[piece.number].adapter for piece in pieces] or [None]
         gradients = [(one := sums[piece.number]) and one[1] for piece in pieces] or [None]
-        self.layers.segments = [Segment(*one) for one in zip(segments, adapters, gradients, strict=True)]
+        self.layers.segments = Segments(map(Segment, segments, adapters, gradients))
         self._pieces = [(works[piece.number], piece) for piece in pieces]
         index_N = torch.arange(len(ids_N), device=self.device)
         found = self._model(
@@ -299,7 +304,7 @@ class AdapterEngine:
                 whole.top |= zip(piece.rows, pairs, strict=True)
         if torch.is_grad_enabled():
             torch.stack([one.double() for one in total]).sum().backward()
-        self.layers.segments, self._pieces = (), []
+        self.layers.segments, self._pieces = Segments(), []
 
     def _head(
         self, hidden_ND: Tensor, target_N: Tensor, temperature: float, *more: object
