@@ -106,7 +106,17 @@ class ServerProcess:
         try:
             yield
         except (EOFError, OSError) as error:
-            raise RequestError(f"the process that answers clients (pid {self.pid}) has ended") from error
+            raise RequestError(f"the process that answers clients (pid {self.pid}) {self._end()}") from error
+
+    def _end(self) -> str:
+        """How it has ended, once it has."""
+        end_s, status = time.monotonic() + END_S, (0, 0)
+        with contextlib.suppress(ChildProcessError):
+            while not (status := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < end_s:
+                time.sleep(POLL_S)
+        code = os.waitstatus_to_exitcode(status[1])
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "has ended (its log says why)"
+        return how + (". Often that is the out-of-memory killer" if code == -signal.SIGKILL else "")
 
     def close(self) -> None:
         """Answer nobody any more. Idempotent."""
