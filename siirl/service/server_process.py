@@ -1,7 +1,7 @@
 """The HTTP server and the desk in a process of their own: requests are read while the worker computes.
 
 In one process they would take turns, as Python runs one thread at a time. The worker forks this process, so
-it is there at once and takes little memory of its own. What they say to each other is pickled, as both are
+it is there at once, with what the worker has imported. What they say to each other is pickled, as both are
 one program. It ends with the worker, however that ends, and the worker's attempt ends with it.
 
 consumes: what the worker says. produces: requests, as commands. waits for: the worker, and for the next
