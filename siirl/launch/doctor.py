@@ -31,7 +31,7 @@ PROBE_S = 120.0
 NUM_PORTS = 64
 SHM_BYTES, FREE_BYTES, FULL_BYTES = GIB, 20 * GIB, GIB
 
-Grade = Literal["ok", "warn", "bad"]
+Grade = Literal["ok", "warn", "bad", "open"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Line:
     """One thing that was looked at."""
 
     grade: Grade
-    """ok; warn: some runs would miss it; bad: no run works."""
+    """ok; warn: some runs would miss it; bad: no run works; open: somebody else could use it."""
     what: str
     found: str
     remedy: str = ""
@@ -47,7 +47,7 @@ class Line:
 
     def __str__(self) -> str:
         remedy = f". {self.remedy}" if self.remedy else ""
-        return " ".join(printable(f"{self.grade:<4}  {self.what:<14} {self.found}{remedy}").split("\n"))
+        return " ".join(printable(f"{self.grade:<5} {self.what + ':':<15} {self.found}{remedy}").split("\n"))
 
 
 Check = Callable[[Path], Iterator[Line]]

@@ -24,7 +24,7 @@ def test_this_machine_is_well_and_the_exit_code_says_so(tmp_path, capsys, monkey
     monkeypatch.setattr(doctor, "CHECKS", (doctor.versions, doctor.devices, doctor.ports, doctor.gloo))
     assert main(["doctor", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "ok    gloo           two processes of this machine meet" in out
+    assert "ok    gloo:           two processes of this machine meet" in out
     assert all(line.startswith(("ok  ", "warn")) for line in out.splitlines()[:-1])
 
 
@@ -33,7 +33,7 @@ def test_one_bad_line_makes_the_exit_code_1_and_a_warning_does_not(tmp_path, cap
         line = doctor.Line(grade, "thing", "is so\x1b[2J", "Do that.")
         monkeypatch.setattr(doctor, "CHECKS", (lambda _output, line=line: iter([line]),))
         assert main(["doctor", str(tmp_path)]) == code
-        assert rf"{grade:<4}  thing          is so\x1b[2J. Do that." in capsys.readouterr().out
+        assert rf"{grade:<5} thing:          is so\x1b[2J. Do that." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
