@@ -1,4 +1,6 @@
-"""Files where others may write: who may, and reads that follow no link, wait for nothing, have a bound."""
+"""Files where others may write: who may, and reads that follow no link, wait for nothing, have a bound; files
+that appear whole or not at all, and lines of JSON.
+"""
 
 import errno
 import grp
@@ -6,7 +8,8 @@ import json
 import os
 import pwd
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,14 +117,39 @@ def first_bytes(name: str | os.PathLike[str], folder: int | None = None) -> byte
         return file.read(MOST_BYTES)
 
 
-def write_own(path: Path, value: Any) -> None:
-    """Write JSON to a file that this user alone may read, whole or not at all; folders are made. OSError."""
-    aside = path.with_suffix(".new")
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Gives where to write what takes the file's place at the end, unless that fails; folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.tmp")
     aside.unlink(missing_ok=True)
-    with open(aside, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
-        json.dump(value, out)
+    yield aside
     os.replace(aside, path)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, see `replaced`. OSError."""
+    with replaced(path) as aside:
+        aside.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def write_own(path: Path, value: Any) -> None:
+    """The same, of a text or of JSON, to a file that this user alone may read, as of secrets. OSError."""
+
+    def opened(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600)
+
+    with replaced(path) as aside, open(aside, "x", opener=opened) as out:
+        out.write(value if isinstance(value, str) else json.dumps(value))
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file, a line each; none without a file. What was half written is passed over."""
+    with suppress(OSError), path.open(errors="replace") as lines:
+        for line in lines:
+            with suppress(ValueError):
+                if isinstance(found := json.loads(line), dict):
+                    yield found
 
 
 def own_secret(path: Path) -> bytes:

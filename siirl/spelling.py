@@ -1,6 +1,6 @@
-"""How names and sizes are written: closest matches for names that are not known, and memory in GiB."""
+"""How names, sizes and tables are written: closest matches for names that are not known, memory in GiB."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -44,3 +44,13 @@ def size_text(num_bytes: float) -> str:
         if num_bytes >= unit // 10:
             return f"{num_bytes / unit:.1f} {name}"
     return f"{num_bytes / 2**10:.1f} KiB"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells, the first of them the head, as lines; columns that are empty below it are left out."""
+    columns = [index for index in range(len(rows[0])) if any(row[index] for row in rows[1:])]
+    widths = [max(len(row[index]) for row in rows) for index in columns]
+    return [
+        "  ".join(row[index].ljust(width) for index, width in zip(columns, widths, strict=True)).rstrip()
+        for row in rows
+    ]

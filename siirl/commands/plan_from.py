@@ -42,8 +42,8 @@ from siirl.launch.survey import survey, survey_inputs, with_choices
 from siirl.parallel.placement import format_ranks
 from siirl.runs.folder_reader import Skipped
 from siirl.runs.run_files import read_history, read_job, read_plan, read_starts
-from siirl.show.batch_text import parts_text, seconds_text, table
-from siirl.spelling import GIB, gib_texts
+from siirl.show.batch_text import parts_text, seconds_text
+from siirl.spelling import GIB, aligned, gib_texts
 
 Configs = Mapping[str, Config]
 MACHINE = ("trainer.device", "trainer.nnodes", "trainer.n_gpus_per_node")
@@ -213,7 +213,7 @@ def _parts_table(before: StepTime, after: StepTime, rest_s: float) -> list[str]:
     ratio = f"{after.step_s / before.step_s:.2f} times as long"
     rows.append(["step", "", f"{before.step_s:.3g}", f"{after.step_s:.3g}", ratio])
     rates = [f"{found.tokens / found.step_s:,.0f}" for found in (before, after)]
-    return table([*rows, ["trained tokens/s", "", *rates, ""]])
+    return aligned([*rows, ["trained tokens/s", "", *rates, ""]])
 
 
 def _memory(base: Case, changed: Case, means: Mapping[str, float]) -> Iterator[str]:

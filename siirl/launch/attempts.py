@@ -19,8 +19,9 @@ from pathlib import Path
 from siirl.checkpoint.files import POINTER, current_step, saved_steps
 from siirl.config import Config, from_dict
 from siirl.errors import ConfigError
+from siirl.guarded_files import write_own
 from siirl.launch.failure import Death, first_cause, node_and_step, one_line_cause, report
-from siirl.launch.job import Job, write_private
+from siirl.launch.job import Job
 from siirl.launch.outcome import Stop, conclude
 from siirl.launch.run_folder import OWN, absolute, resumes
 from siirl.launch.run_record import CONFIG_FILE, write_inputs
@@ -284,7 +285,7 @@ class Attempts:
 def _write_config(output: Path, text: str, inputs: RunInputs) -> None:
     """What a run is from its next attempt on. Of a full disk it is said: the run goes on all the same."""
     try:
-        write_private(output / CONFIG_FILE, text)
+        write_own(output / CONFIG_FILE, text)
         write_inputs(output, inputs)
     except OSError as error:
         os.write(2, f"siirl: {CONFIG_FILE} cannot be written, so a resume has older keys: {error}\n".encode())

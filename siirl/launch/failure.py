@@ -19,6 +19,7 @@ from pathlib import Path
 
 from siirl.disk import REFUSALS
 from siirl.errors import DeadlineError, RequestError, RewardError, UserError
+from siirl.guarded_files import write_whole
 from siirl.launch.job import Job
 from siirl.observe.logs import last_lines
 from siirl.observe.position import Position, read_position
@@ -154,10 +155,7 @@ def _limits_met(chain: Sequence[BaseException]) -> list[str]:
 def write_failure(path: Path, failure: Failure) -> bool:
     """Leave the record where the launcher looks for it, whole or not at all; False: the disk takes none."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(dataclasses.asdict(failure)))
-        os.replace(aside, path)
+        write_whole(path, json.dumps(dataclasses.asdict(failure)))
     except OSError:
         return False
     return True

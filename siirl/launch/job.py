@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from siirl.config import Config
 from siirl.errors import ConfigError
+from siirl.guarded_files import write_own
 
 DEFAULT_ENTRY = "siirl.dag_worker.training:run_worker"
 
@@ -78,7 +79,7 @@ class Job:
             ):
                 stale.unlink()
             path = self.output_path / "job.json"
-            write_private(path, self.to_json())
+            write_own(path, self.to_json())
         except OSError as error:
             raise ConfigError(
                 f"trainer.output_dir={self.output_dir!r} cannot be written: {error}. "
@@ -96,15 +97,6 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> "Job":
         return cls(**json.loads(text))
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read, whole or not at all: configurations may hold secrets."""
-    aside = path.with_name(f"{path.name}.tmp")
-    aside.unlink(missing_ok=True)
-    with open(aside, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(text)
-    os.replace(aside, path)
 
 
 @dataclass(frozen=True)

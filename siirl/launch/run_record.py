@@ -26,8 +26,8 @@ from siirl.config import Config
 from siirl.config.tree import print_config, yaml_text
 from siirl.config.values import SECRET_KEYS
 from siirl.errors import ConfigError
+from siirl.guarded_files import write_own
 from siirl.launch.devices import device_name
-from siirl.launch.job import write_private
 from siirl.launch.run_folder import CODE_DIR, absolute, clear, refuse_used
 from siirl.model_files.run_inputs import RunInputs
 
@@ -74,8 +74,8 @@ def write_record(
     record = output / RUN_FILE
     try:
         output.mkdir(parents=True, exist_ok=True)
-        write_private(output / CONFIG_FILE, print_config(cfg))
-        write_private(record, f"{record.read_text() if record.exists() else ''}---\n{about}")
+        write_own(output / CONFIG_FILE, print_config(cfg))
+        write_own(record, f"{record.read_text() if record.exists() else ''}---\n{about}")
         write_inputs(output, inputs)
     except OSError as error:
         raise ConfigError(
@@ -89,7 +89,7 @@ def write_inputs(output: Path, inputs: RunInputs) -> None:
     for path, text in inputs.texts.items():
         copy = output / CODE_DIR / path.lstrip("/")
         copy.parent.mkdir(parents=True, exist_ok=True)
-        write_private(copy, text)
+        write_own(copy, text)
 
 
 def is_recorded(output: Path, run_id: str) -> bool:

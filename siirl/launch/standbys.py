@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from siirl.config import from_dict
+from siirl.guarded_files import json_lines
 from siirl.launch.job import Job
 from siirl.launch.process import Worker, start_worker, worker_environment
 from siirl.launch.standby import HERE, READY
@@ -51,11 +52,7 @@ class Pace:
 
     def _total_steps(self) -> int:
         """Of the run, as rank 0 has said; 0: it has not."""
-        try:
-            lines = (self._job.output_path / PROGRESS_FILE).read_text(encoding="utf-8").splitlines()
-            events = [json.loads(line) for line in lines]
-        except (OSError, ValueError):
-            return 0
+        events = json_lines(self._job.output_path / PROGRESS_FILE)
         own = [event for event in events if event.get("run_id") == self._job.run_id]
         return next((event["total_steps"] or 0 for event in own if event.get("event") == "begin"), 0)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from siirl.guarded_files import is_own, open_regular, write_own
+from siirl.guarded_files import is_own, json_lines, open_regular, write_own
 
 ASKED, TAKEN, JOURNAL = "amendment.json", "amendment_taken.json", "amendments.jsonl"
 log = logging.getLogger(__name__)
@@ -128,8 +128,7 @@ def record(folder: Path, amended: Amended) -> None:
 def recorded(folder: Path) -> list[Amended]:
     """The lines of the journal that are whole."""
     found = []
-    with contextlib.suppress(OSError):
-        for line in (folder / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                found.append(Amended(**json.loads(line)))
+    for line in json_lines(folder / JOURNAL):
+        with contextlib.suppress(TypeError):
+            found.append(Amended(**line))
     return found

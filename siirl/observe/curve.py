@@ -2,12 +2,12 @@
 where its results lie.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from siirl.guarded_files import json_lines
 from siirl.observe.columns import REWARD, VALIDATION_REWARD, Column, matches
 from siirl.observe.metrics import todays_name, with_todays_names
 
@@ -37,11 +37,7 @@ class RunSeries(Series):
 def read_series(metrics_jsonl: Path) -> RunSeries:
     """A run's metrics; the last line for a step counts; a half-written last line is skipped."""
     series = RunSeries()
-    for line in metrics_jsonl.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
+    for record in json_lines(metrics_jsonl):
         step = record.pop("step")
         for name, value in with_todays_names(record).items():
             if value is not None:
@@ -147,7 +143,7 @@ def closing_summary(metrics_jsonl: Path, total_s: float, places: Mapping[str, Pa
     places: what -> where, e.g. {"TensorBoard": ..., "reward curve": ..., "checkpoint": ..., "HF model": ...};
     None: absent.
     """
-    series = read_series(metrics_jsonl) if metrics_jsonl.exists() else {}
+    series = read_series(metrics_jsonl)
     lines: list[tuple[str, str]] = []
     for name, points in of_column(series, VALIDATION_REWARD).items():
         best = max(points, key=lambda step: points[step])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from siirl.access import BoundedServer, PageHandler, is_loopback, is_same
 from siirl.errors import ConfigError
+from siirl.guarded_files import write_whole
 from siirl.observe.console import ConsoleSink
 from siirl.observe.curve import METRICS_FILE
 from siirl.observe.printable import printable
@@ -94,9 +95,7 @@ def keep_id(info: RunInfo, name: str, run_id: str) -> None:
     """Keep in the run's folder what a logger knows the run by."""
     path = info.output_dir / IDS_FILE
     known = json.loads(path.read_text()) if path.exists() else {}
-    aside = path.with_name(f"{path.name}.tmp")
-    aside.write_text(json.dumps(known | {name: run_id}))
-    os.replace(aside, path)
+    write_whole(path, json.dumps(known | {name: run_id}))
 
 
 def tensorboard_dir(output_dir: Path) -> Path:

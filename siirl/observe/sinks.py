@@ -5,13 +5,13 @@ import logging
 import math
 import os
 import shutil
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from siirl.guarded_files import json_lines, replaced
 from siirl.observe.metrics import with_older_names
 from siirl.observe.printable import printable
 from siirl.observe.step_files import StepFiles
@@ -99,10 +99,10 @@ class JsonlSink:
     def __init__(self, path: Path, first_step: int | None = None):
         path.parent.mkdir(parents=True, exist_ok=True)
         if first_step is not None:
-            aside = path.with_name(f"{path.name}.tmp")
-            with aside.open("w") as kept:
-                kept.writelines(_lines_until(path, first_step) if first_step and path.exists() else ())
-            os.replace(aside, path)
+            with replaced(path) as aside, aside.open("w") as kept:
+                for record in json_lines(path) if first_step else ():
+                    if record.get("step", 0) <= first_step:
+                        kept.write(json.dumps(record) + "\n")
         self._path, self._file = path, path.open("a+")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -123,12 +123,9 @@ class JsonlSink:
     def _write_anew(self) -> None:
         """What was written is still in the open file, though no folder has it."""
         log.warning("%s was removed while the run goes on: it is written anew", self._path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self._path.with_name(f"{self._path.name}.tmp")
         self._file.seek(0)
-        with self._file as lost, aside.open("w") as kept:
+        with replaced(self._path) as aside, self._file as lost, aside.open("w") as kept:
             shutil.copyfileobj(lost, kept)
-        os.replace(aside, self._path)
         self._file = self._path.open("a+")
 
 
@@ -142,20 +139,8 @@ def _is_at(file: TextIO, path: Path) -> bool:
 
 def last_step(path: Path) -> int:
     """Of a metrics file; 0 without any."""
-    *_, last = "{}", *(_lines_until(path, sys.maxsize) if path.exists() else ())
-    return int(json.loads(last).get("step", 0))
-
-
-def _lines_until(path: Path, last_step: int) -> Iterator[str]:
-    """The whole lines of a metrics file, up to those of a step."""
-    with path.open(errors="replace") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and record.get("step", 0) <= last_step and line.endswith("\n"):
-                yield line
+    *_, last = {}, *json_lines(path)
+    return int(last.get("step", 0))
 
 
 class SampleSink:

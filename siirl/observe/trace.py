@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.errors import DataError
+from siirl.guarded_files import replaced
 
 log = logging.getLogger(__name__)
 FEW_STEPS, EVERY_STEPS, FEW_BYTES = (1, 2, 3, 10, 20, 50), 100, 8 << 20
@@ -125,8 +126,7 @@ def merge_trace(output_dir: Path) -> Path:
             "trainer.output_dir of a run that was not started with trainer.trace=false."
         )
     out = output_dir / TRACE_FILE
-    aside = out.with_suffix(".tmp")
-    with gzip.open(aside, "wt", compresslevel=4, encoding="utf-8") as merged:
+    with replaced(out) as aside, gzip.open(aside, "wt", compresslevel=4, encoding="utf-8") as merged:
         merged.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = ""
         for file in files:
@@ -134,7 +134,6 @@ def merge_trace(output_dir: Path) -> Path:
                 merged.write(separator + line)
                 separator = ",\n"
         merged.write("\n]}\n")
-    os.replace(aside, out)
     return out
 
 

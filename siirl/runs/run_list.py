@@ -15,7 +15,8 @@ from siirl.observe.columns import REWARD, VALIDATION_REWARD
 from siirl.observe.curve import of_column
 from siirl.runs.folder_reader import MARKS, Skipped, one_line
 from siirl.runs.run_state import RunState, read_run
-from siirl.runs.run_text import age_text, last_and_best, path_text, short_command, size_text, table
+from siirl.runs.run_text import age_text, last_and_best, path_text, short_command, table
+from siirl.spelling import size_text
 
 DEPTH = 5
 """Folders between the one that is listed and a run."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from siirl.observe.columns import number
 from siirl.observe.curve import Series
 from siirl.runs.folder_reader import one_line
+from siirl.spelling import aligned
 
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
@@ -19,16 +20,6 @@ def age_text(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{int(seconds // length)} {unit}"
     return f"{max(0, int(seconds))} s"
-
-
-def size_text(num_bytes: int) -> str:
-    """A size in the largest binary unit that it fills: 1.4 GiB."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def last_and_best(series: Series) -> tuple[str, str]:
@@ -66,14 +57,7 @@ def line_width() -> int | None:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> str:
     """Aligned columns; the last one ends where the line does."""
-    lines = [list(head), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head) - 1)]
-    texts = []
-    for line in lines:
-        cells = [f"{cell:<{w}}" for cell, w in zip(line, widths, strict=False)]
-        text = "  ".join([*cells, line[-1]]).rstrip()
-        texts.append(text if width is None else cut(text, width))
-    return "\n".join(texts)
+    return "\n".join(line if width is None else cut(line, width) for line in aligned([head, *rows]))
 
 
 def moment_text(time_s: float) -> str:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -60,13 +60,6 @@ def run_code(
     """
     with Box() as box:
         return box.run(code, stdin, files, limits)
-
-
-def run_batch(jobs: Sequence[Job], num_workers: int, limits: Limits | None = None) -> list[Result]:
-    """Run jobs in up to num_workers sandboxes at once; results in the order of the jobs."""
-    with Boxes(num_workers) as boxes:
-        running = [boxes.submit(job, limits) for job in jobs]
-        return [one.result() for one in running]
 
 
 class Boxes:

@@ -12,16 +12,7 @@ from siirl.config.roles import ROLES, token_budget, trained_group
 from siirl.dag.ops import LATER_OLD_LOG_PROB
 from siirl.parallel.placement import format_ranks
 from siirl.show.credit_text import speakers_of
-
-
-def table(rows: list[list[str]]) -> list[str]:
-    """Rows of cells as aligned lines; columns that are empty throughout are left out."""
-    columns = [index for index in range(len(rows[0])) if any(row[index] for row in rows[1:])]
-    widths = [max(len(row[index]) for row in rows) for index in columns]
-    return [
-        "  ".join(row[index].ljust(width) for index, width in zip(columns, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+from siirl.spelling import aligned
 
 
 def count_of(number: int, noun: str, plural: str = "s") -> str:
@@ -187,7 +178,7 @@ def explanation(found: StepTime, device: str, world_size: int) -> str:
                 parts_text(phase),
             ]
         )
-    lines = table(rows) if found.phases else []
+    lines = aligned(rows) if found.phases else []
     if found.step_s:
         rate = f"{found.tokens / found.step_s / world_size:,.0f} tokens/s on each of {world_size} devices"
         lines.append(f"step: {seconds_text(found.step_s)} s; {rate}")

@@ -4,13 +4,13 @@ Everything that a model, a tool or an environment wrote is escaped; the page for
 """
 
 import functools
-import os
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from siirl.guarded_files import write_whole
 from siirl.show.conversation_text import (
     ShownEpisode,
     details_of,
@@ -103,10 +103,7 @@ def page(episodes: Sequence[ShownEpisode], title: str) -> str:
 
 def write_page(path: Path, episodes: Sequence[ShownEpisode], title: str) -> None:
     """Write the page to `path`, whole or not at all; its folder is made. One rank calls it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part")
-    draft.write_bytes(page(episodes, title).encode("utf-8", "replace"))
-    os.replace(draft, path)
+    write_whole(path, page(episodes, title).encode("utf-8", "replace"))
 
 
 def _agents(episode: ShownEpisode) -> set[int]:

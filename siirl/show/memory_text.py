@@ -18,8 +18,7 @@ from siirl.config.tree import with_overrides
 from siirl.errors import Place, PlacementError
 from siirl.findings import Findings
 from siirl.parallel.placement import Ranks, format_ranks
-from siirl.show.batch_text import table
-from siirl.spelling import GIB, gib_texts, size_text
+from siirl.spelling import GIB, aligned, gib_texts, size_text
 
 _SHOWN = 5  # largest parts of a phase
 _SMALL = 0.01  # of a phase: parts below are left out
@@ -48,7 +47,7 @@ def memory_table(plan: Plan, configs: Configs, device_gib: float | None) -> list
         rows.append([peak.node, format_ranks(peak.ranks), size_text(peak.device), host, _largest(peak)])
     gib = found.device_gib
     told = f"({gib:g} GiB is assumed: trainer.device_memory_gib sets what your devices have)"
-    return [*table(rows), *_verdicts(plan, configs, gib), *([told] if found.assumed else [])]
+    return [*aligned(rows), *_verdicts(plan, configs, gib), *([told] if found.assumed else [])]
 
 
 def memory_warnings(plan: Plan, configs: Configs, device_gib: float | None, found: Findings) -> list[str]:
@@ -96,7 +95,7 @@ def _host_table(plan: Plan, configs: Configs, gib: float | None) -> list[str]:
         return [f"skipped: {lines}"]
     rows = [["phase", "host, all processes", "the largest parts, GiB"]]
     rows += [[peak.node, size_text(peak.device), _largest(peak)] for peak in host_peaks(plan, lines)]
-    return [*table(rows), *([] if gib is None else _verdicts(plan, configs, gib))]
+    return [*aligned(rows), *([] if gib is None else _verdicts(plan, configs, gib))]
 
 
 def _largest(peak: PhasePeak) -> str:

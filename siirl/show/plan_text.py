@@ -25,9 +25,10 @@ from siirl.config import Config
 from siirl.config.roles import role_group
 from siirl.parallel.pipeline_layers import split_layers
 from siirl.parallel.placement import Ranks, format_ranks
-from siirl.show.batch_text import batch_lines, count_of, table
+from siirl.show.batch_text import batch_lines, count_of
 from siirl.show.credit_text import Configs, credit_rows, tool_words, training_turns
 from siirl.show.memory_text import memory_table
+from siirl.spelling import aligned
 from siirl.types import Layout
 
 _MOST_GROUPS = 16
@@ -129,7 +130,7 @@ def conversations(plan: Plan, configs: Configs) -> list[str]:
             tools = tool_words(stage.node, configs) if stage in talk.speaking else ""
             then = goes_to(stage) if talk.program is None else "where the program says"
             rows.append([str(position), stage.node, stage.who, stage.acts_by, tools, then])
-        lines += table(rows)
+        lines += aligned(rows)
         if talk.program is not None:
             lines.append(_who_plays(talk.program))
             alone = "; nobody else gives rewards" if talk.program["needs_reward"] else ""
@@ -173,7 +174,7 @@ def goes_to(stage: StagePlan) -> str:
 def _credit(plan: Plan, configs: Configs) -> list[str]:
     """Whose rewards count for whom, and who trains when."""
     rows = credit_rows(plan, configs)
-    return (table(rows) if len(rows) > 1 else []) + training_turns(plan, configs)
+    return (aligned(rows) if len(rows) > 1 else []) + training_turns(plan, configs)
 
 
 def _asked(plan: Plan, interaction: InteractionPlan, policy: str) -> dict[int, Ranks]:
@@ -208,7 +209,7 @@ def _nodes_by_rank(plan: Plan) -> list[str]:
         op = node.op if node.executable is None else node.executable
         rows.append([str(position), name, op, str(node.agent), *marks])
     idle = [format_ranks(ranks) for ranks, nodes in classes if not nodes]
-    return table(rows) + [f"ranks {ranks} have nothing to do" for ranks in idle]
+    return aligned(rows) + [f"ranks {ranks} have nothing to do" for ranks in idle]
 
 
 def _models(plan: Plan) -> list[str]:
@@ -222,7 +223,7 @@ def _models(plan: Plan) -> list[str]:
         if model.base not in (None, model.name):
             source += f", on the base of {model.base}"
         rows.append([model.name, model.backend, format_ranks(model.ranks), sizes(model), model.node, source])
-    return table(rows) + [line for model in plan.models.values() for line in _coordinates(model)]
+    return aligned(rows) + [line for model in plan.models.values() for line in _coordinates(model)]
 
 
 def pool_line(pool: PoolPlan) -> str:
@@ -330,7 +331,7 @@ def _instructions(plan: Plan) -> list[str]:
         f"{_split(layout)}"
         for name, layout in plan.layouts.items()
     ]
-    return [*table(rows), "layouts", *layouts]
+    return [*aligned(rows), "layouts", *layouts]
 
 
 def _serves(plan: Plan, ins: Serve, policy: str) -> bool:

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.data.rows import objects
+from siirl.guarded_files import write_whole
 from siirl.testing.scripted_engine import Spoken
 from siirl.testing.template_probe import TemplateSeen
 
@@ -76,9 +77,7 @@ class Evidence:
 
     def write(self, folder: Path) -> None:
         """Write it whole, or not at all."""
-        aside = folder / f".evidence_{self.rank}"
-        aside.write_bytes(pickle.dumps(self))
-        aside.rename(folder / f"evidence_{self.rank}.pickle")
+        write_whole(folder / f"evidence_{self.rank}.pickle", pickle.dumps(self))
 
     def of(self, *nodes: str, step: int | None = None) -> Iterator[NodeRecord]:
         """The calls of nodes, in order."""

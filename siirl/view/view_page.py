@@ -6,7 +6,6 @@ What models, tools and users wrote reaches the page as JSON alone; its script ma
 import base64
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -16,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from siirl.guarded_files import replaced
 from siirl.show.conversation_page import page_style
 from siirl.show.plan_picture import AGENT_COLORS
 from siirl.view.run_parts import LIVES, OVERVIEW, PARTS, TEXTS, Part, RunParts
@@ -145,12 +145,9 @@ def safe_json(value: Any) -> str:
 def export(output_dirs: Sequence[Path], out: Path) -> Path:
     """Write the page as one file, whole or not at all; returns where."""
     runs = [RunParts(folder) for folder in output_dirs]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft = out.with_name(f"{out.name}.part")
-    with draft.open("w", encoding="utf-8") as file:
+    with replaced(out) as draft, draft.open("w", encoding="utf-8") as file:
         file.writelines(page(first_data(runs, live=False)))
         file.writelines(more_parts(runs))
-    os.replace(draft, out)
     return out
 
 

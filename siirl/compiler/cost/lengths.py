@@ -4,10 +4,8 @@ Responses of a step end at different times. A rollout waits for its longest one,
 rows meanwhile: the mean alone predicts too little.
 """
 
-import contextlib
 import functools
 import heapq
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from siirl.errors import ConfigError
+from siirl.guarded_files import json_lines
 from siirl.observe.curve import METRICS_FILE, read_series
 
 QUANTILES = 4096
@@ -119,11 +118,10 @@ def _last_mean(steps: dict[int, float]) -> float:
 
 def _kept_lengths(folder: Path) -> Iterator[int]:
     for file in folder.glob("step_*.jsonl"):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # a last line that is half written
-                length = json.loads(line).get("response_length")
-                if isinstance(length, int) and length > 0:
-                    yield length
+        for row in json_lines(file):
+            length = row.get("response_length")
+            if isinstance(length, int) and length > 0:
+                yield length
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ import pytest
 import sandbox_cases
 
 from siirl.errors import SandboxError
-from siirl.sandbox.box import Box, Job, run_batch, run_code, strongest_isolation
+from siirl.sandbox.box import Box, Boxes, Job, run_code, strongest_isolation
 from siirl.sandbox.isolation import MODES, readable_by_all
 from siirl.sandbox.limits import MIB, Limits
 
@@ -158,10 +158,12 @@ def test_installed_libraries_can_be_used_on_any_number_of_cores(mode):
     assert result.stdout == "25.0\n", result
 
 
-def test_a_batch_keeps_its_order_and_a_hanging_program_delays_only_itself():
+def test_several_run_at_once_and_a_hanging_program_delays_only_itself():
     jobs = [Job("while True: pass"), *(Job("print(int(input()) ** 2)", str(number)) for number in range(20))]
     start = time.monotonic()
-    hung, *rest = run_batch(jobs, 2, Limits(time_s=2.0))
+    with Boxes(2) as boxes:
+        running = [boxes.submit(job, Limits(time_s=2.0)) for job in jobs]
+        hung, *rest = (one.result() for one in running)
     assert hung.status == "timeout"
     assert [int(result.stdout) for result in rest] == [number**2 for number in range(20)]
     assert time.monotonic() - start < 30  # of the 42 that each of its time would take
