@@ -42,20 +42,18 @@ def with_node_config(dag: DagSpec, node_config: Mapping[str, Any]) -> DagSpec:
 
 
 def _with_keys(node: NodeSpec, keys: dict[str, Any]) -> NodeSpec:
-    placement = node.placement if _keeps_maps(node) else keys.pop("placement", node.placement)
-    return replace(node, config=node.config | _flat(keys, _keeps_maps(node)), placement=placement)
+    if node.type.is_environment or node.executable_ref is not None:
+        return replace(node, config=node.config | keys)
+    placement = keys.pop("placement", node.placement)
+    return replace(node, config=node.config | flat(keys), placement=placement)
 
 
-def _keeps_maps(node: NodeSpec) -> bool:
-    return node.type.is_environment or node.executable_ref is not None
-
-
-def _flat(config: Mapping[str, Any], keep_maps: bool, prefix: str = "") -> dict[str, Any]:
-    """Nested maps as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value and not keep_maps:
-            flat |= _flat(value, False, f"{prefix}{key}.")
+def flat(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
+    """Nested maps as dotted keys; a map within so many that nobody wrote them stays one."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value and depth < 20:
+            found |= flat(value, f"{prefix}{name}.", depth + 1)
         else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+            found[f"{prefix}{name}"] = value
+    return found

@@ -15,6 +15,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from siirl.data import nemo_gym_rows, verifiers_rows
+from siirl.data.made_rows import MadeRows
 from siirl.data.nemo_gym_rows import NemoGymRows
 from siirl.data.reasoning_gym_rows import PREFIX, GeneratedRows
 from siirl.data.row_values import JSON_TYPE, as_json_cell
@@ -32,7 +33,7 @@ MADE = {
     nemo_gym_rows.PREFIX: NemoGymRows,
 }
 """What a name begins with -> the rows that it stands for."""
-DataFile = Path | GeneratedRows | VerifiersRows | NemoGymRows | TaskRows
+DataFile = Path | MadeRows
 """What an entry of data.train_files names: a file of a format of READERS, or rows that are made."""
 
 

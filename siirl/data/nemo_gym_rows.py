@@ -5,34 +5,35 @@ A line is a request of the Responses API (`responses_create_params`) and whateve
 
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from siirl.data.reasoning_gym_rows import CHAT, REWARD
+from siirl.data.made_rows import Made, MadeRows
 from siirl.errors import DataError
 
 PREFIX = "nemo_gym:"
 ROW_KEY = "nemo_gym_row"
 """Of extra_info: the line, which the environment gives its server."""
-EXTRA = pa.struct([(ROW_KEY, pa.string())])
 PARAMS = "responses_create_params"
 
 
 @dataclass(frozen=True)
-class NemoGymRows:
+class NemoGymRows(MadeRows):
     """The lines of a file."""
 
     text: str
+    extra = pa.struct([(ROW_KEY, pa.string())])
 
     def __str__(self) -> str:
         return self.text
 
     @property
     def data_source(self) -> str:
-        """Of all its rows."""
+        """See MadeRows."""
         return f"nemo_gym/{self._path.stem}"
 
     @property
@@ -40,25 +41,10 @@ class NemoGymRows:
         """How many there are. DataError for a file that cannot be read."""
         return len(_lines(self._path))
 
-    def schema(self, prompt_key: str, source_key: str) -> pa.Schema:
-        """The columns, under the names that the configuration gives them."""
-        columns = {prompt_key: CHAT, source_key: pa.string(), "reward_model": REWARD, "extra_info": EXTRA}
-        return pa.schema(list(columns.items()))
-
-    def table(self, prompt_key: str, source_key: str) -> pa.Table:
-        """All rows."""
-        schema = self.schema(prompt_key, source_key)
-        reward = {"style": "rule", "ground_truth": ""}
-        rows = [
-            (
-                _chat(line, f"{self.text}, line {number}"),
-                self.data_source,
-                reward,
-                {ROW_KEY: json.dumps(line)},
-            )
-            for number, line in enumerate(_lines(self._path), 1)
-        ]
-        return pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema)
+    def rows(self) -> Iterator[Made]:
+        """See MadeRows."""
+        for number, line in enumerate(_lines(self._path), 1):
+            yield _chat(line, f"{self.text}, line {number}"), "", {ROW_KEY: json.dumps(line)}
 
     @property
     def _path(self) -> Path:

@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl
 import pyarrow as pa
 import yaml
 
+from siirl.data.made_rows import Made, MadeRows
 from siirl.errors import DataError
 from siirl.spelling import suggest
 from siirl.user_code.extras import missing_extra
@@ -21,16 +22,14 @@ PREFIX = "reasoning_gym:"
 SOURCE = "reasoning_gym/"
 """Before the name of a task: the data source of its rows."""
 SYSTEM_PROMPT = "system_prompt"
-CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-REWARD = pa.struct([("style", pa.string()), ("ground_truth", pa.string())])
-EXTRA = pa.struct([("dataset", pa.string()), ("index", pa.int64()), ("entry", pa.string())])
 
 
 @dataclass(frozen=True)
-class GeneratedRows:
+class GeneratedRows(MadeRows):
     """A data set of reasoning-gym, as its name says: the same rows on every rank and in every run."""
 
     text: str
+    extra = pa.struct([("dataset", pa.string()), ("index", pa.int64()), ("entry", pa.string())])
 
     def __str__(self) -> str:
         return self.text
@@ -42,7 +41,7 @@ class GeneratedRows:
 
     @property
     def data_source(self) -> str:
-        """Of all its rows."""
+        """See MadeRows."""
         return SOURCE + self.task
 
     @property
@@ -56,17 +55,6 @@ class GeneratedRows:
         """How many there are. DataError if the name cannot be read, or the package is not installed."""
         return len(dataset_of(self.text))
 
-    def schema(self, prompt_key: str, source_key: str) -> pa.Schema:
-        """The columns, under the names that the configuration gives them."""
-        columns = {prompt_key: CHAT, source_key: pa.string(), "reward_model": REWARD, "extra_info": EXTRA}
-        return pa.schema(list(columns.items()))
-
-    def table(self, prompt_key: str, source_key: str) -> pa.Table:
-        """All rows."""
-        schema = self.schema(prompt_key, source_key)
-        rows = (dict(zip(schema.names, row, strict=True)) for row in self._rows())
-        return pa.Table.from_pylist(list(rows), schema=schema)
-
     def overlaps(self, other: "GeneratedRows") -> bool:
         """Whether another one, which is not the same, has rows of this one: row i is drawn from seed + i."""
         mine, theirs = dict(self.options), dict(other.options)
@@ -75,7 +63,8 @@ class GeneratedRows:
             return False
         return first[0] < second[0] + second[1] and second[0] < first[0] + first[1]
 
-    def _rows(self) -> Iterator[tuple[Any, ...]]:
+    def rows(self) -> Iterator[Made]:
+        """See MadeRows."""
         system = system_prompt(self.options.get(SYSTEM_PROMPT))
         dataset = dataset_of(self.text)
         for index in range(len(dataset)):
@@ -86,9 +75,8 @@ class GeneratedRows:
                     f"{self.text}: row {index} raised {type(error).__name__}: {error}. Change its options."
                 ) from error
             prompt = [*system, {"role": "user", "content": entry["question"]}]
-            reward = {"style": "rule", "ground_truth": entry["answer"]}
             extra = {"dataset": self.text, "index": index, "entry": entry_text(entry, self.text)}
-            yield prompt, self.data_source, reward, extra
+            yield prompt, entry["answer"], extra
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,13 +19,12 @@ from typing import Any
 import pyarrow as pa
 import yaml
 
-from siirl.data.reasoning_gym_rows import CHAT, REWARD
+from siirl.data.made_rows import Made, MadeRows
 from siirl.errors import DataError
 
 HARBOR, TERMINAL_BENCH = "task.toml", "task.yaml"
 """The file that makes a folder a task, by layout."""
 FOLDER_KEY = "task_folder"
-EXTRA = pa.struct([(FOLDER_KEY, pa.string()), ("task", pa.string())])
 SOURCE = "tasks/"
 """Before the name of a folder of tasks: the data source of its rows."""
 TEST_S = {HARBOR: 600.0, TERMINAL_BENCH: 180.0}
@@ -227,41 +226,30 @@ def _copied(folder: Path, words: Sequence[str], workdir: str) -> dict[str, bytes
 
 
 @dataclass(frozen=True)
-class TaskRows:
+class TaskRows(MadeRows):
     """The tasks of a folder as rows: the same ones on every rank and in every run."""
 
     folder: Path
+    extra = pa.struct([(FOLDER_KEY, pa.string()), ("task", pa.string())])
 
     def __str__(self) -> str:
         return str(self.folder)
 
     @property
     def data_source(self) -> str:
-        """Of all its rows."""
+        """See MadeRows."""
         return SOURCE + self.folder.resolve().name
 
     @property
     def num_rows(self) -> int:
-        """How many tasks there are."""
+        """See MadeRows."""
         return len(tasks_in(self.folder))
 
-    def schema(self, prompt_key: str, source_key: str) -> pa.Schema:
-        """The columns, under the names that the configuration gives them."""
-        columns = {prompt_key: CHAT, source_key: pa.string(), "reward_model": REWARD, "extra_info": EXTRA}
-        return pa.schema(list(columns.items()))
-
-    def table(self, prompt_key: str, source_key: str) -> pa.Table:
-        """All rows. DataError for a task that cannot be read."""
-        schema = self.schema(prompt_key, source_key)
-        rows = [self._row(task) for task in map(read_task, tasks_in(self.folder))]
-        return pa.Table.from_pylist(
-            [dict(zip(schema.names, row, strict=True)) for row in rows], schema=schema
-        )
-
-    def _row(self, task: Task) -> tuple[Any, ...]:
-        extra = {FOLDER_KEY: str(task.folder), "task": task.folder.name}
-        prompt = [{"role": "user", "content": task.instruction.strip()}]
-        return prompt, self.data_source, {"style": "rule", "ground_truth": ""}, extra
+    def rows(self) -> Iterator[Made]:
+        """See MadeRows."""
+        for task in map(read_task, tasks_in(self.folder)):
+            extra = {FOLDER_KEY: str(task.folder), "task": task.folder.name}
+            yield [{"role": "user", "content": task.instruction.strip()}], "", extra
 
 
 def reward_in(text: str | None, as_json: str | None) -> float:

@@ -7,6 +7,7 @@ import functools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from urllib.parse import parse_qsl
 import pyarrow as pa
 import yaml
 
-from siirl.data.reasoning_gym_rows import CHAT, REWARD
+from siirl.data.made_rows import Made, MadeRows
 from siirl.errors import DataError
 from siirl.spelling import suggest
 from siirl.user_code import verifiers_program
@@ -23,7 +24,6 @@ from siirl.user_code import verifiers_program
 PREFIX = "verifiers:"
 SOURCE = "verifiers/"
 """Before the name of an environment: the data source of its rows."""
-EXTRA = pa.struct([("dataset", pa.string()), ("index", pa.int64()), ("input", pa.string())])
 OPTIONS = {"python": sys.executable, "split": "train", "num_examples": -1, "seed": None}
 """What may stand behind the question mark, besides args.NAME, and what holds otherwise."""
 ARGS = "args"
@@ -31,10 +31,11 @@ MOST_LINES = 12
 
 
 @dataclass(frozen=True)
-class VerifiersRows:
+class VerifiersRows(MadeRows):
     """Tasks of an environment, as their name says: the same rows on every rank and in every run."""
 
     text: str
+    extra = pa.struct([("dataset", pa.string()), ("index", pa.int64()), ("input", pa.string())])
 
     def __str__(self) -> str:
         return self.text
@@ -46,7 +47,7 @@ class VerifiersRows:
 
     @property
     def data_source(self) -> str:
-        """Of all its rows."""
+        """See MadeRows."""
         return SOURCE + (Path(self.env).stem if self.env.endswith(".py") else self.env)
 
     @property
@@ -72,28 +73,14 @@ class VerifiersRows:
         """How many there are. DataError if the environment cannot be made."""
         return len(_rows_of(self.text))
 
-    def schema(self, prompt_key: str, source_key: str) -> pa.Schema:
-        """The columns, under the names that the configuration gives them."""
-        columns = {prompt_key: CHAT, source_key: pa.string(), "reward_model": REWARD, "extra_info": EXTRA}
-        return pa.schema(list(columns.items()))
-
-    def table(self, prompt_key: str, source_key: str) -> pa.Table:
-        """All rows."""
-        schema = self.schema(prompt_key, source_key)
-        rows = (self._row(index, row) for index, row in enumerate(_rows_of(self.text)))
-        return pa.Table.from_pylist(
-            [dict(zip(schema.names, row, strict=True)) for row in rows], schema=schema
-        )
-
-    def _row(self, index: int, row: dict[str, Any]) -> tuple[Any, ...]:
-        prompt = row["prompt"]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        chat = [{"role": message["role"], "content": _text(message.get("content"))} for message in messages]
-        reward = {"style": "rule", "ground_truth": _text(row["answer"])}
-        return chat, self.data_source, reward, self._extra(index, row)
-
-    def _extra(self, index: int, row: dict[str, Any]) -> dict[str, Any]:
-        return {"dataset": self.text, "index": index, "input": json.dumps(row["input"])}
+    def rows(self) -> Iterator[Made]:
+        """See MadeRows."""
+        for index, row in enumerate(_rows_of(self.text)):
+            prompt = row["prompt"]
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            chat = [{"role": one["role"], "content": _text(one.get("content"))} for one in messages]
+            extra = {"dataset": self.text, "index": index, "input": json.dumps(row["input"])}
+            yield chat, _text(row["answer"]), extra
 
 
 def _text(value: Any) -> str:

@@ -4,7 +4,6 @@ Source: DAPO (2025), section 3.2.
 """
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from siirl.data.rows import objects, take_rows
 from siirl.errors import RewardError
 from siirl.nodes.context import OpContext
 from siirl.nodes.filter import count_dropped
-from siirl.observe.spans import waiting
+from siirl.nodes.mini_batches import distinct_ids
 
 
 def collect_varied(ctx: OpContext, rows: TensorDict, buffer: RowBuffer) -> None:
@@ -59,19 +58,6 @@ def dynamic_sampling(ctx: OpContext, rows: TensorDict, buffer: RowBuffer) -> Ten
     Collective over ctx.group: ranks exchange 8 bytes a group.
     """
     needed = ctx.cfg.data.train_batch_size
-    kept = all_orders(buffer.orders(), ctx.group)
+    kept = distinct_ids(buffer.orders(), ctx.group)
     ctx.metrics.mean("sampling/groups_left", len(kept) - needed)
     return buffer.take(kept[:needed])
-
-
-def all_orders(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The distinct ORDERs that the ranks of a group keep, ascending. Collective over the group."""
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    with waiting():
-        dist.all_gather(counts, torch.tensor([len(mine)]), group=group)
-    width = int(max(count.item() for count in counts))
-    padded = torch.nn.functional.pad(mine, (0, width - len(mine)))
-    parts = [torch.empty_like(padded) for _ in counts]
-    with waiting():
-        dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)]).unique()

@@ -72,20 +72,25 @@ def _row_positions(ctx: OpContext, rows: TensorDict) -> tuple[Tensor, int]:
 def global_positions(row_id_B: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
     """Position of each of this rank's rows among the distinct ids of the group, ascending; and their number.
 
-    Rows that several ranks hold count once, as do those of one id. Collective over the group; exchanges 8
-    bytes a row.
+    Rows that several ranks hold count once, as do those of one id. Collective as distinct_ids.
+    """
+    ids = distinct_ids(row_id_B, group)
+    return torch.searchsorted(ids, row_id_B.contiguous()), len(ids)
+
+
+def distinct_ids(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The distinct int64 that the ranks of a group hold, ascending. Collective over the group; exchanges 8
+    bytes for each.
     """
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     with waiting():
-        dist.all_gather(counts, torch.tensor([len(row_id_B)], dtype=torch.int64), group=group)
+        dist.all_gather(counts, torch.tensor([len(mine)]), group=group)
     width = int(max(count.item() for count in counts))
-    mine = torch.full((width,), -1, dtype=torch.int64)
-    mine[: len(row_id_B)] = row_id_B
-    gathered = [torch.empty_like(mine) for _ in counts]
+    padded = torch.nn.functional.pad(mine.long(), (0, width - len(mine)))
+    parts = [torch.empty_like(padded) for _ in counts]
     with waiting():
-        dist.all_gather(gathered, mine, group=group)
-    ids = torch.cat([part[: int(count)] for part, count in zip(gathered, counts, strict=True)]).unique()
-    return torch.searchsorted(ids, row_id_B.contiguous()), len(ids)
+        dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)]).unique()
 
 
 def _order(total: int, seed: int) -> Tensor:

@@ -14,6 +14,7 @@ import msgspec
 
 from siirl.compiler.plan import Plan
 from siirl.config.tree import from_dict, to_dict
+from siirl.dag.node_config import flat
 from siirl.launch.attempts import ATTEMPTS_FILE, Attempt
 from siirl.launch.failure import Failure, failure_in
 from siirl.launch.run_record import CONFIG_FILE, RUN_FILE
@@ -376,17 +377,7 @@ def read_config(folder: Path, unreadable: Skipped) -> dict[str, Any]:
     if not isinstance(config, dict):
         unreadable.add(folder / CONFIG_FILE, "it holds no settings")
         return {}
-    return {name: value for name, value in _flat(config).items() if name.split(".")[0] != "explicit"}
-
-
-def _flat(tree: dict[Any, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and value and depth < 20:
-            flat |= _flat(value, f"{prefix}{name}.", depth + 1)
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
+    return {name: value for name, value in flat(config).items() if name.split(".")[0] != "explicit"}
 
 
 def read_positions(folder: Path, unreadable: Skipped) -> dict[int, Position]:
