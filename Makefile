@@ -89,8 +89,8 @@ bench: .venv/.dev  ## siirl against TRL's GRPOTrainer on CPU
 	$(PY) benchmarks/grpo_cpu.py
 
 docs: .venv/.base  ## regenerate the configuration reference, the lists of docs/migration_reference.md, the tables of docs/models.md, outputs in docs/tuning.md
-	$(PY) -m siirl.config.reference docs/configuration
-	$(PY) -m siirl.migrate.document docs/migration_reference.md
+	$(PY) tools/configuration_pages.py docs/configuration
+	$(PY) tools/migration_page.py docs/migration_reference.md
 	$(PY) tools/models_page.py
 	$(PY) tools/tuning_page.py
 

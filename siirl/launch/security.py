@@ -7,8 +7,9 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from siirl.access import is_loopback
@@ -61,10 +62,9 @@ class Subject:
 def _socket(what: str, where: str, away: bool, asks: str = "", remedy: str = "") -> Line:
     """away: others than programs of this machine reach it. asks: for what; "": for nothing, so it is open."""
     who = "whoever reaches the machine" if away else "users and programs of this machine"
-    told = f"{where}: {who}; {f'asks for {asks}' if asks else 'no token'}"
-    return Line(
-        "ok" if asks else "open", what, told, remedy or ("" if asks else FIREWALL if away else SHUT_IN)
-    )
+    if asks:
+        return Line("ok", what, f"{where}: {who}; asks for {asks}", remedy)
+    return Line("open", what, f"{where}: {who}; no token", remedy or (FIREWALL if away else SHUT_IN))
 
 
 def _http(what: str, address: str, asks: str) -> Line:
@@ -83,7 +83,7 @@ def listens(run: Subject) -> Iterator[Line]:
         picked["NCCL"] = "an interface that it picks"
     for library, where in picked.items():
         name = f"{library.upper()}_SOCKET_IFNAME"
-        where = f"the interface {env[name]}" if name in env else where
+        where = f"the interface {env[name]}" if env.get(name) else where
         remedy = f"On one machine: {name}=lo in the environment." if library == "NCCL" and not away else ""
         is_here = where in ("127.0.0.1", "the interface lo")
         yield _socket(f"{library}, of each rank", where, not is_here, remedy="" if is_here else remedy)
@@ -113,9 +113,7 @@ def listens(run: Subject) -> Iterator[Line]:
     if "prometheus" in trainer.logger:
         variable = trainer.prometheus_token_env
         line = _http("metrics", trainer.prometheus_address, f"the token in {variable}" if variable else "")
-        yield (
-            line if variable else Line(line.grade, line.what, line.found, "Set trainer.prometheus_token_env.")
-        )
+        yield line if variable else replace(line, remedy="Set trainer.prometheus_token_env.")
 
 
 def _ray_asks(run: Subject) -> bool:
@@ -131,17 +129,16 @@ def _ray_asks(run: Subject) -> bool:
 def asks(run: Subject) -> Iterator[Line]:
     """Services that the run asks: prompts, answers and tokens go there."""
     served = (path for path in run.environments if path.startswith(SERVED))
-    urls = [(f"environment {path}", path.partition(":")[2]) for path in served]
+    urls: list[tuple[str, Any]] = [(f"environment {path}", path.partition(":")[2]) for path in served]
     for cfg in run.configs:
         urls += [(name, get(cfg, name)) for name in all_keys() if name.endswith(".url")]
         urls.append(("reward_model.sandbox_fusion.url", (cfg.reward_model.sandbox_fusion or {}).get("url")))
         urls += [(f"MCP server {url}", url) for url in (one.get("url") for one in _tool_servers(cfg))]
-    for what, url in dict.fromkeys(urls):
-        if isinstance(url, str) and url:
-            parts = urlsplit(url)
-            plain = parts.scheme in ("http", "ws") and not is_loopback(parts.hostname or "")
-            told = f"{parts.scheme}://{parts.hostname}{': anybody on the way can read' if plain else ''}"
-            yield Line("open" if plain else "ok", what, told, f"Use {parts.scheme}s://." if plain else "")
+    for what, url in dict.fromkeys((what, url) for what, url in urls if isinstance(url, str) and url):
+        parts = urlsplit(url)
+        plain = parts.scheme in ("http", "ws") and not is_loopback(parts.hostname or "")
+        told = f"{parts.scheme}://{parts.hostname}{': anybody on the way can read' if plain else ''}"
+        yield Line("open" if plain else "ok", what, told, f"Use {parts.scheme}s://." if plain else "")
 
 
 def runs(run: Subject) -> Iterator[Line]:
@@ -199,7 +196,7 @@ def _code(run: Subject) -> dict[str, str]:
     return places
 
 
-def _tool_servers(cfg: Config) -> list[dict]:
+def _tool_servers(cfg: Config) -> list[dict[str, Any]]:
     multi_turn = cfg.actor_rollout_ref.rollout.multi_turn
     return servers_of_tools(multi_turn) if multi_turn.enable else []
 

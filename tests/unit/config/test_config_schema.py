@@ -8,11 +8,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from configuration_pages import DEVIATIONS, PAGES, PLACES, page_of, reference_pages, write_pages
 
 from siirl.config import Config, effect_warnings, from_dict, to_dict, with_overrides
 from siirl.config.aliases import ALIASES
 from siirl.config.keys import walk
-from siirl.config.reference import DEVIATIONS, PAGES, PLACES, page_of, reference_pages, write_pages
 from siirl.config.resolve import FOLLOWS, REFERENCE, get, status
 from siirl.config.root import TOP_GROUPS, all_groups, all_keys, get_group_class
 from siirl.config.tree import default_config

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from launch_settings import launches, write_files
 from megatron_cases import MODELS
+from migration_page import with_lists
 
 from siirl.cli import main
 from siirl.compiler.compile import compile_plan, load_dag
@@ -19,7 +20,6 @@ from siirl.config.root import all_keys
 from siirl.config.tree import default_config, split_name
 from siirl.errors import ConfigError, UserError
 from siirl.migrate.defaults import OWN, names_vision_model
-from siirl.migrate.document import with_lists
 from siirl.migrate.foreign_files import page
 from siirl.migrate.hydra_files import Composed, with_named_file
 from siirl.migrate.translate import translate

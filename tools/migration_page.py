@@ -1,6 +1,6 @@
 """The lists of docs/migration_reference.md, written from siirl.config.foreign.
 
-`python -m siirl.migrate.document FILE` puts them between the two marks of the file.
+`python tools/migration_page.py FILE` puts them between the two marks of the file.
 """
 
 import sys
@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from configuration_pages import bullet
+
 from siirl.config.foreign import FOREIGN, OTHER_DEFAULTS, Foreign
-from siirl.config.reference import bullet
 from siirl.config.resolve import get
 from siirl.config.root import all_keys
 from siirl.config.tree import default_config

@@ -1,7 +1,7 @@
 """The reference of the configuration, generated from the schema, a page for each group of keys; and where a
 default of ours is not that of siiRL, and why, which a page of its own shows.
 
-`python -m siirl.config.reference FOLDER` writes the pages.
+`python tools/configuration_pages.py FOLDER` writes the pages.
 """
 
 import sys
