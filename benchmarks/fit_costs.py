@@ -137,7 +137,7 @@ def _long_tails(folder: Path) -> Iterator[Measured]:
             made.mkdir(parents=True)
             vocabulary = COMMON["vocab_size"]
             keys = long_tail.job_keys(args, made, made, lag, vocabulary)
-            block, cycle = found["blocks"][0], 1 + int(lag.partition(" ")[0])
+            block, cycle = found["blocks"][0], 1 + int(lag)
             times = {"time/step_s": block["step_s"], "time/rollout_actor_s": block["rollout_s"]}
             if args.apart and cycle > 1:
                 del times["time/rollout_actor_s"]  # what the trainer waits for it, not how long it takes

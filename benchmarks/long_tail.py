@@ -1,12 +1,12 @@
 """Responses whose lengths have a long tail: rollout.max_lag against a step that waits for the longest.
 
-    python benchmarks/long_tail.py [--lags 0 1 2] [--keep-kv] [--blocks 2] [--engine hf|vllm] [--gpu] [keys]
+    python benchmarks/long_tail.py [--lags 0 1 2] [--blocks 2] [--engine hf|vllm] [--gpu] [keys]
 
 A model with random weights ends each response with about the same chance at every token, so lengths are
 geometric: mean --mean-tokens, cut at --response-tokens, and fixed by (seed, prompt, sample), the same for
 every lag as long as the weights hardly change (the learning rate is 1e-7). --equal lets every response have
 --mean-tokens instead. --apart: the rollout on one device, the trainer on another; the engine goes on while
-the trainer trains. --keep-kv: each lag once more with rollout.keep_kv, on a GPU with an engine that stays.
+the trainer trains.
 
 A block is a job of its own, by the command that users type; blocks of the lags take turns. A step is all of
 it, from the end of the one before; the first steps of a block, and the last ones, which load nothing, do not
@@ -35,36 +35,33 @@ REPORTED = (
     *("rollout/response_length", "rollout/response_length_max", "rollout/staleness", "rollout/partial"),
     *("rollout/reread_tokens", "actor/rollout_log_prob_diff"),
 )
-KEPT = " keep_kv"
-"""Follows the lag in the name of what runs with rollout.keep_kv."""
 
 
 def main() -> int:
     end_by_signals()
     args = arguments()
     device = "gpu" if args.gpu else "cpu"
-    kinds = [f"{lag}{kept}" for lag in args.lags for kept in (["", KEPT] if args.keep_kv and lag else [""])]
-    which = "_apart" * args.apart + "_equal" * args.equal + "_keep_kv" * args.keep_kv
+    which = "_apart" * args.apart + "_equal" * args.equal
     out = args.out or RESULTS / f"long_tail_{args.engine}_{device}{which}.json"
-    report = Report(out, dict.fromkeys(kinds, args.blocks * args.steps), keys=args.keys)
+    report = Report(out, dict.fromkeys(map(str, args.lags), args.blocks * args.steps), keys=args.keys)
     report |= {"cores": len(os.sched_getaffinity(0)), "load_before": os.getloadavg()[0]}
-    blocks: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    blocks: dict[str, list[dict[str, Any]]] = {str(lag): [] for lag in args.lags}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         shape = SHAPES["A"] if args.gpu else SMALL
         make_model(folder / "model", shape)
         vocabulary = shape.get("vocab_size", COMMON["vocab_size"])
         make_data(folder / "train.parquet", args.prompts * 64, args.prompt_tokens, vocabulary)
-        for block, kind in itertools.product(range(args.blocks), kinds):
+        for block, lag in itertools.product(range(args.blocks), blocks):
 
-            def told(found: dict[str, Any], kind: str = kind, block: int = block) -> None:
-                blocks[kind][block:] = [found]
+            def told(found: dict[str, Any], lag: str = lag, block: int = block) -> None:
+                blocks[lag][block:] = [found]
                 report["lags"] = summary(blocks)
-                report.count(kind, sum(len(one["step_s"]) for one in blocks[kind]))
+                report.count(lag, sum(len(one["step_s"]) for one in blocks[lag]))
 
-            run(args, folder, folder / f"{kind}_{block}".replace(" ", "_"), kind, vocabulary, told)
-            rate = blocks[kind][-1]["tokens_per_s"]
-            print(f"block {block + 1}, lag {kind}: {rate:.0f} tokens/s", flush=True)
+            run(args, folder, folder / f"{lag}_{block}", lag, vocabulary, told)
+            rate = blocks[lag][-1]["tokens_per_s"]
+            print(f"block {block + 1}, lag {lag}: {rate:.0f} tokens/s", flush=True)
     report["load_after"] = os.getloadavg()[0]
     for lag, one in report["lags"].items():
         print(
@@ -82,7 +79,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mean-tokens", type=int, help="by default 128, on a GPU 1000")
     parser.add_argument("--response-tokens", type=int, help="the longest; by default 1024, on a GPU 8192")
     parser.add_argument("--equal", action="store_true", help="every response has --mean-tokens")
-    parser.add_argument("--keep-kv", action="store_true", help="each lag with rollout.keep_kv too")
     parser.add_argument("--apart", action="store_true", help="two devices: one samples, one trains")
     tokens = {"prompt_tokens": (32, 128), "mean_tokens": (128, 1000), "response_tokens": (1024, 8192)}
     return read_arguments(parser, words, tokens)
@@ -92,26 +88,25 @@ def run(
     args: argparse.Namespace,
     folder: Path,
     out: Path,
-    kind: str,
+    lag: str,
     vocabulary: int,
     told: Callable[[dict[str, Any]], None],
 ) -> None:
-    """One block: the counted steps' seconds and what they sampled. kind: the lag, and KEPT if that is on."""
+    """One block: the counted steps' seconds and what they sampled."""
 
     def counted(rows: Rows) -> None:
         if len(rows) > args.warm_up:
             told(block_of(args, rows))
 
-    run_block(job_keys(args, folder, out, kind, vocabulary), out, f"lag {kind}", counted)
+    run_block(job_keys(args, folder, out, lag, vocabulary), out, f"lag {lag}", counted)
 
 
-def job_keys(args: argparse.Namespace, folder: Path, out: Path, kind: str, vocabulary: int) -> list[str]:
+def job_keys(args: argparse.Namespace, folder: Path, out: Path, lag: str, vocabulary: int) -> list[str]:
     """The main job's keys."""
-    lag, keeps = int(kind.removesuffix(KEPT)), kind.endswith(KEPT)
     policy, rollout = "actor_rollout_ref.", "actor_rollout_ref.rollout."
     longest = args.mean_tokens if args.equal else args.response_tokens
     ends = range(2, 2 + round(vocabulary / args.mean_tokens))
-    steps = args.warm_up + args.steps + lag
+    steps = args.warm_up + args.steps + int(lag)
     keys = [
         "algorithm.adv_estimator=grpo",
         f"data.train_files={folder}/train.parquet",
@@ -136,8 +131,6 @@ def job_keys(args: argparse.Namespace, folder: Path, out: Path, kind: str, vocab
         "trainer.logger=[]",
         f"trainer.output_dir={out}",
     ]
-    if args.keep_kv:
-        keys += [f"{rollout}keep_kv={keeps}", f"{rollout}free_cache_engine={args.apart}"]
     if args.apart:
         keys.append(f"dag.workflow_path={apart_dag(folder)}")
     if args.equal:

@@ -422,12 +422,6 @@ class RolloutConfig:
         choices=("wait", "restart", "drop"),
         when="max_lag",
     )
-    keep_kv: bool = key(
-        False,
-        "unfinished responses continue with the keys and values that older weights computed, which stay in "
-        "the engine's memory; False: what there is of them is read again under the new weights",
-        when="max_lag",
-    )
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own", low=0)
     stop_sources: tuple[str, ...] = key(
         STOP_SOURCES,
@@ -476,8 +470,3 @@ class RolloutConfig:
     def trained_temperature(self) -> float:
         """That at which the trainer computes log-probs: responses of a dataset were sampled at none."""
         return 1.0 if self.gives_data else self.temperature
-
-    @property
-    def keeps_kv(self) -> bool:
-        """Whether unfinished responses go on with the keys and values that they have."""
-        return self.keep_kv and self.max_lag > 0

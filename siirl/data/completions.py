@@ -121,9 +121,6 @@ class Request:
     start: int = 0
     """Tokens at the end of the prompt that were sampled for this response before it was paused. What follows
     draws the numbers that it would have drawn."""
-    kv_version: int | None = None
-    """Of the weights that sampled the first of those tokens; None: there is none. An engine that keeps keys
-    and values (rollout.keep_kv) looks among those of requests that began under the same weights."""
     seen: Seen = NO_IMAGES
     """The images among its tokens."""
 
@@ -202,7 +199,6 @@ class PartialCompletion:
             prompt=[*request.prompt, *self.token_ids],
             params=replace(request.params, max_tokens=request.params.max_tokens - done),
             start=request.start + done,
-            kv_version=self.versions[0] if request.kv_version is None else request.kv_version,
         )
 
     def completion(self, version: int = -1) -> Completion:

@@ -36,8 +36,7 @@ batch. With `rollout.stale=restart` a step does not wait, and the next one begin
 `drop` it gives them up first. Where the engine shares its device (`NodePlan.runs_in_background` is false),
 the stream is paused at the end of a step: the engine forgets the requests, which are asked again as the ends
 of prompts (`Request.start` says how many draws were made), so nothing of them is on the device while others
-train. With `rollout.keep_kv` they find their keys and values in vLLM's prefix cache, which an update then
-leaves as it is: `Request.kv_version` is the salt. Else the stream stays open and gives way
+train. Else the stream stays open and gives way
 (`RolloutEngine.stream`): `load_weights` and `generate` hold its requests and let them go on, and the engine's
 process keeps what completes until its worker reads it. So the worker needs no second thread and the plan no
 further instruction: the rank waits in its next SyncWeights while its engine decodes.

@@ -96,12 +96,13 @@ def _staleness(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool)
     rollout = cfg.actor_rollout_ref.rollout
     prompts = int((1 + rollout.surplus) * batch.prompts)
     if node.runs_in_background:
-        kept = ", with the keys and values that they have" if rollout.keeps_kv else ""
         who = "turns, tools and environments go on" if talks else "the engines go on with them"
-        rest = f"{who} while the trainer trains, and under its new weights after each sync{kept}"
+        rest = f"{who} while the trainer trains, and under its new weights after each sync"
     else:
-        kept = _kept_memory(cfg) if rollout.keeps_kv else "no device memory"
-        rest = f"those that a step does not complete keep their tokens, and {kept}, and go on in the next one"
+        rest = (
+            "those that a step does not complete keep their tokens, and no device memory, and go on in the "
+            "next one"
+        )
     rest += {
         "wait": "",
         "restart": "; those that would be older restart",
@@ -111,15 +112,6 @@ def _staleness(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool)
         f"  at most {count_of(node.max_lag, 'step')} old: up to {prompts} prompts ({prompts * batch.samples} "
         f"{'episodes' if talks else 'responses'}) are in flight; {rest}"
     ]
-
-
-def _kept_memory(cfg: Config) -> str:
-    """What a paused engine keeps for the keys and values of its responses (rollout.keep_kv)."""
-    if cfg.trainer.device == "cpu":
-        return "the engine its KV cache"
-    rollout = cfg.actor_rollout_ref.rollout
-    share = rollout.device_share
-    return f"the engine its KV cache (with its weights, {share:g} of the device)"
 
 
 def _training(trainer: ModelPlan, cfg: Config, sampled: BatchArithmetic, num_speakers: int) -> list[str]:

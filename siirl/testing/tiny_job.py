@@ -41,7 +41,7 @@ OF_THE_MACHINE = re.compile(
     r"|parallel_size|micro_batch_size|use_dynamic_bsz|max_token_len_per_gpu|gradient_checkpointing|use_liger"
     r"|compile_layers|attention_kernels|use_fused|remove_padding|_offload$|gpu_memory_utilization|max_num_"
     r"|max_model_len|enforce_eager|free_cache_engine|quantization|rollout\.(dtype|mode|seed_engine)$|weight_link"
-    r"|replace_weights|weight_buffer_gib|keep_kv|max_log_prob_diff|max_engine_restarts|merge_lora"
+    r"|replace_weights|weight_buffer_gib|max_log_prob_diff|max_engine_restarts|merge_lora"
     r"|optim\.(?!name|betas|weight_decay|override_optimizer_config|lr$)|^ray_init\.|^profiler\.|^dag\.|^trainer\."
     r"|\.model\.(override_config|model_revision|cache_dir|hf_hub_token)|^data\.(train_batch_size|gen_batch_size)"
     r"|ppo_mini_batch_size|^data\.val_|first_step$|last_step$|train_cycle$|actor\.freeze$|curriculum_steps"

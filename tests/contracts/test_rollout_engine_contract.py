@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
-from sampling_reference import drawn_tokens, kept_kv_log_probs, next_token_log_probs, truncated
+from sampling_reference import drawn_tokens, next_token_log_probs, truncated
 from sglang_on_cpu import sglang_here
 from transformers import AutoModelForCausalLM
 
@@ -580,16 +580,6 @@ def other(reference):
     return model
 
 
-@pytest.fixture(params=[False, True], ids=["read again", "keeps"])
-def keeps_kv(request, engine, engine_name, monkeypatch):
-    """Whether the engine goes on with keys and values of older weights, where it can."""
-    if request.param:
-        if not ROLLOUT_BACKENDS[engine_name.split()[0]].keeps_kv:
-            pytest.skip("it keeps none")
-        monkeypatch.setattr(engine, "keeps_kv", True)
-    return request.param
-
-
 def given(engine, model) -> int:
     """Give an engine the weights of a model, under a new version."""
     version = next(VERSIONS)
@@ -597,10 +587,8 @@ def given(engine, model) -> int:
     return version
 
 
-def test_weights_arrive_while_requests_run_and_each_token_is_of_those_that_it_says(
-    engine, reference, other, keeps_kv
-):
-    """What is there goes on under the new weights, which read all of it again, or what is not kept."""
+def test_weights_arrive_while_requests_run_and_each_token_is_of_those_that_it_says(engine, reference, other):
+    """What is there goes on under the new weights, which read all of it again."""
     params, rng = SamplingParams(max_tokens=50, stop_token_ids=(1, 2)), random.Random(4)
     requests = [Request(f"{p} {s}", PROMPTS[p], params, p, sample=s) for p in range(3) for s in range(3)]
     for wait_s in (0.02, 0.01, 0.005, 0.002, 0.001):  # until it is shorter than a response takes here
@@ -619,13 +607,18 @@ def test_weights_arrive_while_requests_run_and_each_token_is_of_those_that_it_sa
             versions = answer.token_versions
             assert len(versions) == len(answer.token_ids) and versions == sorted(versions)
             assert answer.weight_version == versions[0]
-            kept = BLOCK if keeps_kv else 1 << 20
-            wanted = kept_kv_log_probs(models, list(request.prompt), answer.token_ids, versions, kept)
+            wanted = read_again_log_probs(models, request.prompt, answer.token_ids, versions)
             assert answer.log_probs == pytest.approx(wanted, abs=1e-4)
         if any(len(set(answer.token_versions)) > 1 for answer in answers.values()):
             break
     else:
         pytest.fail("no response has tokens of several weights")
+
+
+def read_again_log_probs(models, prompt, response, versions):
+    """Of a response whose token i was sampled by models[versions[i]], which read all that is before it."""
+    said = {version: response_log_probs(models[version], prompt, response) for version in {*versions}}
+    return [float(said[version][place]) for place, version in enumerate(versions)]
 
 
 def continued(engine, cut_after: int, params: SamplingParams, load):
@@ -636,8 +629,7 @@ def continued(engine, cut_after: int, params: SamplingParams, load):
     first = dict(collected(stream))
     load()
     stream = engine.stream()
-    begun = {key: one.weight_version for key, one in first.items()}
-    stream.submit([replace(resumed(r, first[r.key].token_ids), kv_version=begun[r.key]) for r in requests])
+    stream.submit([resumed(request, first[request.key].token_ids) for request in requests])
     rest = dict(collected(stream))
     return [
         (a.token_ids + b.token_ids, a.log_probs + b.log_probs, a.token_versions + b.token_versions)
@@ -651,42 +643,25 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-def test_under_equal_weights_it_is_all_one_whether_keys_and_values_are_kept(
-    engine, reference, keeps_kv, temperature
+def test_after_new_weights_nothing_is_found_of_what_older_ones_had_read(
+    engine, engine_name, reference, other
 ):
-    params = SamplingParams(max_tokens=25, temperature=temperature)
-    given(engine, reference)
-    whole = engine.generate(LONG, replace(params, n=2), [0, 1])
-    found = continued(engine, 18, params, lambda: given(engine, reference))
-    assert [ids for ids, _, _ in found] == [one.token_ids for one in flat(whole)]
-    for (_, log_probs, _), one in zip(found, flat(whole), strict=True):
-        assert log_probs == pytest.approx(one.log_probs, abs=1e-5)
-
-
-def test_what_is_kept_is_of_the_weights_that_computed_it_and_new_requests_find_nothing_of_it(
-    engine, engine_name, reference, other, keeps_kv
-):
-    """Log-probs of what goes on are those of the newer weights over older keys and values; of a request that
-    begins under the newer ones, those of the newer ones alone.
-    """
+    """Log-probs of what goes on, and of what begins with the same tokens, are of the newer ones alone."""
     models = {given(engine, reference): reference}
     engine.drain_metrics()
     params = SamplingParams(max_tokens=25)
     found = continued(engine, 18, params, lambda: models.update({given(engine, other): other}))
     moved = 0.0
     for (ids, log_probs, versions), prompt in zip(found, [LONG[0], LONG[0], LONG[1], LONG[1]], strict=True):
-        wanted, again = (
-            kept_kv_log_probs(models, prompt, ids, versions, block) for block in (BLOCK, 1 << 20)
-        )
-        assert log_probs == pytest.approx(wanted if keeps_kv else again, abs=1e-4)
-        moved = max(moved, *(abs(a - b) for a, b in zip(wanted, again, strict=True)))
-    assert moved > 0.05, "kept or read again: it would not show"
+        wanted = read_again_log_probs(models, prompt, ids, versions)
+        assert log_probs == pytest.approx(wanted, abs=1e-4)
+        older = response_log_probs(reference, prompt, ids).tolist()
+        moved = max(moved, *(abs(a - b) for a, b in zip(wanted, older, strict=True)))
+    assert moved > 0.05, "of older weights: it would not show"
     metrics = engine.drain_metrics().values()
     if engine_name.startswith("vllm"):
         read = [20 + 18 - 1] * 2 + [36 + 18 - 1] * 2
-        kept = [BLOCK] * 4 if keeps_kv else [0] * 3 + [BLOCK]  # two of a prompt share its first block
-        assert metrics["rollout/reread_tokens"] == sum(read) - sum(kept)
+        assert metrics["rollout/reread_tokens"] == sum(read) - BLOCK, "two of a prompt share its first block"
     stream, wanted = engine.stream(), {}
     stream.submit([Request(p, prompt, params, p) for p, prompt in enumerate(LONG)])
     answers = dict(collected(stream))

@@ -10,10 +10,9 @@ import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
 from served_engines import PROMPTS, build, check_it_comes_back, load, streamed, submitted, two_sets
-from transformers import AutoModelForCausalLM
 from updated_engines import IN_PLACE, loaders_of
 
-from siirl.data.completions import Request, SamplingParams
+from siirl.data.completions import SamplingParams
 from siirl.engines.rollout.served import engine_process
 from siirl.engines.rollout.served.engine_process import EngineProcess
 from siirl.engines.weights import in_place
@@ -116,42 +115,3 @@ def test_in_whatever_phase_an_engine_is_lost_it_comes_back_as_it_was(phase, last
     found = parameters(engine)
     assert all(torch.equal(one, other) for one, other in zip(found, held, strict=True)), case
     assert not armed and engine.drain_restarts() == 1, case
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_what_a_lost_engine_had_kept_is_read_again(lasting, weights, model_dir, monkeypatch):
-    """rollout.keep_kv: keys and values end with the process; its requests go on from their tokens."""
-    engine, _, _ = lasting
-    monkeypatch.setattr(engine, "keeps_kv", True)
-    models = []
-    for one in weights:
-        models.append(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval())
-        tied = {name: tensor for name, tensor in one.items() if name != "lm_head.weight"}
-        models[-1].load_state_dict(tied, strict=False)
-    prompts = [[(3 * row + position) % 20 + 2 for position in range(140)] for row in range(3)]  # a block each
-    params = SamplingParams(max_tokens=20)
-    for loses in (False, True):
-        load(engine, weights[0], 10 + 2 * loses)
-        first = [one for (one,) in engine.generate(prompts, params, range(3))]
-        load(engine, weights[1], 11 + 2 * loses)
-        if loses:
-            os.kill(engine._process.pid, signal.SIGKILL)
-        contexts = [[*prompt, *one.token_ids] for prompt, one in zip(prompts, first, strict=True)]
-        stream = engine.stream()
-        stream.submit(
-            [
-                Request(key, context, params, key, start=20, kv_version=first[key].weight_version)
-                for key, context in enumerate(contexts)
-            ]
-        )
-        answers = {}
-        while stream.num_pending:
-            answers |= dict(stream.collect(0.5))
-        for key, context in enumerate(contexts):
-            ids = torch.tensor([[*context, *answers[key].token_ids]])
-            with torch.no_grad():
-                said = models[1](ids).logits[0, len(context) - 1 : -1].log_softmax(-1)
-            anew = said.gather(-1, torch.tensor(answers[key].token_ids)[:, None])[:, 0].tolist()
-            assert (answers[key].log_probs == pytest.approx(anew, abs=1e-4)) == loses
-    assert engine.drain_restarts() == 1

@@ -68,7 +68,7 @@ def updates(rank, world_size):
     parts = ("engine", SPECS, CPU, False, shard)
     by_loaders, in_place = EngineWeights(*parts), WeightsInPlace(*parts, whole=False)
     for value, sent in enumerate((by_loaders, in_place, in_place), 1):
-        sent.replace(process, late_weights(rank, 100.0 * value), False)
+        sent.replace(process, late_weights(rank, 100.0 * value))
     return process and process.seen
 
 

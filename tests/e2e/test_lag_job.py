@@ -204,33 +204,3 @@ def test_an_engine_on_a_rank_of_its_own_decodes_on_while_the_trainer_trains(tmp_
     assert max(lagging.values("actor/rollout_log_prob_diff")) < 1e-4
     scores = [name for name in lagging.lines[1] if name.startswith("val/")]
     assert scores and all(lagging.values(name) == runs["plain"].values(name) for name in scores)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("apart", [False, True], ids=["paused while it trains", "decodes on"])
-def test_responses_go_on_with_the_keys_and_values_that_they_have(tmp_path, apart):
-    """rollout.keep_kv: under constant weights the same rows, of which less is read again."""
-    made = Inputs.make(tmp_path / "inputs", rows=40)
-    make_tiny_model_dir(made.model, init_std=0.2, head_dim=32)
-    dag = yaml.safe_load((TEMPLATES / "grpo.yaml").read_text())
-    for node in dag["nodes"] if apart else ():
-        node["placement"] = "1" if node["node_role"] == "ROLLOUT" else "0"
-    (tmp_path / "dag.yaml").write_text(yaml.safe_dump(dag))
-    rows, runs = {}, {}
-    for keeps in ("false", "true"):
-        keys = [*LONG_TAIL, *VLLM, *LAG, f"{ROLLOUT}.stop_token_ids=[5]", f"{ROLLOUT}.keep_kv={keeps}"]
-        keys += ["actor_rollout_ref.actor.optim.lr=0", "trainer.export_hf=False"]
-        # Of two rows at a time, the engine does not come to the end of all while a trainer apart trains.
-        keys += [f"{ROLLOUT}.max_num_seqs=2", f"{ROLLOUT}.surplus=2"] if apart else []
-        keys += [
-            f"dag.workflow_path={tmp_path / 'dag.yaml'}",
-            f"trainer.dump_rollouts_dir={tmp_path / keeps}",
-        ]
-        arguments = overrides(made, tmp_path / f"out_{keeps}", *keys)
-        runs[keeps] = run_job(1 + apart, arguments, deadline_s=200)
-        rows[keeps] = recorded(tmp_path / keeps)
-    assert rows["true"] == rows["false"] and rows["true"].total() == 5 * 8 * 2
-    read = {keeps: sum(run.values("rollout/reread_tokens")) for keeps, run in runs.items()}
-    assert 0 < read["true"] < 0.7 * read["false"], read
-    assert max(runs["true"].values("actor/rollout_log_prob_diff")) < 1e-4

@@ -36,7 +36,6 @@ class FakeEngine(RolloutEngine):
 
     def __init__(self):
         self.sampled = {}  # (prompt, number of the response) -> the version of each token
-        self.begun = {}  # (seed, sample) of a response -> version that sampled its first token
 
     def wave(self, requests, interrupt):
         """See SampleWave."""
@@ -48,13 +47,6 @@ class FakeEngine(RolloutEngine):
 
     def parts(self, requests, interrupt):
         """One token of each at a time."""
-        for request in requests:
-            begun = self.begun.setdefault((request.seed, request.sample), self.weight_version)
-            if request.start:
-                assert request.kv_version is not None and request.kv_version <= begun
-            else:
-                assert request.kv_version is None
-                self.begun[request.seed, request.sample] = self.weight_version
         whole = [self.one(request) for request in requests]
         for done in range(1, MOST + 1):
             self.num_steps += any(len(one.token_ids) >= done for one in whole)

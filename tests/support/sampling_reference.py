@@ -4,7 +4,6 @@ import itertools
 import math
 
 import torch
-from transformers import DynamicCache
 
 from siirl.engines.rollout.sampling import uniforms
 
@@ -55,29 +54,3 @@ def drawn_tokens(model, prompt, seed, max_tokens, temperature=1.0, top_k=-1):
         below = itertools.accumulate(probs[token] for token in tokens)
         said.append(next(token for token, total in zip(tokens, below, strict=True) if total > uniform))
     return said
-
-
-def kept_kv_log_probs(models, prompt, response, versions, block):
-    """Log-probs of a response whose token i was sampled by models[versions[i]], with transformers' cache.
-
-    When the weights change, full blocks of the keys and values stay as they are, and the rest is read again.
-    """
-    ids, log_probs = [*prompt, *response], []
-    read_by = []  # the version that the keys and values of each position are of
-    for version, run in itertools.groupby(range(len(response)), key=lambda at: versions[at]):
-        positions = [len(prompt) + at for at in run]  # of the tokens
-        kept = (positions[0] - 1) // block * block if read_by else 0
-        cache, read_by = DynamicCache(), read_by[:kept]
-        for known, of in itertools.groupby(range(kept), key=lambda at: read_by[at]):
-            _forward(models[known], [ids[at] for at in of], cache)
-        said = _forward(models[version], ids[kept : positions[-1]], cache)
-        log_probs += [float(said[at - 1 - kept, ids[at]]) for at in positions]
-        read_by += [version] * (positions[-1] - kept)
-    return log_probs
-
-
-def _forward(model, ids, cache):
-    """Log-probs [T, V] after each of some tokens that follow what the cache holds, which then holds them."""
-    with torch.no_grad():
-        logits = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0]
-    return logits.float().log_softmax(-1)

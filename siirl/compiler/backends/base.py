@@ -51,9 +51,6 @@ class Backend(ABC):
     works_alone = False
     """It goes on with what a stream has asked while its worker does something else."""
 
-    keeps_kv = False
-    """It can go on with the keys and values of a paused response (rollout.keep_kv)."""
-
     writes_in_place = False
     """It can have weights written where its first sync put them (rollout.replace_weights)."""
 

@@ -190,12 +190,12 @@ class VLLM(Backend):
         Check("model", ("cfg", "node"), check_arguments),
         Check("model", ASKED, check_ranks),
     )
-    works_alone = keeps_kv = writes_in_place = device_share = takes_images = timed = True
+    works_alone = writes_in_place = device_share = takes_images = timed = True
     base_keys = (
         *("name", "dtype", "prompt_length", "response_length", "max_model_len", "max_num_seqs"),
         *("max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager", "disable_log_stats"),
         *("gpu_memory_utilization", "free_cache_engine", "tensor_model_parallel_size"),
-        *("keep_kv", "engine_kwargs.vllm"),
+        "engine_kwargs.vllm",
     )
 
     def dims(self, cfg: Config, role: str, world: int) -> ParallelDims:

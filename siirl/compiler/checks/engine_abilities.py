@@ -1,6 +1,6 @@
 """What a workflow asks of its engines and not all of them can do. Pure.
 
-Images, chosen experts, FP8, keys and values that are kept, weights in place.
+Images, chosen experts, FP8, weights in place.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,11 +12,10 @@ from siirl.compiler.plan import ModelPlan, Plan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Workflow
 from siirl.config import Config
-from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError, UserError
+from siirl.errors import ConfigError, DagError, NotSupportedError, UserError
 from siirl.models.config_json import as_built, model_type_of
 from siirl.models.families import family_of
 from siirl.models.sizes import router_choices
-from siirl.parallel.placement import format_ranks
 from siirl.types import EXPERT_FIELDS
 
 OFF = "Set actor_rollout_ref.actor.router_replay.mode=disabled"
@@ -141,47 +140,6 @@ def _why_not_rounded(node: ResolvedNode, shares_base: bool) -> str:
     if "quantization" in rollout.engine_kwargs.vllm:
         return "and engine_kwargs.vllm.quantization both say how weights are rounded"
     return ""
-
-
-def check_kept_kv(plan: Plan, configs: Mapping[str, Config]) -> Iterator[UserError]:
-    """Engines that shall keep the keys and values of paused responses (rollout.keep_kv), and cannot."""
-    computing = {rank for model in plan.models.values() if model.computes_between for rank in model.ranks}
-    for model in plan.models.values():
-        rollout, trainer = configs[model.node].actor_rollout_ref.rollout, configs[model.node].trainer
-        if not model.is_rollout or not rollout.keeps_kv:
-            continue
-        kept = f"node {model.node!r}: actor_rollout_ref.rollout.keep_kv=true"
-        off = "Set keep_kv to false: what there is of a response is then read again."
-        if not backend_of(model).keeps_kv:
-            yield NotSupportedError(
-                f"not supported yet: {kept} with rollout.name={rollout.name}: it reads what is unfinished "
-                f"again, and keeps no keys and values of it for that. {off}"
-            )
-            continue
-        kind = model_type_of(configs[model.node].actor_rollout_ref.model)
-        if family_of(kind).has_states:
-            yield NotSupportedError(
-                f"not supported yet: {kept} for a {kind}, some of whose layers have a state, not keys and "
-                f"values: no cache has that of a prefix. {off}"
-            )
-        if trainer.device == "cpu" and family_of(kind).latent is not None:
-            yield NotSupportedError(
-                f"not supported yet: {kept} for a {kind} on a CPU, where vLLM's attention over compressed "
-                f"keys and values has no prefix cache to find them in. {off}"
-            )
-        if rollout.engine_kwargs.vllm.get("enable_prefix_caching") is False:
-            yield ConfigError(
-                f"{kept} with rollout.engine_kwargs.vllm.enable_prefix_caching=false: the keys and values of "
-                "a paused response are found again in the prefix cache. Remove one of them."
-            )
-        if rollout.free_cache_engine and trainer.device != "cpu" and computing.intersection(model.ranks):
-            yield PlacementError(
-                f"{kept} with rollout.free_cache_engine=true on ranks {format_ranks(model.ranks)}, where "
-                "other models compute: the engine gives its memory back between rollouts, and keys and "
-                "values with it. Set free_cache_engine=false, if rollout.gpu_memory_utilization="
-                f"{rollout.gpu_memory_utilization:g} of the device fits beside them; or place the rollout on "
-                f"ranks of its own. {off}"
-            )
 
 
 def check_weights_in_place(plan: Plan, configs: Mapping[str, Config]) -> Iterator[NotSupportedError]:

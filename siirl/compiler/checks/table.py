@@ -74,6 +74,5 @@ CHECKS = (
     Check("plan", ("plan",), opponents.check_places),
     Check("plan", ("plan",), dataset_responses.check_order),
     Check("plan", ("plan", "run"), dataset_responses.check_validation),
-    Check("plan", ("plan", "configs"), engine_abilities.check_kept_kv),
     Check("plan", ("plan", "configs"), engine_abilities.check_weights_in_place),
 )

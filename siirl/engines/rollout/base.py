@@ -276,7 +276,7 @@ class RolloutEngine(ABC):
         none; asked now and again by engines that work inside `collect`, which else come back when all are
         complete.
         runs_in_background: while its requests are pending, the engine may take weights, under which they go
-        on (what they have so far is read again, unless rollout.keep_kv), and may answer `generate`.
+        on (what they have so far is read again), and may answer `generate`.
         """
         if self._stream is not None:
             self._stream.close()

@@ -51,15 +51,14 @@ class EngineWeights:
         self,
         process: RecoveringEngine | None,
         weights: Iterator[tuple[str, Tensor]],
-        keeps_kv: bool,
         live: LiveWeights | None = None,
     ) -> None:
         """Bring all weights in. RolloutError if that failed, on every rank.
 
-        process: on the first rank of the shard. keeps_kv: see NativeEngine.finish_update. live: where
-        `weights` come from, if they stay there.
+        process: on the first rank of the shard. live: where `weights` come from, if they stay
+        there.
         """
-        self._load_all(process, weights, keeps_kv)
+        self._load_all(process, weights)
 
     def go_on_keeping(self) -> None:
         """The engine samples from here on: what is to be kept may be copied beside it."""
@@ -93,7 +92,6 @@ class EngineWeights:
         self,
         process: RecoveringEngine | None,
         weights: Iterator[tuple[str, Tensor]],
-        keeps_kv: bool,
         has_begun: bool = False,
     ) -> Any:
         """Have the engine's loaders take all weights. What finish_update gives, on every rank."""
@@ -101,7 +99,7 @@ class EngineWeights:
             if not has_begun:
                 with phase("begin"):
                     self.together(process, self._begin_loading)
-            with self._finishing(process, self._finish_loading, keeps_kv) as finished:
+            with self._finishing(process, self._finish_loading) as finished:
                 self._load(process, weights, buffer)
         return finished.pop()
 
@@ -122,30 +120,26 @@ class EngineWeights:
 
     @contextmanager
     def _finishing(
-        self, process: RecoveringEngine | None, finish: Callable[..., Any], keeps_kv: bool
+        self, process: RecoveringEngine | None, finish: Callable[[RecoveringEngine], Any]
     ) -> Iterator[list[Any]]:
-        """What has begun and happens inside is finished, also if it fails; gives what `finish` gave.
-
-        finish: called with the engine, and whether it keeps its KV cache.
-        """
+        """What has begun and happens inside is finished, also if it fails; gives what `finish` gave."""
         finished: list[Any] = []
         complete = False
         try:
             yield finished
             complete = True
         finally:  # after a failure, which is the one to tell of, finishing may fail too
-            keeps = keeps_kv and complete
             with phase("finish"):
                 for _ in range(1 if complete else 2):  # the first one may hear how the begin failed
                     with nullcontext() if complete else suppress(RolloutError):
-                        finished.append(self.together(process, lambda engine: finish(engine, keeps)))
+                        finished.append(self.together(process, finish))
                         break
 
     def _begin_loading(self, engine: RecoveringEngine) -> None:
         engine.tell(BeginUpdate())
 
-    def _finish_loading(self, engine: RecoveringEngine, keeps_kv: bool) -> Any:
-        return engine.tell(FinishUpdate(keeps_kv))
+    def _finish_loading(self, engine: RecoveringEngine) -> Any:
+        return engine.tell(FinishUpdate())
 
     def _load(
         self, process: RecoveringEngine | None, weights: Iterator[tuple[str, Tensor]], buffer: SharedBuffer

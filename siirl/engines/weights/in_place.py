@@ -76,7 +76,6 @@ class WriteChunk(Told):
     chunk: WeightChunk
     told: dict[str, Any] | list[Any]
     """Of all workers, or of each."""
-    keeps_kv: bool
     keeping: Future | None
     """The copy that is being made of it."""
     subject = "weights"
@@ -90,8 +89,8 @@ class WriteChunk(Told):
             if self.chunk.ended:
                 process.call(self.kind, bucket=self.weights.kept_bucket(self.chunk))
             return
-        last = {"keeps_kv": self.keeps_kv} if self.chunk.is_last else {}
-        process.post(Call("finish_writing" if last else "write", {"filling": self.told, **last}))
+        last = self.chunk.is_last
+        process.post(Call("finish_writing" if last else "write", {"filling": self.told}))
         with phase("wait_for_engine"):
             process.settle(0 if last else 1)
 
@@ -156,17 +155,16 @@ class WeightsInPlace(EngineWeights):
         self,
         process: RecoveringEngine | None,
         weights: Iterator[tuple[str, Tensor]],
-        keeps_kv: bool,
         live: LiveWeights | None = None,
     ) -> None:
         """See EngineWeights."""
         self.expect(process)
         has_begun, self._has_begun = self._has_begun, False
         if self._in_place:
-            why_not = self._write_all(process, weights, live, keeps_kv)
+            why_not = self._write_all(process, weights, live)
         else:
             self._forget_parts()  # the process finds out anew where tensors land
-            why_not = self._load_all(process, weights, keeps_kv, has_begun)
+            why_not = self._load_all(process, weights, has_begun)
         self._in_place = not why_not
         if why_not and why_not != self._told_why:
             log.warning("rollout engine %r takes weights one by one, in every sync: %s", self._name, why_not)
@@ -208,16 +206,16 @@ class WeightsInPlace(EngineWeights):
             self._parts.close()
         self._parts = None
 
-    def replace_parts(self, process: RecoveringEngine | None, parts: ArrivingParts, keeps_kv: bool) -> None:
+    def replace_parts(self, process: RecoveringEngine | None, parts: ArrivingParts) -> None:
         """As `replace`, of the parts that are expected."""
         assert self._parts is not None and self._in_place
         self.expect(process)
         self._has_begun = False
-        with self._finishing(process, self._finish_writing, keeps_kv):
+        with self._finishing(process, self._finish_writing):
             for chunk, told in self._parts.fillings(parts):
                 of_workers = self._shard.gather(told)
                 with phase("load", tensors=len(chunk.entries) // 4):
-                    event = WriteChunk(self, chunk, of_workers, keeps_kv, None)
+                    event = WriteChunk(self, chunk, of_workers, None)
                     self.together(process, lambda engine, event=event: engine.tell(event))
 
     def go_on_keeping(self) -> None:
@@ -240,9 +238,9 @@ class WeightsInPlace(EngineWeights):
     def _begin_loading(self, engine: RecoveringEngine) -> None:
         engine.tell(BeginUpdate({"tensors": self._packer.tensors()}))
 
-    def _finish_loading(self, engine: RecoveringEngine, keeps_kv: bool) -> str:
+    def _finish_loading(self, engine: RecoveringEngine) -> str:
         """Why the next update cannot be in place, or ""."""
-        return engine.tell(FinishLearning(keeps_kv))
+        return engine.tell(FinishLearning())
 
     def _begin_writing(self, engine: RecoveringEngine) -> bool:
         return engine.tell(BeginWriting({"tensors": self._packer.tensors()}))
@@ -252,21 +250,20 @@ class WeightsInPlace(EngineWeights):
         process: RecoveringEngine | None,
         weights: Iterator[tuple[str, Tensor]],
         live: LiveWeights | None,
-        keeps_kv: bool,
     ) -> str:
-        with self._finishing(process, self._finish_writing, keeps_kv) as finished:
+        with self._finishing(process, self._finish_writing) as finished:
             buffer = self._writer.buffer()
             place = joined_places(self._shard.gather(buffer.place)) | {"size": buffer.size}
             for chunk, told in self._writer.fillings(weights, live):
                 self._shard.meet()  # each worker of the engine reads the buffer of a rank of its own
                 with phase("load", tensors=len(chunk.entries) // 4):
                     keeping = self._writer.begin_keeping(chunk, live)
-                    event = WriteChunk(self, chunk, told | {"place": place}, keeps_kv, keeping)
+                    event = WriteChunk(self, chunk, told | {"place": place}, keeping)
                     self.together(process, lambda engine, event=event: engine.tell(event))
         return finished.pop()
 
-    def _finish_writing(self, engine: RecoveringEngine, keeps_kv: bool) -> str:
-        return engine.tell(FinishWriting(keeps_kv))
+    def _finish_writing(self, engine: RecoveringEngine) -> str:
+        return engine.tell(FinishWriting())
 
 
 class PartWriter:

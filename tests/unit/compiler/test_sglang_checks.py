@@ -63,9 +63,8 @@ def test_these_go_with_sglang(tmp_path, keys):
         ((), {**QWEN3, "model_type": "qwen2"}, "a qwen2 with rollout.name=sglang"),
         (("data.dataset_type=vlm",), VISION, "sglang"),
         ((REPLAY,), EXPERTS, "sglang"),
-        ((LAG, f"{ROLLOUT}.keep_kv=true"), QWEN3, "keep_kv=true with rollout.name=sglang"),
     ],
-    ids=["tp", "quantised", "experts", "qwen2", "images", "replay", "kv"],
+    ids=["tp", "quantised", "experts", "qwen2", "images", "replay"],
 )
 def test_what_was_not_seen_with_sglang_is_refused_with_the_fix(tmp_path, keys, model, words):
     with pytest.raises(NotSupportedError, match=f"(?s)not supported yet: .*{words}"):

@@ -8,10 +8,9 @@ from plan_cases import add_agent, compiled, config, custom, run_symbolically
 from siirl.compiler.compile import TEMPLATES, compile_plan, load_dag
 from siirl.compiler.plan_instructions import Serve
 from siirl.config.checks import check_config
-from siirl.config.effects import effect_warnings
 from siirl.dag.spec import DagBuilder, dag_spec
 from siirl.dag.yaml_file import load_dag_file
-from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
+from siirl.errors import ConfigError, DagError, NotSupportedError
 from siirl.nodes.policy_loss import rollout_correction
 from siirl.show.plan_text import report
 
@@ -129,66 +128,22 @@ def test_dynamic_sampling_with_a_lag_loads_ahead_in_its_own_batches():
     assert "dynamic_sampling" in run_symbolically(plan)
 
 
-APART = {"ROLLOUT": "0", "ACTOR": "1", "REFERENCE": "1"}
-BESIDE_A_MODEL = {"ROLLOUT": "0", "ACTOR": "1", "REFERENCE": "0-1"}
-STAYS = f"{ROLLOUT}.free_cache_engine=false"
-
-
-def kept(places, more):
-    """Plan and report of GRPO with a lag and rollout.keep_kv, with its nodes on these ranks."""
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        (
+            {"ROLLOUT": "0", "ACTOR": "1"},
+            "the engines go on with them while the trainer trains, and under its",
+        ),
+        ({}, "keep their tokens, and no device memory, and go on in the next one"),
+    ],
+    ids=["disaggregated", "colocated"],
+)
+def test_the_plan_says_where_responses_go_on(places, words):
     dag = load_dag_file(TEMPLATES / "grpo.yaml")
     nodes = [replace(node, placement=places.get(node.node_role)) for node in dag.nodes]
-    keys = [f"{ROLLOUT}.name=vllm", *LAG, f"{ROLLOUT}.keep_kv=true", "trainer.device=cuda", *more]
-    keys.append("actor_rollout_ref.actor.use_kl_loss=true")
-    plan, configs = compile_plan(dag_spec(dag.dag_id, nodes, ""), config(*keys), 2)
-    return report(plan, configs)
-
-
-@pytest.mark.parametrize(
-    ("places", "more", "words"),
-    [
-        (APART, [], "under its new weights after each sync, with the keys and values that they have"),
-        (BESIDE_A_MODEL, [STAYS], "the engine its KV cache (with its weights, 0.5 of the device), and go on"),
-        ({}, [STAYS, f"{ROLLOUT}.gpu_memory_utilization=0.3"], "with its weights, 0.3 of the device"),
-        ({}, ["trainer.device=cpu"], "keep their tokens, and the engine its KV cache, and go on"),
-    ],
-)
-def test_the_plan_says_what_an_engine_keeps_of_its_responses(places, more, words):
-    assert words in kept(places, more)
-
-
-@pytest.mark.parametrize(
-    ("places", "more", "kind", "words"),
-    [
-        ({}, [], PlacementError, ["on ranks 0-1", "gives its memory back", "free_cache_engine=false"]),
-        (BESIDE_A_MODEL, [], PlacementError, ["on ranks 0,", "place the rollout on ranks of its own"]),
-        (
-            APART,
-            [f"{ROLLOUT}.engine_kwargs.vllm={{enable_prefix_caching: false}}"],
-            ConfigError,
-            ["found again in the prefix cache", "Remove one of them"],
-        ),
-        (
-            APART,
-            [f"{ROLLOUT}.name=hf"],
-            NotSupportedError,
-            ["reads what is unfinished again", "Set keep_kv to false"],
-        ),
-    ],
-)
-def test_an_engine_that_cannot_keep_keys_and_values_is_refused(places, more, kind, words):
-    with pytest.raises(kind) as caught:
-        kept(places, more)
-    for word in ["keep_kv=true", "'rollout_actor'", *words]:
-        assert word in str(caught.value), str(caught.value)
-
-
-def test_without_a_lag_there_is_nothing_to_keep_which_check_says():
-    keys = (f"{ROLLOUT}.keep_kv=true",)
-    (warning,) = [line for line in effect_warnings(config(*keys)) if "keep_kv" in line]
-    assert warning == f"{ROLLOUT}.keep_kv=true has no effect: {ROLLOUT}.max_lag is 0."
-    compiled(one_agent()[0].build(), 2, *keys)
-    assert not [line for line in effect_warnings(config(*keys, *LAG)) if "keep_kv" in line]
+    keys = config(f"{ROLLOUT}.name=vllm", *LAG, "trainer.device=cuda")
+    assert words in report(*compile_plan(dag_spec(dag.dag_id, nodes, ""), keys, 2))
 
 
 def test_more_in_work_than_the_bound_lets_train_is_refused():

@@ -113,7 +113,7 @@ class ModelProcess:
             size = found[1].itemsize * torch.Size(shape).numel()
             self.weights[name] = data[start : start + size].view(found[1]).view(shape).clone()
 
-    def finish_update(self, keeps_kv):
+    def finish_update(self):
         assert self.updating == "loaders"
         self.updating = ""
         if self.asked:
@@ -143,7 +143,7 @@ class ModelProcess:
             else:
                 whole.copy_(values[0])
 
-    def finish_writing(self, filling, keeps_kv):
+    def finish_writing(self, filling):
         self.write(filling)
         self.updating = ""
 
@@ -231,7 +231,7 @@ def test_what_a_buffer_holds_at_once_is_written_at_once_and_copied_after_the_upd
     for _ in range(2):
         now = a_set(rng)
         log.clear()
-        sent.replace(engine, iter(now.items()), False)
+        sent.replace(engine, iter(now.items()))
         assert holds(processes[-1], now)
     assert log == ["begin_writing", "finish_writing"]
     if is_lost == "afterwards":
@@ -292,7 +292,7 @@ def lose_a_process(rng, keeps, sent, tmp_path, monkeypatch, live_share=0.4):
                 way = loaders if rng.random() < 0.25 else sent
                 sent._writer._whole = rng.random() < 0.5
             weights = iter(live_sets if live else now.items())
-            way.replace(engine, weights, False, live_sets if live else None)
+            way.replace(engine, weights, live_sets if live else None)
             assert holds(processes[-1], now)
             if keeps and rng.random() < 0.3:  # lost while it is used
                 processes[-1].left = -1
@@ -300,7 +300,7 @@ def lose_a_process(rng, keeps, sent, tmp_path, monkeypatch, live_share=0.4):
                 assert holds(processes[-1], now)
             if rng.random() < 0.2:  # an update fails, and the next one is whole
                 with pytest.raises(ZeroDivisionError):
-                    sent.replace(engine, failing(now), False)
+                    sent.replace(engine, failing(now))
     finally:
         sent.close()
         loaders.close()
@@ -329,7 +329,7 @@ def test_what_a_process_cannot_learn_is_loaded_each_time_and_said_once(tmp_path,
     sent = in_place(keeps=False)
     for _ in range(3):
         now = a_set(rng)
-        sent.replace(engine, iter(now.items()), False)
+        sent.replace(engine, iter(now.items()))
         assert holds(process, now)
     sent.close()
     assert "write" not in log and caplog.text.count("it does not know") == 1
@@ -346,12 +346,12 @@ def test_an_update_that_failed_is_finished_and_the_next_one_is_whole(way, before
     sent = in_place(False) if way == "in place" else EngineWeights("engine", SPECS, CPU, False, shard)
     now = a_set(rng)
     for _ in range(before):
-        sent.replace(engine, iter(now.items()), False)
+        sent.replace(engine, iter(now.items()))
     log.clear()
     with pytest.raises(ZeroDivisionError):
-        sent.replace(engine, failing(now), False)
+        sent.replace(engine, failing(now))
     assert not process.owed and ("finish_update" in log or before)
-    sent.replace(engine, iter(now.items()), False)
+    sent.replace(engine, iter(now.items()))
     sent.close()
     assert holds(process, now)
 
@@ -362,7 +362,7 @@ def test_a_begin_that_fails_is_an_error_of_its_update_and_the_next_one_is_whole(
     process = ModelProcess(rng, 0)
     ways_of(process, log)
     engine, sent = RecoveringEngine(lambda: process, Start("", {}), tmp_path / "log", 0), in_place(False)
-    sent.replace(engine, iter(a_set(rng).items()), False)
+    sent.replace(engine, iter(a_set(rng).items()))
     begin = process.begin_writing
 
     def fails():
@@ -373,12 +373,12 @@ def test_a_begin_that_fails_is_an_error_of_its_update_and_the_next_one_is_whole(
         process.begin_writing = fails
         log.clear()
         with pytest.raises((RolloutError, ZeroDivisionError), match=r"another layout|zero|^$"):
-            sent.replace(engine, later(a_set(rng)), False)
+            sent.replace(engine, later(a_set(rng)))
         assert log[0] == "begin_writing" and not process.owed
         process.begin_writing = begin
         for _ in range(2):  # by loaders, then in place
             now = a_set(rng)
-            sent.replace(engine, iter(now.items()), False)
+            sent.replace(engine, iter(now.items()))
             assert holds(process, now)
     sent.close()
 
@@ -395,7 +395,7 @@ def test_what_is_expected_has_begun_once_when_it_comes(tmp_path):
             sent.expect(engine)
         assert log == begun
         now = a_set(rng)
-        sent.replace(engine, iter(now.items()), False)
+        sent.replace(engine, iter(now.items()))
         assert holds(process, now) and log.count("begin_writing") == len(begun)
     sent.close()
 
@@ -417,5 +417,5 @@ def test_a_lost_process_without_restarts_ends_the_update(tmp_path):
     sent = in_place(keeps=False)
     process.left = 1
     with pytest.raises(RolloutError, match="not started again"):
-        sent.replace(engine, iter(a_set(random.Random(1)).items()), False)
+        sent.replace(engine, iter(a_set(random.Random(1)).items()))
     sent.close()

@@ -144,18 +144,14 @@ def buffer():
 def test_what_an_update_outdates_is_forgotten_once_it_is_answered_and_before_anything_is_sampled():
     """A walk over all blocks of a cache of a GPU takes milliseconds, for which no sync waits."""
     engine = native.NativeEngine.__new__(native.NativeEngine)
-    engine._engine, engine._images, engine._keeps_kv, forget = Mock(), None, None, Mock()
+    engine._engine, engine._images, engine._is_outdated, forget = Mock(), None, False, Mock()
     engine._engine.reset_prefix_cache = forget
-    engine.finish_writing({}, keeps_kv=False)
+    engine.finish_writing({})
     assert not forget.called
     engine.rest()
     engine.rest()
     assert forget.call_count == 1
-    engine.finish_writing({}, keeps_kv=True)
-    engine.rest()
-    assert forget.call_count == 1
-    engine.finish_writing({}, keeps_kv=False)
-    engine.finish_writing({}, keeps_kv=True)  # whatever was to be forgotten before
+    engine.finish_writing({})
     engine.add_scored(0, [1, 2], 1)
     assert forget.call_count == 2
     assert [call[0] for call in engine._engine.method_calls][-2:] == ["reset_prefix_cache", "add_request"]
@@ -235,7 +231,7 @@ def test_the_worker_that_cannot_speaks_for_its_engine(reasons):
     engine = native.NativeEngine.__new__(native.NativeEngine)
     engine._engine, engine._images, engine._learns = Mock(), None, True
     engine._engine.collective_rpc.side_effect = {"check_places": reasons}.get
-    assert engine.finish_update(keeps_kv=True) == reasons[1]
+    assert engine.finish_update() == reasons[1]
 
 
 class Watched(nn.Parameter):

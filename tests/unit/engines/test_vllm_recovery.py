@@ -139,7 +139,7 @@ class ModelProcess:
         assert self.updating
         self.weights |= bucket
 
-    def _finish_update(self, keeps_kv):
+    def _finish_update(self):
         assert self.updating
         self.updating = False
 
@@ -206,11 +206,11 @@ def play(seed, mean, keeps_weights):
                 bucket = {name: rng.random()}
                 engine.tell(LoadChunk(bucket, dict(bucket)))
                 bucket[name] = None  # the buffer is filled anew; what is kept is not
-            engine.tell(FinishUpdate(keeps_kv=False))
+            engine.tell(FinishUpdate())
             loaded, adapter = True, None
         if keeps_weights and (adapter is None or rng.random() < 0.5):
             for number in (1, 2):
-                engine.tell(Adapter("", number, rng.random(), None, keeps_kv=False))
+                engine.tell(Adapter("", number, rng.random(), None))
             adapter = 1
         engine.tell(Wake("kv_cache"))
         for _ in range(rng.randrange(3)):

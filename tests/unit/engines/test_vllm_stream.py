@@ -15,7 +15,7 @@ PARAMS = SamplingParams(max_tokens=3)
 class Engine:
     """What a stream asks of its engine."""
 
-    name, weight_version, keeps_kv = "agent_0.rollout", 7, False
+    name, weight_version = "agent_0.rollout", 7
 
     def __init__(self):
         self.prompt_tokens, self.stats, self.reread = 0, [], 0
@@ -135,11 +135,8 @@ class Held(Board):
         return [Finished([ended(name, 9, reason="paused") for name in names], {})]
 
 
-@pytest.mark.parametrize("keeps_kv", [False, True])
-def test_what_is_held_goes_on_with_the_keys_and_values_of_the_weights_that_it_began_under(keeps_kv):
-    """A request finds those of its own beginning, and one that begins now none of older weights."""
+def test_what_is_held_is_asked_again_as_the_end_of_a_prompt_and_counted_as_read_again():
     engine, board = Engine(), Held()
-    engine.keeps_kv = keeps_kv
     stream = EngineStream(engine, board, "float32")
     ask(stream, 2)
     for version in (8, 9):
@@ -148,13 +145,10 @@ def test_what_is_held_goes_on_with_the_keys_and_values_of_the_weights_that_it_be
         stream.go_on()
         ask(stream, version)
     again = stream.pause()
-    assert [one.kv_version for one in board.submitted] == ([7, 7, 8, 7, 8, 9] if keeps_kv else [None] * 6)
     assert [one.start for one in board.submitted] == [0, 1, 0, 2, 1, 0]
     assert dict(again)["of 2"].token_versions == [7, 8, 9]
     first = dict(again)["of 2"]
-    later = Request("of 2", [5, 5, *first.token_ids], PARAMS, 0, start=3, kv_version=first.versions[0])
-    stream.submit([later])
-    assert board.submitted[-1].kv_version == (7 if keeps_kv else None)
+    stream.submit([Request("of 2", [5, 5, *first.token_ids], PARAMS, 0, start=3)])
     assert engine.reread == (3 - 1) + (4 - 1) + (9 - 1), "all but the last token of what had been read before"
 
 

@@ -68,14 +68,12 @@ class LoadChunk(Told):
 class FinishUpdate(Told):
     """All tensors have come."""
 
-    keeps_kv: bool
-    """See NativeEngine.finish_update."""
     subject = "weights"
     kind = "finish_update"
 
     def tell(self, process: EngineProcess) -> Any:
         """See Told."""
-        return process.call(self.kind, keeps_kv=self.keeps_kv)
+        return process.call(self.kind)
 
 
 @dataclass(frozen=True)

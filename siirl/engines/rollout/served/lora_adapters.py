@@ -69,8 +69,6 @@ class LoadAdapter(Told):
     number: int
     adapter: Mapping[str, Tensor]
     cfg: Config
-    keeps_kv: bool
-    """See NativeEngine.finish_update."""
     subject = "adapter"
     kind = "load_adapter"
 
@@ -80,8 +78,7 @@ class LoadAdapter(Told):
         place = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
         with tempfile.TemporaryDirectory(prefix="siirl-adapter-", dir=place) as folder:
             write_adapter(Path(folder), self.adapter, model.lora_rank, model.lora_alpha)
-            told = {"name": self.name, "number": self.number, "keeps_kv": self.keeps_kv}
-            process.call(self.kind, folder=folder, **told)
+            process.call(self.kind, folder=folder, name=self.name, number=self.number)
 
     def replaces(self, other: Told) -> bool:
         """See Told."""

@@ -49,8 +49,7 @@ class Submit(Message):
     """Let requests join those that run. Each is answered by itself, by and by, in a Finished."""
 
     requests: list[Request]
-    """To a process under keys "STREAM_number", with the seeds of their samples. In the prefix cache they find
-    what requests of the same kv_version left there."""
+    """To a process under keys "STREAM_number", with the seeds of their samples."""
     adapter: str | None = None
 
     def packed(self) -> "Submit":

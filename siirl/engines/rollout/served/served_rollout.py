@@ -113,8 +113,6 @@ class ServedRollout(RolloutEngine):
         self._metrics = Metrics()
         self._counting = threading.Lock()  # a thread of an interaction's stream counts
         self._adapter = plan.name if plan.base else None
-        self.keeps_kv = cfg.actor_rollout_ref.rollout.keeps_kv
-        self._newest = -1  # of all versions that it had
         self._engine = (
             base._engine if base else SharedEngine(keeps_weights=plan.base is not None or plan.is_teacher)
         )
@@ -292,7 +290,6 @@ class ServedRollout(RolloutEngine):
             self._load_weights(weights, version)
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        keeps_kv = self.takes_version(version)
         self.wake()
         self._state, self.weight_version = "loading", -1
         checked = checked_weights(weights, self.weight_specs(), self._aliases, self.name)
@@ -304,35 +301,25 @@ class ServedRollout(RolloutEngine):
                     pass
             else:
                 live = weights if isinstance(weights, LiveWeights) else None
-                self._load_base(base, live, keeps_kv and self._adapter is None)
+                self._load_base(base, live)
             if self._adapter is not None:
                 number = self._engine.users.index(self) + 1
-                event = LoadAdapter(self._adapter, number, adapter, self._cfg, keeps_kv)
+                event = LoadAdapter(self._adapter, number, adapter, self._cfg)
                 with phase("load_adapter", tensors=len(adapter)):
                     self._weights.together(self._process, lambda process: process.tell(event))
         except RolloutError as error:
             raise WeightSyncError(str(error)) from error
         self._state, self.weight_version = "ready", version
 
-    def takes_version(self, version: int) -> bool:
-        """Whether the KV cache may stay while weights of this version come.
-
-        It lies under versions: one that comes again, maybe of other weights, must find nothing.
-        """
-        keeps_kv, self._newest = self.keeps_kv and version > self._newest, max(version, self._newest)
-        return keeps_kv
-
-    def _load_base(
-        self, weights: Iterator[tuple[str, Tensor]], live: LiveWeights | None, keeps_kv: bool
-    ) -> None:
+    def _load_base(self, weights: Iterator[tuple[str, Tensor]], live: LiveWeights | None) -> None:
         """Replace all weights but adapters, which the engine then has none of.
 
-        live, keeps_kv: see EngineWeights.replace.
+        live: see EngineWeights.replace.
         """
         for user in self._engine.users:
             user.lose_weights()
         self._state, self._engine.loaded = "loading", False
-        self._weights.replace(self._process, weights, keeps_kv, live)
+        self._weights.replace(self._process, weights, live)
         self._engine.loaded = True
 
     def lose_weights(self) -> None:

@@ -107,7 +107,6 @@ class StreamedEngine(Protocol):
 
     name: str
     weight_version: int
-    keeps_kv: bool
 
     def check_requests(self, requests: Sequence[Request], pending: Sequence[Key]) -> dict[Key, EpisodeFailed]:
         """See ServedRollout."""
@@ -156,22 +155,11 @@ class EngineStream(RolloutStream):
         named = {f"{self._name}_{self._num_submitted + i}": one for i, one in enumerate(wanted)}
         self._num_submitted += len(named)
         drawn = [
-            replace(
-                rest,
-                key=name,
-                seed=derive_seed(rest.seed, rest.sample),
-                kv_version=self._kv_version(rest.kv_version),
-            )
+            replace(rest, key=name, seed=derive_seed(rest.seed, rest.sample))
             for name, rest in ((name, so_far.rest(request)) for name, (request, so_far) in named.items())
         ]
         self._router.submit(Submit(drawn, self._adapter), first=not self._pending)
         self._pending |= named
-
-    def _kv_version(self, begun: int | None) -> int | None:
-        """Under which a request finds keys and values; begun: the version that the response began under."""
-        if not self._engine.keeps_kv:
-            return None
-        return self._engine.weight_version if begun is None else begun
 
     def collect(self, timeout_s: float) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream. RolloutError for log-probs that are not finite: the weights are broken."""

@@ -146,9 +146,8 @@ class NativeEngine:
         told = torch.frombuffer(bytearray(json.dumps(bucket).encode()), dtype=torch.uint8)
         _check(self._engine.update_weights_from_tensor([("bucket", told)], LOADER, flush_cache=False))
 
-    def finish_update(self, keeps_kv: bool) -> None:
+    def finish_update(self) -> None:
         """Complete an update; what was computed with other weights is forgotten."""
-        assert not keeps_kv, "rollout.keep_kv is refused by the check"
         self._flush()
 
     def _flush(self) -> None:

@@ -30,8 +30,6 @@ scale for each output feature, and for each token that they are multiplied by.""
 CPU_BLOCK = 128
 """Tokens that a block of vLLM's KV cache on a CPU holds at most."""
 LEAST_CPU_CACHE_BYTES = 64 << 20
-KEPT_BLOCK = 32
-"""Tokens of a block of the KV cache on a CPU with rollout.keep_kv: the fewest that its fast kernels take."""
 
 CPU_LATENT = {
     "attention_backend": "CPU_MLA",
@@ -81,8 +79,6 @@ def engine_arguments(
     if device.type == "cpu":
         if family_of(hf_config.model_type).latent is not None:
             arguments |= CPU_LATENT
-        elif rollout.keeps_kv:  # full blocks are kept, and those of the CPU hold 128 tokens otherwise
-            arguments["block_size"] = KEPT_BLOCK
         arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(cfg, hf_config, max_len)
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization

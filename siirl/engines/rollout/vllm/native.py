@@ -73,7 +73,7 @@ class NativeEngine:
         self._kept = KeptTokens(self._engine) if KeptTokens.can_keep(self._engine) else None
         self._adapters: dict[str | None, LoRARequest] = {}
         self._learns = False
-        self._keeps_kv: bool | None = None  # of an update in place, until `rest` forgets what it outdates
+        self._is_outdated = False  # what was computed before an update in place, until `rest` forgets it
 
     def add(self, request: Request, adapter: str | None) -> None:
         """Queue one response. Its seed makes it independent of what else is in the batch.
@@ -102,8 +102,6 @@ class NativeEngine:
             if self._images is None:
                 raise NotSupportedError("not supported yet: images for a model that reads texts")
             prompt = self._images.prompt(request.prompt, request.seen)
-        if request.kv_version is not None:
-            prompt["cache_salt"] = str(request.kv_version)
         if adapter is not None and adapter not in self._adapters:
             raise RolloutError(f"vLLM has no adapter {adapter!r}: it would sample from the base alone.")
         lora = None if adapter is None else self._adapters[adapter]
@@ -199,9 +197,8 @@ class NativeEngine:
         """Load the tensors of a bucket (see BucketInfo) in all workers of the engine."""
         self._engine.collective_rpc("update_weights", kwargs={"update_info": bucket})
 
-    def finish_update(self, keeps_kv: bool) -> str:
-        """Complete an update; what was computed with other weights is forgotten, unless keeps_kv: then only
-        requests of the same kv_version find it.
+    def finish_update(self) -> str:
+        """Complete an update; what was computed with other weights is forgotten.
 
         Returns why weights cannot be written in place; "" if they can be from now on, where that was asked.
         """
@@ -209,7 +206,7 @@ class NativeEngine:
         reasons = self._engine.collective_rpc("check_places") if self._learns else []
         self._engine.collective_rpc("complete_update")
         self._engine.collective_rpc("wrap_layers")
-        self._forget(keeps_kv)
+        self._forget()
         return next(filter(None, reasons), "")
 
     def kept_boxes(self) -> list[list[Any] | None]:
@@ -228,39 +225,37 @@ class NativeEngine:
         """Write what is in the sender's buffer, see WeightWriter.fillings, in all workers of the engine."""
         self._engine.collective_rpc("write_places", args=(filling,))
 
-    def finish_writing(self, filling: dict[str, Any] | list[Any], keeps_kv: bool) -> None:
+    def finish_writing(self, filling: dict[str, Any] | list[Any]) -> None:
         """Write the last filling, and complete an update in place, as finish_update; `rest` is due then."""
         self._engine.collective_rpc("finish_places", args=(filling,))
-        self._keeps_kv = keeps_kv and self._keeps_kv is not False
+        self._is_outdated = True
 
     def rest(self) -> None:
         """What no answer waits for: called after each, and before there is something to sample."""
-        if self._keeps_kv is not None:
-            self._forget(self._keeps_kv)
-            self._keeps_kv = None
+        if self._is_outdated:
+            self._forget()
+            self._is_outdated = False
 
     def _forget_tokens(self, names: Iterable[str]) -> None:
         if self._kept is not None:
             self._kept.forget(names)
 
-    def _forget(self, keeps_kv: bool) -> None:
+    def _forget(self) -> None:
         """Drop what was computed with other weights."""
         if self._images is not None:
             self._engine.reset_encoder_cache()
-        if not keeps_kv:
-            self._engine.reset_prefix_cache()
+        self._engine.reset_prefix_cache()
 
-    def load_adapter(self, name: str, number: int, folder: str, keeps_kv: bool) -> None:
+    def load_adapter(self, name: str, number: int, folder: str) -> None:
         """Load a LoRA adapter as peft stores it, in the place of the one before under this name and number.
 
-        The folder is not read again. keeps_kv: as of finish_update.
+        The folder is not read again.
         """
         if number in self._engine.list_loras():
             self._engine.remove_lora(number)
         self._adapters[name] = LoRARequest(name, number, folder)
         self._engine.add_lora(self._adapters[name])
-        if not keeps_kv:
-            self._engine.reset_prefix_cache()
+        self._engine.reset_prefix_cache()
 
     def read_tensor(self, name: str) -> list[tuple[list[float], list[int]]]:
         """A parameter under vLLM's own name, float32, of each worker: values and shape."""

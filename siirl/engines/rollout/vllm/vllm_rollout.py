@@ -89,11 +89,10 @@ class VLLMRollout(ServedRollout):
             super()._load_weights(weights, version)
             return
         assert self._in_place is not None
-        keeps_kv = self.takes_version(version)
         self.wake()
         self._state, self.weight_version = "loading", -1
         try:
-            self._in_place.replace_parts(self._process, weights, keeps_kv)
+            self._in_place.replace_parts(self._process, weights)
         except RolloutError as error:
             raise WeightSyncError(str(error)) from error
         self._state, self.weight_version = "ready", version
