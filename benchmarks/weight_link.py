@@ -3,13 +3,12 @@
     python benchmarks/weight_link.py [--sources 2] [--targets 2] [--mib 512] [--syncs 5] [--gpu]
 
 Each rank is a process with one thread. Trainer ranks have the rows of fp32 tensors, as FSDP2 cuts them, and
-send bf16. Three ways take turns, a sync each: `headers`, as every first sync goes (tensors are gathered, one
-rank sends, each bucket is announced); `plan`, as later ones go (the same without announcements); `shards`, in
-which a target keeps its share of each tensor's rows, as tensor parallel engines do, and gets them from who
-has them. Told are the seconds of the slowest rank, and the bytes that each rank wrote to its sockets
-(/proc/self/io). All bytes that arrive are compared. --gpu: a GPU for each rank, over NCCL, whose bytes are
-not counted. Writes benchmarks/results/weight_link_<device>.json (--out for another place), after every turn
-(report_file.py).
+send bf16. Two ways take turns, a sync each: `headers`, as every first sync goes (tensors are gathered, one
+rank sends, each bucket is announced), and `shards`, as later ones go, in which a target keeps its share of
+each tensor's rows, as tensor parallel engines do, and gets them from who has them. Told are the seconds of
+the slowest rank, and the bytes that each rank wrote to its sockets (/proc/self/io). All bytes that arrive
+are compared. --gpu: a GPU for each rank, over NCCL, whose bytes are not counted. Writes
+benchmarks/results/weight_link_<device>.json (--out for another place), after every turn (report_file.py).
 """
 
 import argparse
@@ -30,12 +29,12 @@ from torch import Tensor
 
 from siirl.compiler.plan import LinkPlan
 from siirl.engines.train.pieces import Piece
-from siirl.engines.weights.link import WeightLink, make_link
+from siirl.engines.weights.link import make_link
 from siirl.engines.weights.shard_sync import ShardSync, boxes_of
 from siirl.parallel.process_groups import ProcessGroupManager, connect_when_used
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-WAYS = ("headers", "plan", "shards")
+WAYS = ("headers", "shards")
 LAYER = {"q": 4, "k": 2, "v": 2, "o": 4, "gate": 12, "up": 12, "down": 12, "norm": 0}
 """Matrices of a layer, by their share of it; the norm has one row."""
 WIDTH = 2048
@@ -171,17 +170,12 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
         trainer,
         None if trainer else Target(args.mib, device, rank - args.sources, args.targets),
     )
-    links: dict[str, WeightLink] = {
-        way: make_link(
-            LinkPlan(way, "trainer", "rollout", everyone, "broadcast"), *mine, groups, Path(folder)
-        )
-        for way in WAYS[:2]
-    }
+    plan = LinkPlan("headers", "trainer", "rollout", everyone, "broadcast")
+    link = make_link(plan, *mine, groups, Path(folder))
     pieces = [engine.pieces() if engine is not None else {} for engine in mine]
     kept = {name: ("torch.bfloat16", boxes) for name, boxes in boxes_of(pieces[1]).items()}
     shards = ShardSync(pieces[0], kept, groups.get(everyone), device.type)
-    pushes: dict[str, Callable[[], Any]] = {way: link.push for way, link in links.items()}
-    pushes["shards"] = partial(shards.run, *pieces)
+    pushes: dict[str, Callable[[], Any]] = {"headers": link.push, "shards": partial(shards.run, *pieces)}
     found: dict[str, Any] = {way: {"seconds": [], "sent": []} for way in WAYS}
     told: list[Any] = [None] * world
     version = 0
@@ -190,13 +184,11 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
             version += 1
             if trainer is not None:
                 trainer.move(version)
-            if way == "headers":
-                links[way]._plan = None
             seconds, sent = timed(push, device)
             if mine[1] is not None:
                 mine[1].weight_version = version
                 mine[1].check(way == "shards")
-            if turn:  # the first one makes the plan
+            if turn:  # the first one connects
                 found[way]["seconds"].append(seconds)
                 found[way]["sent"].append(sent)
         dist.all_gather_object(told, found)

@@ -13,8 +13,8 @@ place what --replace-weights says.
 
 --apart: two processes with a device each, two GPUs over NCCL: the trainer alone on rank 0, the engine alone
 on rank 1, where it is resident. Three ways take turns, a sync each, --blocks x --syncs of them: buckets that
-are announced by headers and vLLM's loaders (as every first sync goes), the plan of buckets and the loaders
-(what further ones do by default), the plan and in place. Told are the seconds of the slowest rank, and where
+are announced by headers and vLLM's loaders (as every first sync goes), shards and the loaders, shards and in
+place (what further ones do by default). Told are the seconds of the slowest rank, and where
 each rank spent them: a phase has those of the phases in it, too (put: receive; load: wait_for_engine). At the
 end each way replaces weights of another sign that the first one has brought.
 
@@ -54,7 +54,7 @@ NAMED = {"0.6B": SHAPES["B"], "1.7B": SHAPES["A"]}
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}  # fmt: skip
 WAYS = ("loaders", "in_place")
-APART = ("headers_loaders", "plan_loaders", "plan_in_place")
+APART = ("headers_loaders", "shards_loaders", "shards_in_place")
 READ = ("model.norm.weight", "model.layers.0.self_attn.q_norm.weight")
 
 
@@ -105,13 +105,13 @@ def main() -> int:
 def tell(report: Report, shape: str, found: Path) -> None:
     """Put what was found of a shape so far into the report."""
     report["shapes"][shape] = told = json.loads(found.read_text())
-    for way in APART if "plan_loaders" in told else WAYS:
+    for way in APART if "shards_loaders" in told else WAYS:
         report.count(f"{shape} {way}", len(told[way]["sync_s"]))
 
 
 def print_shape(shape: str, found: dict[str, Any]) -> None:
     print(f"{shape}: first sync {found['first_sync_s']:.3f} s; equal: {found['equal']}", flush=True)
-    for way in APART if "plan_loaders" in found else WAYS:
+    for way in APART if "shards_loaders" in found else WAYS:
         for name, values in found[way].items():
             if name == "where":
                 continue
@@ -202,9 +202,10 @@ def of_rank(rank: int, args: argparse.Namespace, shape: str, temporary: str, out
         trainer.version = 1
     plan = LinkPlan("agent_0.sync", "agent_0.actor", "agent_0.rollout", (0, 1), "broadcast")
     try:
-        link = make_link(plan, trainer, rollout, groups, folder)
+        links = {way: make_link(plan, trainer, rollout, groups, folder) for way in APART}
+        links[APART[0]]._may_shard = False
         said: Callable[[dict[str, Any]], None] = lambda found: write(out, json.dumps(found))  # noqa: E731
-        Apart(args, trainer, rollout, link).measure(said if rank == 0 else lambda _: None)
+        Apart(args, trainer, rollout, links).measure(said if rank == 0 else lambda _: None)
     finally:
         if rollout is not None:
             rollout.close()
@@ -218,8 +219,10 @@ def meet() -> None:
 class Apart:
     """One rank of two: it has a trainer, or an engine."""
 
-    def __init__(self, args: argparse.Namespace, trainer: FSDPEngine | None, rollout: Any, link: Any) -> None:
-        self._args, self._trainer, self._rollout, self._link = args, trainer, rollout, link
+    def __init__(
+        self, args: argparse.Namespace, trainer: FSDPEngine | None, rollout: Any, links: dict[str, Any]
+    ) -> None:
+        self._args, self._trainer, self._rollout, self._links = args, trainer, rollout, links
         self._observer = Observer()
         self._prompts = prompts(args)
         if rollout is not None:
@@ -227,35 +230,33 @@ class Apart:
 
     def measure(self, tell: Callable[[dict[str, Any]], None]) -> None:
         """Seconds of the slowest rank in each sync, and of each rank's phases: told after each turn."""
-        found: dict[str, Any] = {"first_sync_s": self._sync("first")[0]}
+        found: dict[str, Any] = {"first_sync_s": self._sync(APART[0], in_place=True)[0]}
         mine: dict[str, list[tuple[float, dict[str, float]]]] = {way: [] for way in APART}
         told: list[Any] = [None, None]
-        for turn in range(self._args.blocks * self._args.syncs + 1):
+        for turn in range(-1, self._args.blocks * self._args.syncs + 1):
             for way in APART:
                 if self._trainer is not None:
                     move(self._trainer)
                 took = self._sync(way)
-                if turn:  # the first one of each way takes memory, and makes views that are used again
+                if turn > 0:  # a link's first one goes by headers, its second one plans and takes memory
                     mine[way].append(took)
                 self._generate()
-            if turn:
+            if turn > 0:
                 dist.all_gather_object(told, mine)
                 tell(found | {way: slowest([each[way] for each in told]) for way in APART})
         tell(found | {way: slowest([each[way] for each in told]) for way in APART} | self._compared())
 
-    def _sync(self, way: str) -> tuple[float, dict[str, float]]:
-        """One sync; the seconds of this rank, and of its phases."""
-        if way == "headers_loaders":
-            self._link._plan = None
-        assert way in ("first", "headers_loaders") or self._link._plan is not None
+    def _sync(self, way: str, in_place: bool | None = None) -> tuple[float, dict[str, float]]:
+        """One sync; the seconds of this rank, and of its phases. in_place: as the way says, unless given."""
         if self._rollout is not None:
-            self._rollout._weights = self._by_loaders if way.endswith("loaders") else self._in_place
+            by_loaders = way.endswith("loaders") if in_place is None else not in_place
+            self._rollout._weights = self._by_loaders if by_loaders else self._in_place
         self._observer.begin_step()
         waited_s = self._observer.idle_s
         meet()
         begin = time.perf_counter()
         with observing(self._observer), self._observer.span("sync", 0):
-            self._link.push()
+            self._links[way].push()
         seconds = time.perf_counter() - begin
         return seconds, {"waiting": self._observer.idle_s - waited_s} | seconds_of(self._observer)
 

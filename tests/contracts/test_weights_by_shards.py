@@ -112,7 +112,7 @@ def test_an_engine_on_a_rank_of_its_own_gets_each_row_from_the_trainer_that_has_
     (first, said), (second, _), _ = run_workers(to_a_whole_engine, 3, scenario, tmp_path, deadline_s=120)
     assert first[0] == second[0] == 0, "the first sync is announced"
     assert 0.6 < first[1] / second[1] < 1.7 and first[2] == first[1]
-    assert any("shards pay" in line for line in said)
+    assert any("goes by shards" in line for line in said)
 
 
 def to_a_divided_engine(rank, world, scenario, folder):
@@ -159,6 +159,6 @@ def test_each_worker_of_vllm_gets_what_it_keeps(kind, sizes, scenario, tmp_path)
     out = run_workers(to_a_divided_engine, 2, scenario, tmp_path, deadline_s=300)
     for sent, said, whole in out:
         assert sent[0] == 0 and sent[1] == sent[2] < 0.3 * whole, said
-        assert any("shards pay" in line for line in said)
+        assert any("goes by shards" in line for line in said)
     if scenario is FSDP:
         assert all(sent[1] > 0 for sent, _, _ in out)

@@ -184,7 +184,7 @@ def test_every_target_gets_the_trainers_weights_and_version_wherever_it_is(model
 
 
 def in_rollout_dtype(rank, model_dir, groups, sources, targets):
-    """Twice: as it is exported, and from where it is trained, by the plan."""
+    """Twice; from where it is trained, too, only where that is."""
     trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets, "bfloat16")
     found, sent = [], {}
     broadcast = dist.broadcast
@@ -211,7 +211,7 @@ def in_rollout_dtype(rank, model_dir, groups, sources, targets):
 def test_weights_are_exported_and_sent_in_the_rollouts_dtype(model_dir):
     num_bytes = 2 * sum(tensor.numel() for tensor in tied_once(model_dir).values())
     (of_trainer,), (of_target,) = run_workers(everywhere, 2, in_rollout_dtype, model_dir, [([0], [1])])
-    assert of_trainer[0] == [torch.bfloat16] and of_target[0] is None
+    assert of_trainer[0] == [torch.bfloat16] * 2 and of_target[0] is None
     for _, told, sent in (of_trainer, of_target):
         assert told == [num_bytes] * 2 and num_bytes <= sent < num_bytes + 4096
 
@@ -338,92 +338,6 @@ def test_an_export_that_raises_fails_all_ranks_and_nobody_hangs(model_dir, kind,
             message, version = out[rank][index]
             assert "out of memory" in message
             assert version == (-1 if rank in targets else None)
-
-
-ACROSS = [([0, 1], [2, 3]), ([0, 1, 2], [3]), ([0], [1, 2, 3]), ([0, 2], [1, 2, 3])]
-"""In the last one a rank has both."""
-
-
-def syncs_by_a_plan(rank, model_dir, groups, sources, targets):
-    """What is generated after each of four syncs, and (headers, sender of each broadcast) of it."""
-    links.BUCKET_BYTES = 3000
-    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets)
-    header, broadcast, results, seen = links.WeightLink._header, dist.broadcast, [], []
-
-    def counted(link, *args):
-        seen[-1][0].append(1)
-        return header(link, *args)
-
-    def noted(tensor, src, **options):
-        seen[-1][1].append(src)
-        return broadcast(tensor, src=src, **options)
-
-    links.WeightLink._header, links.dist.broadcast = counted, noted
-    try:
-        for version in range(4):
-            seen.append(([], []))
-            if trainer:
-                trainer.version, trainer.scale = version, 0.5**version
-                trainer.edit = turned if version == 3 else lambda tensors: tensors
-            link.push()
-            results.append(log_probs(rollout) if rollout else None)
-    finally:
-        links.WeightLink._header, links.dist.broadcast = header, broadcast
-    return results, [(len(headers), srcs) for headers, srcs in seen]
-
-
-def turned(weights):
-    return dict(reversed(weights.items()))
-
-
-def test_later_syncs_go_by_the_plan_of_the_first_without_headers(model_dir):
-    """The last sync's export has another order: a plan that does not hold any more is made anew."""
-    state, expected = tied_once(model_dir), []
-    rollout = build_rollout(model_dir)
-    for version in range(4):
-        rollout.load_weights([(name, tensor * 0.5**version) for name, tensor in state.items()], version)
-        expected.append(log_probs(rollout))
-    out = run_workers(everywhere, 4, syncs_by_a_plan, model_dir, ACROSS)
-    for index, (sources, targets) in enumerate(ACROSS):
-        for rank in ranks_of(sources, targets):
-            results, seen = out[rank][index]
-            assert results == (expected if rank in targets else [None] * 4)
-            assert [headers > 0 for headers, _ in seen] == [True, False, False, True]
-            assert set(seen[1][1]) == {sources[0]}
-
-
-def one_gives_up(rank, model_dir, groups, sources, targets):
-    """Messages of two syncs that fail: an export of one rank raises, then one is not what it says."""
-    links.BUCKET_BYTES = 3000
-    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets)
-    messages = []
-    for version in range(6):
-        if trainer:
-            trainer.version, trainer.meets = version, False
-            trainer.fail_at = 7 if version == 1 and rank == sources[-1] else None
-            trainer.edit = with_cut_norm if version == 4 else lambda tensors: tensors
-            trainer.specs_of = lambda tensors: tensors
-        if version in (1, 4):
-            with pytest.raises(WeightSyncError) as caught:
-                link.push()
-            messages.append(str(caught.value))
-            # A rank that sends nothing spoils nothing: the sync fails all the same.
-            if rollout and (version == 4 or sources[-1] == sources[0]):
-                assert rollout.weight_version == -1
-        else:
-            link.push()
-    return messages, rollout and rollout.weight_version
-
-
-def test_a_rank_that_gives_up_midway_fails_all_at_once_and_the_next_sync_is_whole(model_dir):
-    places = [([0], [1, 2, 3]), ([0, 1], [2, 3])]
-    out = run_workers(everywhere, 4, one_gives_up, model_dir, places, deadline_s=30)
-    for index, (sources, targets) in enumerate(places):
-        for rank in ranks_of(sources, targets):
-            (raised, changed), version = out[rank][index]
-            assert "the trainer's export failed: out of memory" in raised and f"rank {sources[-1]}" in raised
-            assert "model.norm.weight (torch.float32, [31]) came where the first sync had" in changed
-            assert version == (5 if rank in targets else None)
 
 
 class LostProcess:

@@ -2,10 +2,10 @@
 
 All ranks of a link call `push` together. Ranks that hold a trainer export its weights (a collective of
 theirs); a target on such a rank loads them as they pass by. If some target ranks hold no trainer, the
-lowest trainer rank broadcasts the tensors to them in buckets. In the first sync each is announced by a
-header; the next ones go by the plan that this has made (planned_sync.py), or each rank gets what it keeps
-from who has it (shard_way.py). A link of kind "checkpoint" has the lowest rank write a folder that the
-targets read (folder.py). No rank goes on before all agree that the sync succeeded.
+lowest trainer rank broadcasts the tensors to them in buckets, each announced by a header. So goes the first
+sync, and what is made to be sent, such as adapters; in the next ones each rank gets what it keeps from who
+has it (shard_way.py). A link of kind "checkpoint" has the lowest rank write a folder that the targets read
+(folder.py). No rank goes on before all agree that the sync succeeded.
 """
 
 import json
@@ -24,7 +24,6 @@ from siirl.engines.rollout.base import WeightPart
 from siirl.engines.train.base import TrainEngine
 from siirl.engines.weights.bucket import DTYPES, Entry, LiveWeights, Named, empty_bucket, pack, room, unpack
 from siirl.engines.weights.folder import WeightFolder
-from siirl.engines.weights.planned_sync import BucketPlan, GaveUp, PlannedSync, joined
 from siirl.engines.weights.shard_sync import ArrivingParts, ShardSync
 from siirl.engines.weights.shard_way import CANNOT, ShardWay
 from siirl.engines.weights.target import WeightTarget
@@ -35,12 +34,8 @@ from siirl.parallel.process_groups import ProcessGroupManager
 
 log = logging.getLogger(__name__)
 
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = 128 << 20
 """Tensors are broadcast together up to this size; a larger one goes alone."""
-JOINED = 2
-"""So many times as large are the buckets of a plan that is made of announced ones: each has a broadcast."""
-IN_FLIGHT = 4
-"""Buckets of a plan that are on their way at once."""
 MESSAGE_BYTES = 512
 PARTS: tuple[WeightPart, ...] = get_args(WeightPart)
 TARGET_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, OSError)
@@ -60,8 +55,6 @@ class Meeting(NamedTuple):
     sources: tuple[int, ...]
     receivers: tuple[int, ...]
     """Ranks of the target without a trainer."""
-    plan_holds: bool
-    """All ranks know the plan of the last sync, and it is still one."""
     base: int
     """The digest of what the root and all targets hold of the folder of the last sync; 0: not the same."""
     of_shards: frozenset[int]
@@ -113,10 +106,6 @@ class WeightLink:
         self._rank = groups.rank
         self._kind = plan.kind
         self._group = groups.get(plan.ranks)
-        self._plan: BucketPlan | None = None
-        self._plan_specs: list[Any] = []  # what the source said of its export when the plan was made
-        self._announced: list[tuple[Entry, ...]] = []
-        self._device = "cpu"  # on which what was announced lies
         self._broken = False
         self._num_bytes = 0
         self._dtype_codes: dict[WeightPart, int] = {}
@@ -146,8 +135,6 @@ class WeightLink:
         with phase("transfer", version=version):
             if (shards := self._decided(meeting)) is not None:
                 self._transfer(partial(self._arriving, shards), version)
-            elif meeting.receivers and self._folder is None:
-                self._send_over(meeting)
             else:
                 self._transfer(partial(self._found, meeting), version)
             if self._may_shard and self._shards is None:
@@ -169,7 +156,6 @@ class WeightLink:
             target.weight_version if target is not None else 0,
             self._dtype_code(target) if target is not None else 0,
             PARTS.index(target.takes) if target is not None else 0,
-            self._plan_digest(),
             self._folder.digest if self._folder is not None else 0,
             self._shards.says() if self._shards is not None else CANNOT,
         ]
@@ -192,13 +178,11 @@ class WeightLink:
         current = all(held == version for held, _, _ in targets.values())
         ranks = tuple(sorted(sources)), tuple(sorted(targets.keys() - sources.keys()))
         bases = {
-            row[7] for rank, row in zip(self._ranks, table, strict=True) if row[2] or rank == ranks[0][0]
+            row[6] for rank, row in zip(self._ranks, table, strict=True) if row[2] or rank == ranks[0][0]
         }
         base = bases.pop() if len(bases) == 1 else 0
-        say = frozenset(row[8] for row in table)
-        found = Meeting(version, current, dtype, PARTS[parts.pop()], *ranks, False, base, say)
-        same = self._plan is not None and len({row[6] for row in table}) == 1 and table[0][6] != 0
-        return found._replace(plan_holds=same and self._plan.made_for == _made_for(found))
+        say = frozenset(row[7] for row in table)
+        return Meeting(version, current, dtype, PARTS[parts.pop()], *ranks, base, say)
 
     def _dtype_code(self, target: WeightTarget) -> int:
         """Index into DTYPES of the one floating type that the target wants, or -1 if it wants several."""
@@ -209,22 +193,12 @@ class WeightLink:
             )
         return self._dtype_codes[target.takes]
 
-    def _plan_digest(self) -> int:
-        """Of the plan that this rank knows; 0: it knows none, or what the source exports has changed."""
-        if self._plan is None or self._source_specs() != self._plan_specs:
-            return 0
-        return self._plan.digest
-
-    def _source_specs(self) -> list[Any]:
-        """What the source says of its export, in its order."""
-        return [*self._source.weight_specs().items()] if self._source is not None else []
-
     def _decided(self, meeting: Meeting) -> ShardSync | None:
         """The plan of shards by which this sync goes, if it does."""
         if self._shards is None:
             return None
         with phase("decide"):
-            return self._shards.decided(meeting.of_shards, len(meeting.sources), len(meeting.receivers))
+            return self._shards.decided(meeting.of_shards, len(meeting.sources), bool(meeting.receivers))
 
     def _arriving(self, sync: ShardSync) -> Iterator[Named] | ArrivingParts:
         """What the target of this rank takes, as others send it."""
@@ -241,20 +215,6 @@ class WeightLink:
             self._broken = True
             raise
 
-    def _send_over(self, meeting: Meeting) -> None:
-        """A sync with ranks that hold no trainer: by the plan; the first one by headers, which make one."""
-        plan, self._plan = self._plan, None  # a sync that fails leaves none
-        if not meeting.plan_holds:
-            self._announced, plan = [], None
-        planned = plan and PlannedSync(plan, meeting.root, self._group, self._rank, IN_FLIGHT)
-        self._transfer(partial(self._stream, meeting, planned), meeting.version)
-        if not meeting.plan_holds:
-            self._plan_specs = self._source_specs()
-        if plan is None:
-            buckets = joined(self._announced, JOINED * BUCKET_BYTES)
-            plan = BucketPlan(buckets, self._device, _made_for(meeting))
-        self._plan = plan
-
     def _found(self, meeting: Meeting) -> Iterator[Named] | LiveWeights:
         """What the target of this rank takes of the trainer: where it is trained, or as it is exported."""
         with phase("find"):
@@ -270,15 +230,6 @@ class WeightLink:
             return None
         return self._source.live_weights() if self._target.reads_live else None
 
-    def _sent_live(self, meeting: Meeting) -> LiveWeights | None:
-        """The weights where they are trained, if this rank alone has them: a bucket casts them all at once.
-
-        An export of several ranks is a collective of theirs, which all of them must come to.
-        """
-        if len(meeting.sources) > 1 or meeting.part != "merged" or self._source is None:
-            return None
-        return self._source.live_weights()
-
     def _transfer(
         self, find: Callable[[], Iterator[Named] | LiveWeights | ArrivingParts], version: int
     ) -> None:
@@ -290,8 +241,6 @@ class WeightLink:
             if not isinstance(stream, LiveWeights):
                 for _ in stream:
                     pass  # export and broadcast are collective: take part to the end
-        except GaveUp as error:
-            failure = f"rank {self._rank}: {error}"
         except RuntimeError as error:
             raise WeightSyncError(
                 f"{self}, version {version}: the weights did not arrive: {error}"
@@ -313,7 +262,7 @@ class WeightLink:
             return f"rank {self._rank}: {error}"
         return ""
 
-    def _stream(self, meeting: Meeting, planned: PlannedSync | None = None) -> Iterator[Named]:
+    def _stream(self, meeting: Meeting) -> Iterator[Named]:
         """The tensors as this rank gets them; sets _broken if getting them fails (not: using them)."""
         dtype, root, part = meeting.dtype, meeting.root, meeting.part
         try:
@@ -321,18 +270,10 @@ class WeightLink:
                 yield from self._through_folder(self._folder, meeting)
                 return
             if self._source is None:
-                tensors = planned.received() if planned else self._received(root)
-            elif meeting.receivers:
-                with phase("find"):
-                    live = self._sent_live(meeting) if planned else None
-                if planned and live is not None:
-                    self._num_bytes = live.num_bytes(dtype)
-                    yield from planned.sent(live, casts=True)
-                    return
-                exported = _export(self._source, dtype, part)
-                tensors = planned.sent(exported) if planned else self._sent(exported, root)
+                tensors = self._received(root)
             else:
-                tensors = _export(self._source, dtype, part)
+                exported = _export(self._source, dtype, part)
+                tensors = self._sent(exported, root) if meeting.receivers else exported
             yield from self._counted(tensors)
         except RuntimeError:
             self._broken = True
@@ -416,7 +357,6 @@ class WeightLink:
         self._header({"device": device.type, "tensors": entries}, root)
         if not bucket:
             return
-        self._note(entries, device.type)
         flat = empty_bucket(entries, device)
         pack(bucket, entries, flat)
         with waiting():
@@ -434,16 +374,10 @@ class WeightLink:
         if not header["tensors"]:
             return []
         entries = tuple(Entry(name, tuple(shape), dtype) for name, shape, dtype in header["tensors"])
-        self._note(entries, header["device"])
         flat = empty_bucket(entries, header["device"])
         with waiting():
             dist.broadcast(flat, src=root, group=self._group)
         return unpack(entries, flat)
-
-    def _note(self, entries: tuple[Entry, ...], device: str) -> None:
-        """For the plan of the next sync."""
-        self._announced.append(entries)
-        self._device = device
 
     def _header(self, content: dict[str, Any] | None, root: int) -> dict[str, Any]:
         """Broadcast a JSON object from the root."""
@@ -483,8 +417,3 @@ def _export(source: TrainEngine, dtype: torch.dtype | None, part: WeightPart) ->
     if part == "merged":
         return source.export_weights(dtype)
     return source.export_adapter(dtype, with_base=part == "base_and_adapter")
-
-
-def _made_for(meeting: Meeting) -> tuple:
-    """What a plan of buckets depends on, besides what is exported."""
-    return (str(meeting.dtype), meeting.part, meeting.sources, meeting.receivers)

@@ -2,8 +2,9 @@
 
 Who sends what is planned once, of what all ranks say that they hold and keep (shard_plan.py). A sync has a
 number of rounds; in each all pairs of ranks are equally far with what one sends the other, so all links are
-full until the end, and the parts of a tensor that several ranks have arrive at about the same time. In a sync
-no rank has more of a tensor than its own rectangles and a round's worth of others' on their way.
+full until the end, and the parts of a tensor that several ranks have arrive at about the same time. What a
+rank sends on for others it sends one round after it came. In a sync no rank has more of a tensor than its own
+rectangles and two rounds' worth of others' on their way.
 """
 
 import itertools
@@ -67,6 +68,22 @@ Rounds = list[list[Part]]
 """Parts in the order in which they lie in the messages of each round."""
 
 
+class Message(NamedTuple):
+    """Parts side by side."""
+
+    parts: list[Part]
+    entries: list[Entry]
+    size: int
+
+    @classmethod
+    def of(cls, parts: list[Part]) -> "Message":
+        return cls(parts, [part.entry for part in parts], sum(part.room for part in parts))
+
+
+Messages = dict[int, Message]
+"""Rank of the group -> what goes there, or comes from there."""
+
+
 class ShardSync:
     """This rank's part of the syncs of a trainer and the engines of some ranks."""
 
@@ -86,62 +103,54 @@ class ShardSync:
         try:
             if lacking := [rank for rank, one in zip(self._ranks, told, strict=True) if one is None]:
                 raise ValueError(f"ranks {lacking} do not know which parts of tensors they have")
-            self._device = next(found for *_, found in told if found is not None)
+            self.device: str = next(found for *_, found in told if found is not None)
             groups = alike([one[:2] for one in told])
             transfers = plan_transfers(groups)
         except ValueError as error:
             raise WeightSyncError(f"weights cannot be sent by shards: {error}") from error
         dtypes = {name: dtype for _, wanted, _ in told for name, (dtype, _) in wanted.items()}
-        me = dist.get_rank(group)
-        sent: dict[int, list[Part]] = defaultdict(list)
-        received: dict[int, list[Part]] = defaultdict(list)
-        for one in transfers:
-            if one.source == me != one.target:
-                sent[one.target] += _parts(one, groups, dtypes)
-            if one.target == me:
-                received[one.source] += _parts(one, groups, dtypes)
-        self.num_rounds = max(1, -(-max(_largest_totals(transfers)) // ROUND_BYTES))
-        self._sent = {rank: self._in_rounds(parts) for rank, parts in sorted(sent.items())}
-        self._received = {rank: self._in_rounds(parts) for rank, parts in sorted(received.items())}
-        self._me = me
-        self._views: tuple[Pieces, dict[tuple[int, int], list[Named]]] = {}, {}
-        self.sent_bytes = sum(one.num_bytes for one in transfers if one.source == me != one.target)
-        """In each sync, by this rank."""
+        with waiting():  # a batch of messages may not be what some ranks of a group of NCCL's begin with
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        self._me = dist.get_rank(group)
+        self._views: tuple[Pieces, dict[tuple[int, int], list[Tensor | None]]] = {}, {}
+        self._relays = any(one.relayed and one.target == self._me for one in transfers)
+        self._sent, self._received = self._rounds_of(transfers, groups, dtypes)
         self.fullest_bytes = max(largest_loads(transfers))
         """That the busiest rank sends or gets from others in each sync."""
-        self.all_bytes = sum(one.num_bytes for one in transfers if one.source != one.target)
-        """That all ranks together send."""
         self.whole_bytes = sum(_whole_bytes(group) for group in groups)
         """One copy of all tensors."""
 
     @cached_property
     def arriving(self) -> Rounds:
-        """What this rank gets, also from itself, in the order in which `rounds` gives it."""
-        return [
-            [part for rounds in self._received.values() for part in rounds[number]]
-            for number in range(self.num_rounds)
-        ]
+        """What this rank gets, also from itself, in the order in which `rounds` gives it.
+
+        Always one object: engines see by it what they have been told.
+        """
+        return [[part for message in each.values() for part in message.parts] for each in self._received]
 
     @torch.no_grad()
     def rounds(
         self, held: Pieces, memory: Callable[[int, int], Tensor] | None = None
     ) -> Iterator[list[tuple[Part, Tensor]]]:
-        """What this rank keeps, round by round: views of memory that is the next round's. Collective over
+        """What this rank keeps, round by round: views of memory that is the next but one's. Collective over
         the group, each rank to its end.
 
         held: the same rectangles as when this was planned. memory: where a round's bytes are to lie, by the
         number of the round, and how many they are.
         """
-        for number in range(self.num_rounds):
-            parts = [part for rounds in self._received.values() for part in rounds[number]]
-            size = sum(part.room for part in parts)
-            flat = (
-                memory(number, size) if memory else empty_bucket([part.entry for part in parts], self._device)
-            )
+        if self.device == "cuda":
+            with phase("wait_for_device"):
+                torch.cuda.synchronize()  # whoever wrote the weights, on whichever stream
+        came: dict[Part, Tensor] = {}  # in the last round, if any of it is to be sent on
+        for number, (parts, messages) in enumerate(zip(self.arriving, self._received, strict=True)):
+            size = sum(message.size for message in messages.values())
+            flat = memory(number, size) if memory else empty_bucket((), self.device, size)
             with phase("send_shards"):
-                self._exchange(number, held, flat)
-            entries = [part.entry for part in parts]
-            yield [(part, tensor) for part, (_, tensor) in zip(parts, unpack(entries, flat), strict=True)]
+                self._exchange(number, held, came, flat)
+            entries = (entry for message in messages.values() for entry in message.entries)
+            arrived = [(part, tensor) for part, (_, tensor) in zip(parts, unpack(entries, flat), strict=True)]
+            came = dict(arrived) if self._relays else {}
+            yield arrived
 
     def whole(self, held: Pieces) -> Iterator[Named]:
         """The tensors of a rank that keeps each whole, once all parts have come. Collective as `rounds`."""
@@ -171,51 +180,83 @@ class ShardSync:
                 copies.add(_place(part, kept), tensor)
             copies.run()
 
-    def _exchange(self, number: int, held: Pieces, flat: Tensor) -> None:
+    def _exchange(self, number: int, held: Pieces, came: Mapping[Part, Tensor], flat: Tensor) -> None:
         """A message to each rank that gets any more, and one from each that sends any more, side by side."""
         works, at = [], 0
-        for rank, rounds in self._received.items():
-            size = sum(part.room for part in rounds[number])
-            into, at = flat[at : at + size], at + size
+        for rank, message in self._received[number].items():
+            into, at = flat[at : at + message.size], at + message.size
             if rank == self._me:
-                self._pack((rank, number), rounds[number], held, into)
-            elif size:
+                self._pack((number, rank), message, held, came, into)
+            else:
                 works.append(dist.P2POp(dist.irecv, into, self._ranks[rank], self._group))
-        for rank, rounds in self._sent.items():
-            if rounds[number]:
-                message = empty_bucket([part.entry for part in rounds[number]], self._device)
-                self._pack((rank, number), rounds[number], held, message)
-                works.append(dist.P2POp(dist.isend, message, self._ranks[rank], self._group))
+        for rank, message in self._sent[number].items():
+            packed = empty_bucket((), self.device, message.size)
+            self._pack((number, rank), message, held, came, packed)
+            works.append(dist.P2POp(dist.isend, packed, self._ranks[rank], self._group))
         if works:
             with waiting():
                 for work in dist.batch_isend_irecv(works):
                     work.wait()
 
-    def _pack(self, key: tuple[int, int], parts: Sequence[Part], held: Pieces, flat: Tensor) -> None:
-        """key: the rank to which the parts go, and the round. Views of the same `held` are made once."""
+    def _pack(
+        self,
+        key: tuple[int, int],
+        message: Message,
+        held: Pieces,
+        came: Mapping[Part, Tensor],
+        flat: Tensor,
+    ) -> None:
+        """key: the round, and the rank to which the message goes. Views of the same `held` are made once."""
         if self._views[0] is not held:
             self._views = held, {}
         views = self._views[1]
         if key not in views:
-            views[key] = [(part.name, _place(part, held)) for part in parts]
-        pack(views[key], [part.entry for part in parts], flat)
+            views[key] = [None if part in came else _place(part, held) for part in message.parts]
+        found = zip(message.parts, views[key], strict=True)
+        named = [(part.name, came[part] if view is None else view) for part, view in found]
+        pack(named, message.entries, flat)
 
-    def _in_rounds(self, parts: Sequence[Part]) -> Rounds:
-        """Parts of a pair of ranks, in their order, the same share of their bytes in each round."""
-        rounds: Rounds = [[] for _ in range(self.num_rounds)]
-        total, at = sum(part.room for part in parts), 0
-        for part in parts:
-            rounds[at * self.num_rounds // total].append(part)
-            at += part.room
-        return rounds
+    def _rounds_of(
+        self, transfers: Sequence[Transfer], groups: Sequence[AlikeTensors], dtypes: Mapping[str, str]
+    ) -> tuple[list[Messages], list[Messages]]:
+        """What this rank sends, and what it gets, in each round. All ranks take pairs of them in one order,
+        so that parts lie alike where they are sent and where they come."""
+        num_rounds = max(1, -(-max(_largest_totals(transfers)) // ROUND_BYTES))
+        num_with_relays = num_rounds + any(one.relayed for one in transfers)
+        sent: list[dict[int, list[Part]]] = [defaultdict(list) for _ in range(num_with_relays)]
+        received: list[dict[int, list[Part]]] = [defaultdict(list) for _ in range(num_with_relays)]
+        pairs: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+        for one in transfers:
+            pairs[one.source, one.target].append(one)
+        me = self._me
+        for (source, target), each in sorted(pairs.items()):
+            if me not in (source, target) and not any(me in one.relayed for one in each):
+                continue
+            parts = [(part, one.relayed) for one in each for part in _parts(one, groups, dtypes)]
+            total, at = sum(part.room for part, _ in parts), 0
+            for part, relayed in parts:
+                number = at * num_rounds // total  # the same share of a pair's bytes in each round
+                at += part.room
+                if target == me:
+                    received[number][source].append(part)
+                    for rank in relayed:
+                        sent[number + 1][rank].append(part)
+                elif source == me:
+                    sent[number][target].append(part)
+                if me in relayed:
+                    received[number + 1][target].append(part)
+        made = [
+            [{rank: Message.of(one) for rank, one in x.items()} for x in each] for each in (sent, received)
+        ]
+        return made[0], made[1]
 
 
 class ArrivingParts:
     """What a rank keeps, round by round, for an engine in whose memory it arrives; see ShardSync.rounds."""
 
     def __init__(self, sync: ShardSync, held: Pieces) -> None:
-        self.memory: Callable[[int, int], Tensor] = lambda number, size: torch.empty(size, dtype=torch.uint8)
-        """The engine's; on the host until it says where."""
+        self.memory: Callable[[int, int], Tensor] = lambda number, size: empty_bucket((), sync.device, size)
+        """The engine's. Where that has failed before it said so: anywhere, but where the others send to."""
         self._rounds = sync.rounds(held, lambda number, size: self.memory(number, size))
 
     def __iter__(self) -> Iterator[Any]:
@@ -268,7 +309,8 @@ def _largest_totals(transfers: Sequence[Transfer]) -> tuple[int, int]:
     """Bytes that a rank sends others at most, and that a rank gets at most, also from itself."""
     received: dict[int, int] = defaultdict(int)
     for one in transfers:
-        received[one.target] += one.num_bytes
+        for rank in (one.target, *one.relayed):
+            received[rank] += one.num_bytes
     return largest_loads(transfers)[0], max(received.values(), default=0)
 
 

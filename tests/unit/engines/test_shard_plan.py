@@ -9,7 +9,14 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from siirl.engines.weights.shard_plan import AlikeTensors, box_size, largest_loads, overlap, plan_transfers
+from siirl.engines.weights.shard_plan import (
+    AlikeTensors,
+    box_size,
+    largest_loads,
+    overlap,
+    plan_transfers,
+    planned,
+)
 
 
 def grid(rng, shape):
@@ -37,10 +44,11 @@ def drawn_groups(rng):
     return groups
 
 
+@pytest.mark.parametrize("relays", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_each_rank_gets_what_it_wants_once_from_ranks_that_have_it(seed):
+def test_each_rank_gets_what_it_wants_once_from_ranks_that_have_it(seed, relays):
     shapes, groups = zip(*drawn_groups(random.Random(seed)), strict=True)
-    transfers = plan_transfers(groups)
+    transfers = planned(groups, relays)
     counts = {}
     for one in transfers:
         group = groups[one.group]
@@ -48,8 +56,9 @@ def test_each_rank_gets_what_it_wants_once_from_ranks_that_have_it(seed):
             overlap(one.box, box) == one.box and one.source in ranks for box, ranks in group.held.items()
         )
         assert one.num_bytes == box_size(one.box) * group.item_bytes * one.count > 0
-        for place in range(one.first, one.first + one.count):
-            key = one.group, one.target, group.names[place]
+        places = range(one.first, one.first + one.count)
+        for target, place in itertools.product((one.target, *one.relayed), places):
+            key = one.group, target, group.names[place]
             seen = counts.setdefault(key, np.zeros(shapes[one.group], int))
             seen[tuple(slice(*edge) for edge in one.box)] += 1
     expected = {}
@@ -93,7 +102,7 @@ def least_possible(groups, transfers):
 def test_the_busiest_sender_sends_what_it_must(seed):
     """But for a few pieces, as they are not cut."""
     _, groups = zip(*drawn_groups(random.Random(1000 + seed)), strict=True)
-    transfers = plan_transfers(groups)
+    transfers = planned(groups, relays=False)
     largest_piece = max(box_size(one.box) * groups[one.group].item_bytes for one in transfers)
     sent, _ = largest_loads(transfers)
     least = least_possible(groups, transfers)

@@ -11,7 +11,7 @@ from siirl.observe.spans import Observer, observing, waiting
 
 ROOMS = (
     *("nodes", "data", "dag_worker", "checkpoint"),
-    *("engines/weights/link.py", "engines/weights/planned_sync.py", "engines/train/stepping.py"),
+    *("engines/weights/link.py", "engines/weights/shard_sync.py", "engines/train/stepping.py"),
 )
 FILES = sorted(
     file for room in ROOMS for file in [PACKAGE / room, *(PACKAGE / room).rglob("*.py")] if file.is_file()
