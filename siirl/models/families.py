@@ -109,7 +109,7 @@ class Family:
     mxfp4: bool = False
     """Its files may have experts in MXFP4."""
     compiled: bool = False
-    """Its layers were compared when compiled (model.compile_layers)."""
+    """Its layers, those of its text, were compared when compiled (model.compile_layers)."""
     turned: bool = False
     """Matrices are stored as [in, out], so that adapters do not merge into them as into others."""
     counted: bool = False
@@ -392,6 +392,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2_5_vl": Family(
         vllm=InVLLM(vision_class="vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration"),
+        compiled=True,
         sees_images=True,
         shares_hidden=True,
     ),
@@ -446,6 +447,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_vl": Family(
         vllm=InVLLM(vision_class="vllm.model_executor.models.qwen3_vl:Qwen3VLForConditionalGeneration"),
+        compiled=True,
         sees_images=True,
     ),
     "seed_oss": Family(BOTH, True, float8=True, counted=True, output_bias=False),

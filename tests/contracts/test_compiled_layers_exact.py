@@ -12,7 +12,8 @@ from train_engine_cases import Scenario
 
 from siirl.models.families import types_with
 
-COMPILED = types_with(lambda row: row.compiled)
+COMPILED = types_with(lambda row: row.compiled and not row.sees_images)
+"""Those with images are in test_vision_engine.py."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 KEY = "actor_rollout_ref.model.compile_layers=True"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import train_engine_cases as cases
 import vision_cases as vision
@@ -38,6 +39,12 @@ MORE = (
     Scenario("frozen tower, two shards", 2, overrides=(*VLM, *FROZEN)),
     Scenario("as a large model, each layer gathered when it runs", 2, overrides=VLM, large=True),
     Scenario("frozen tower, a large model whole", 2, overrides=(*VLM, *ROWS_1, *FROZEN, *WHOLE), large=True),
+)
+COMPILED = ("actor_rollout_ref.model.compile_layers=true",)
+LAYERS_COMPILED = (
+    Scenario("compiled", 1, overrides=(*VLM, *COMPILED)),
+    Scenario("compiled, activations kept", 1, overrides=(*VLM, *COMPILED, *KEPT)),
+    Scenario("frozen tower, compiled", 1, overrides=(*VLM, *COMPILED, *KEPT, *FROZEN)),
 )
 
 
@@ -109,15 +116,18 @@ def folder(request, tmp_path_factory) -> Path:
     return vision.make_vision_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def check(folder: Path, scenarios: tuple[Scenario, ...], with_images: bool = True) -> dict[str, Seen]:
+def check(
+    folder: Path, scenarios: tuple[Scenario, ...], with_images: bool = True, deadline_s: float = 200
+) -> dict[str, Seen]:
     (found, *_) = run_workers(
-        run, scenarios[0].world, list(scenarios), str(folder), with_images, deadline_s=200
+        run, scenarios[0].world, list(scenarios), str(folder), with_images, deadline_s=deadline_s
     )
     for scenario in scenarios:
         frozen, seen = "frozen" in scenario.name, found[scenario.name]
         assert_same(seen, wanted := expected(folder, with_images, frozen))
         kind = next(kind for kind in vision.KINDS if folder.name.startswith(kind))
         part = "frozen tower" if frozen else TRAINING if with_images else "rows without images"
+        part = "compiled layers" if COMPILED[0] in scenario.overrides else part
         record_outcome(case_of(kind, scenario, part), seen, wanted)
     return found
 
@@ -142,6 +152,33 @@ def test_ranks_with_images_without_them_and_without_rows_agree(folder):
 @pytest.mark.slow
 def test_ranks_of_other_layouts_agree(folder):
     check(folder, MORE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compiled_layers_compute_the_same(folder):
+    """Those of the text; the tower's stay."""
+    check(folder, LAYERS_COMPILED, deadline_s=600)
+
+
+def graphs_after_each_step(rank: int, world: int, folder: str) -> list[int]:
+    """In steps whose rows have other lengths, and other numbers of images, or none."""
+    engine, _ = cases.build_engine(Scenario("", world, overrides=(*VLM, *COMPILED, *KEPT)), folder)
+    found = []
+    for step in range(8):
+        rows = vision.vision_rows(Path(folder), step=step, with_images=step % 3 != 1)
+        rows = take_rows(rows, list(range(step % 4, vision.NUM_ROWS - step % 3)))
+        engine.compute(rows, ("log_prob", "entropy"), cases.TEMPERATURE)
+        engine.train_mini_batch(rows, cases.policy_loss, ("log_prob", "entropy"), cases.TEMPERATURE)
+        found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rows_with_other_numbers_of_images_compile_nothing_after_some_steps(folder):
+    (found,) = run_workers(graphs_after_each_step, 1, str(folder), deadline_s=600)
+    assert found[0] > 0 and found[3] == found[-1]
 
 
 def test_a_vision_model_learns_from_rows_without_images(folder):

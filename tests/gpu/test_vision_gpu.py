@@ -1,5 +1,6 @@
 """Vision models on a GPU: vLLM next to Hugging Face and the trainer, images in prompts and between turns."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from siirl.config import load_config
 from siirl.data.completions import SamplingParams
 from siirl.data.image_reader import ImageReader
 from siirl.engines.engine_registry import make_rollout_engine
+from siirl.engines.train.vision.tower import tower_attention
 from siirl.parallel.dims import ParallelDims
 
 pytestmark = [
@@ -100,6 +102,25 @@ def test_vllm_says_of_images_what_hugging_face_does(folder, tmp_path, dtype, bou
     assert float(distance.mean()) < bound / 4 and float(distance.max()) < bound
     ran = on_cuda(Scenario("", 1))
     record(case_of(type_of(folder), ran, SAMPLED, dtype), float(distance.max()))
+
+
+@pytest.mark.parametrize("head", [16, 64, 80])
+def test_attention_of_all_images_at_once_is_that_of_each(head):
+    """Forward and backward, in bf16, against float32 image by image."""
+    lengths = [784, 4, 196, 36]
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    torch.manual_seed(0)
+    drawn = torch.randn(4, 1, 16, sum(lengths), head, device="cuda").bfloat16()
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        qkv = [x.to(dtype).requires_grad_() for x in drawn[:3]]
+        given = {"scaling": head**-0.5, "cu_seq_lens_q": bounds, "max_length_q": max(lengths)}
+        out, _ = tower_attention(torch.nn.Identity(), *qkv, None, **given)
+        out.backward(drawn[3].transpose(1, 2).to(dtype))
+        found[dtype] = [x.float() for x in (out.detach(), *(x.grad for x in qkv))]
+    for exact, rounded in zip(*found.values(), strict=True):
+        assert exact.shape == rounded.shape
+        assert float((exact - rounded).norm() / exact.norm()) < 0.02
 
 
 def rows() -> list[dict]:

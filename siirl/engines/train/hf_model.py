@@ -22,6 +22,7 @@ from siirl.engines.train.attention.attention_kernels import attention_by
 from siirl.engines.train.attention.state_layers import pin_state_layers
 from siirl.engines.train.experts.hf_experts import GROUPED_EXPERTS
 from siirl.engines.train.layer_compiler import compile_layer
+from siirl.engines.train.vision.tower import prepare_tower, tower_of
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.model_files.directory import check_weight_files, model_dir
 from siirl.model_files.hf_config import QUANTISED
@@ -36,8 +37,6 @@ MODEL_CLASSES: dict[Head, Any] = {
     "score": AutoModelForTokenClassification,
     "trained_score": AutoModelForSequenceClassification,
 }
-TOWER_ATTENTION = "sdpa"
-"""Of a vision tower: each image, or window of it, by itself."""
 VALUE_HEAD = "score"
 """The linear layer of a value model; sequence classifiers, as reward models are, have one of that name."""
 
@@ -85,6 +84,7 @@ def build_skeleton(
             experts_implementation=GROUPED_EXPERTS,
             trust_remote_code=trust_remote_code,
         )
+    prepare_tower(model)
     pin_state_layers(model)
     keep_float32(model)
     check_architecture(model, head)
@@ -235,10 +235,10 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def attentions(config: PretrainedConfig, of_text: str) -> str | dict[str, str]:
-    """The attention of a model's text, and of its vision tower if it has one."""
+    """The attention of a model's text; that of its vision tower, if it has one, see prepare_tower."""
     if not family_of(config.model_type).sees_images:
         return of_text
-    return {"": of_text, "text_config": of_text, "vision_config": TOWER_ATTENTION}
+    return {"": of_text, "text_config": of_text, "vision_config": "sdpa"}
 
 
 def turn_off_noise(config: PretrainedConfig) -> None:
@@ -263,11 +263,14 @@ def recompute_activations(model: PreTrainedModel, kwargs: dict[str, Any]) -> Non
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile each block: what stands between its matrix products becomes few kernels, forward and backward.
 
-    Before the model is sharded, as what gathers weights stays outside. The attention of packed rows is not
-    compiled: it is an operation of its own to the compiler. Numbers of tokens are no constants of the code.
-    Linear layers of one input are merged.
+    Those of a vision tower stay as they are: they have few of the tokens. Before the model is sharded, as
+    what gathers weights stays outside. The attention of packed rows is not compiled: it is an operation of
+    its own to the compiler. Numbers of tokens are no constants of the code. Linear layers of one input are
+    merged.
     """
-    for layer in decoder_layers(model):
+    tower = tower_of(model)
+    seeing = set(tower.modules()) if tower is not None else set()
+    for layer in filter(lambda layer: layer not in seeing, decoder_layers(model)):
         layer.forward = torch.compile(layer.forward, backend=compile_layer, dynamic=True)
 
 

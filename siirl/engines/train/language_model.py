@@ -20,7 +20,8 @@ from siirl.config.teacher import WHOLE
 from siirl.engines.train.kept_logits import kept_logits_bytes
 from siirl.engines.train.packed.packing import PackedBatch
 from siirl.engines.train.packed.sequence_bounds import SequenceBounds
-from siirl.engines.train.vision.packed_images import PackedImages, see, tower_of
+from siirl.engines.train.vision.packed_images import PackedImages
+from siirl.engines.train.vision.tower import see, tower_of
 from siirl.models.families import family_of
 from siirl.models.sizes import EXPERTS, STATES, TOP_K, head_size
 
@@ -54,8 +55,7 @@ class PackedModel(nn.Module, ABC):
         """
         decoder, read = getattr(self.hf, self.hf.base_model_prefix), {"input_ids": input_ids}
         if images is not None:
-            place_N = torch.zeros_like(input_ids[0], dtype=torch.bool).index_fill_(0, images.index, True)
-            read = see(decoder, input_ids, images.pixels, images.grids, place_N.unsqueeze(0))
+            read = see(decoder, input_ids, images.pixels, images.grids, images.index)
             decoder = decoder.language_model
         hidden_ND = decoder(
             **read, position_ids=position_ids, use_cache=False, sequence_bounds=bounds

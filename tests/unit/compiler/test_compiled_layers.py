@@ -8,7 +8,7 @@ from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.config import load_config
 from siirl.errors import NotSupportedError
 from siirl.findings import refuse
-from siirl.models.families import types_with
+from siirl.models.families import family_of, types_with
 
 COMPILED = types_with(lambda row: row.compiled)
 
@@ -31,7 +31,8 @@ def said(folder, kind: str, *keys: str) -> str:
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_these_types_are_compiled(tmp_path, kind):
-    assert said(tmp_path, kind) == ""
+    seeing = ["data.dataset_type=vlm"] if family_of(kind).sees_images else []
+    assert said(tmp_path, kind, *seeing) == ""
 
 
 @pytest.mark.parametrize(

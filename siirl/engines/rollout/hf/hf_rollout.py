@@ -27,6 +27,7 @@ from siirl.engines.train.adapters.lora import adapter_name, add_lora
 from siirl.engines.train.attention.state_layers import pin_state_layers
 from siirl.engines.train.experts.router_replay import RouterReplay
 from siirl.engines.train.hf_model import attentions, keep_float32, model_class
+from siirl.engines.train.vision.tower import prepare_tower
 from siirl.engines.weights.target import (
     SharedBase,
     WeightSpecs,
@@ -281,6 +282,7 @@ def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> Pre
             if "attention implementation" not in str(error):
                 raise
             raise _unplain(model_cfg, str(error)) from error
+    prepare_tower(model)
     use_decode_attention(model)
     pin_state_layers(model)
     keep_float32(model)

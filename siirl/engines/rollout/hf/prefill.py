@@ -15,7 +15,7 @@ from siirl.data.image_reader import ImageReader
 from siirl.data.seen import NO_IMAGES, Seen
 from siirl.engines.rollout.hf.kv_cache import Block, new_cache
 from siirl.engines.train.experts.router_replay import RouterReplay
-from siirl.engines.train.vision.packed_images import see
+from siirl.engines.train.vision.tower import see
 
 
 class Prompt(NamedTuple):
@@ -119,8 +119,8 @@ class PromptReader:
             self.model.model,
             ids_DP.to(device),
             patches.pixels_XC.to(device),
-            torch.tensor(patches.grids, device=device),
-            is_image_DP.to(device),
+            torch.tensor(patches.grids),
+            is_image_DP.flatten().nonzero().squeeze(1).to(device),
         )
         decoder = self.model.model.language_model
         hidden_DPH = decoder(**read, position_ids=place_3DP.to(device), **given).last_hidden_state

@@ -35,7 +35,7 @@ from siirl.engines.train.hf_model import (
 )
 from siirl.engines.train.language_model import PACKED_MODELS, PackedModel
 from siirl.engines.train.settings import EngineSettings
-from siirl.engines.train.vision.packed_images import tower_of
+from siirl.engines.train.vision.tower import tower_of
 from siirl.errors import DataError, UserError
 from siirl.model_files.directory import check_weight_files, model_dir
 from siirl.model_files.hf_config import load_hf_config

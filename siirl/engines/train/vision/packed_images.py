@@ -5,13 +5,11 @@ Legend: N packed tokens, X patches, C numbers of a patch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from siirl.data.image_reader import ImageReader
 from siirl.data.rows import seen_of
@@ -28,7 +26,7 @@ class PackedImages:
     pixels: Tensor
     """float32 [patches, numbers of each], one image after the other."""
     grids: Tensor
-    """int64 [images, 3], on the model's device: frames, rows and columns of patches."""
+    """int64 [images, 3], on the host: frames, rows and columns of patches."""
     index: Tensor
     """int64, the packed tokens that are of images, in the order of the patches."""
 
@@ -76,7 +74,7 @@ def with_images_read(
         ids_N = torch.cat([ids_N, torch.from_numpy(token_E).to(ids_N)])
     images = PackedImages(
         sent(torch.cat([one.pixels_XC for one in patches]), device),
-        sent(torch.tensor([grid for one in patches for grid in one.grids]), device),
+        torch.tensor([grid for one in patches for grid in one.grids]),
         sent(torch.from_numpy(np.concatenate(index)), device),
     )
     return ids_N, torch.from_numpy(np.concatenate(places, axis=1)), images, extra
@@ -85,39 +83,4 @@ def with_images_read(
 def black_image(reader: ImageReader, index: Tensor) -> PackedImages:
     """What a tower sees on a rank without rows. index: int64, the packed tokens that are of it."""
     blank = reader.read(())
-    device = index.device
-    return PackedImages(blank.pixels_XC.to(device), torch.tensor(blank.grids, device=device), index)
-
-
-def tower_of(hf: PreTrainedModel) -> nn.Module | None:
-    """The part that sees images: patches in, hidden states of the decoder's size out."""
-    return getattr(getattr(hf, hf.base_model_prefix, None), "visual", None)
-
-
-def see(
-    decoder: nn.Module, ids_BS: Tensor, pixels_XC: Tensor, grids_I3: Tensor, is_image_BS: Tensor
-) -> dict[str, Any]:
-    """What decoder.language_model reads: the embeddings of tokens, those of images by the vision tower.
-
-    is_image_BS: which tokens are of images, in the order of the patches. That is said by place: a policy may
-    sample the image token, and then it is a token as any other. Where the tower gives its inner states too
-    (deepstack), they come along.
-    """
-    seen = decoder.get_image_features(pixels_XC, grids_I3, return_dict=True)
-    embeds_BSD = decoder.get_input_embeddings()(ids_BS)
-    features_SD = _of_all_images(seen.pooler_output).to(embeds_BSD.dtype)
-    embeds_BSD = embeds_BSD.masked_scatter(is_image_BS.unsqueeze(-1), features_SD)
-    inner = getattr(seen, "deepstack_features", None)
-    if inner is None:
-        return {"inputs_embeds": embeds_BSD}
-    inner = [_of_all_images(of_layer).to(embeds_BSD.dtype) for of_layer in inner]
-    return {
-        "inputs_embeds": embeds_BSD,
-        "visual_pos_masks": is_image_BS,
-        "deepstack_visual_embeds": inner,
-    }
-
-
-def _of_all_images(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """Which of them come image by image differs between versions of transformers."""
-    return features if isinstance(features, Tensor) else torch.cat(tuple(features))
+    return PackedImages(blank.pixels_XC.to(index.device), torch.tensor(blank.grids), index)
