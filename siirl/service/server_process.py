@@ -137,12 +137,12 @@ def _run(
     pipe: Connection, life: int, desk: Desk, served: Served, files: Path, keys: Mapping[str, str]
 ) -> NoReturn:
     """The process, until the worker closes its end of the pipe, or dies."""
+    gc.freeze()  # what the worker has made is its own: nothing of it is looked through, or ends here
     try:
         for number in (signal.SIGTERM, signal.SIGINT):  # of the rank's group: the worker says when it is over
             signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=_end_with, args=[life], name="lifeline", daemon=True).start()
         endpoint, taken = ServiceEndpoint(desk, served, files, keys), dict[str, Ticket]()
-        gc.freeze()  # what the worker has made is not looked through: that would copy its memory
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 match pipe.recv():
