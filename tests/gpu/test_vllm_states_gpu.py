@@ -35,7 +35,11 @@ DELTA = {
 CASES = {
     # One layer of experts, and each token takes all: bfloat16 makes a router choose others here and there,
     # and vLLM starts no Qwen3-Next without experts.
-    "qwen3_next": DELTA | {"mlp_only_layers": [0, 1, 2], "num_experts": 2, "num_experts_per_tok": 2},
+    "qwen3_next": {
+        **DELTA,
+        **{"mlp_only_layers": [0, 1, 2], "num_experts": 2, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+    },
     "qwen3_5_text": DELTA,
     "granitemoehybrid": {
         **{"hidden_size": 512, "num_hidden_layers": 4, "mamba_n_heads": 16, "mamba_d_head": 64},
@@ -43,6 +47,8 @@ CASES = {
         "layer_types": ["mamba"] * 3 + ["attention"],
     },
 }
+TRITON = f"+{ROLLOUT}.engine_kwargs.vllm.gdn_prefill_backend=triton"
+"""Not FlashInfer's kernels, which a machine without a compiler of CUDA cannot make."""
 OLD = {
     "qwen3_5_text": "this vLLM has no model of the texts of a Qwen3.5",
     "granitemoehybrid": "vLLM 0.24 does not know what transformers 5.17 calls the layers of Granite",
@@ -65,7 +71,7 @@ def test_states_are_sampled_by_the_weights_that_came_last(kind, tmp_path, monkey
         for seed, name in enumerate("ab")
     ]
     keys = (f"{ROLLOUT}.gpu_memory_utilization=0.1", f"{ROLLOUT}.max_num_seqs=16", "trainer.device=cuda")
-    cfg = config(folders[0], "bfloat16", *keys)
+    cfg = config(folders[0], "bfloat16", *keys, *((TRITON,) if row.delta_nets else ()))
     engine = make_rollout_engine(plan_of_rollout(), cfg, None, torch.device("cuda:0"))
     near, apart = [], []
     try:
