@@ -18,7 +18,7 @@ from siirl.compiler.memory.estimate import longest_row, read_shape, stays_whole
 from siirl.compiler.plan import Choice, ModelPlan, Plan
 from siirl.config import Config, with_overrides
 from siirl.config.batch import batch_of
-from siirl.config.common import FLASH_4
+from siirl.config.common import FLA, FLASH_4
 from siirl.config.resolve import COMPUTE_DTYPE, get
 from siirl.config.roles import ROLES, BatchKeys, role_group, role_model
 from siirl.models.config_json import as_built
@@ -32,8 +32,8 @@ FEW_TOKENS = 8192
 """Micro-batches of so many without checkpointing are faster than larger ones with it."""
 LEAST_PER_STAGE = 4
 """Micro-batches of a mini-batch for each pipeline stage: with fewer, stages wait for one another."""
-FLASH_4_PACKAGE, LIGER_PACKAGE = "flash-attn-4", "liger-kernel"
-PACKAGES = (FLASH_4_PACKAGE, LIGER_PACKAGE)
+FLASH_4_PACKAGE, FLA_PACKAGE, LIGER_PACKAGE = "flash-attn-4", "fla-core", "liger-kernel"
+PACKAGES = (FLASH_4_PACKAGE, FLA_PACKAGE, LIGER_PACKAGE)
 """Those that choices depend on."""
 FLASH_4_SINCE = (9, 0)
 """The CUDA capability for which there are kernels in it."""
@@ -141,29 +141,43 @@ def _smaller(
 
 
 def _choose_kernels(draft: Draft, model: ModelPlan) -> None:
-    """Compiled layers, else Liger's kernels; FlashAttention 4. On GPUs, in bf16, where they were compared."""
+    """Kernels of states; compiled layers, else Liger's kernels; FlashAttention 4. On GPUs, in bf16, where
+    they were compared."""
     group = ROLES[model.role].model
     dtype = get(draft.cfg(model), f"{ROLES[model.role].group}.{COMPUTE_DTYPE[model.backend]}")
     config = as_built(role_model(draft.cfg(model), model.role))
-    known = family_of(config.get("model_type")).compiled and model.base is None
-    if draft.machine.device != "cuda" or dtype != "bfloat16" or not known:
+    family, machine = family_of(config.get("model_type")), draft.machine
+    if machine.device != "cuda" or dtype != "bfloat16":
+        return
+    if family.has_states:
+        _choose_state_kernels(draft, model, f"{group}.attention_kernels")
+    if not family.compiled or model.base is not None:
         return
     layers, liger = f"{group}.compile_layers", f"{group}.use_liger"
     if draft.is_free(model, layers, liger) and backend_of(model).layers_by_keys:
         fused: list[tuple[Changes, str]] = [({layers: True}, "operations between matrix products are fused")]
-        if LIGER_PACKAGE in draft.machine.packages:
+        if LIGER_PACKAGE in machine.packages:
             fused.append(({liger: True}, f"{LIGER_PACKAGE} is installed"))
         for changes, reason in fused:
             if _is_accepted(draft, model, changes):
                 draft.take(model, changes, reason)
                 break
     kernels = {f"{group}.attention_kernels": FLASH_4}
-    machine = draft.machine
     installed = FLASH_4_PACKAGE in machine.packages and machine.capability >= FLASH_4_SINCE
     whole = backend_of(model).kernels_of_parts or model.dims.cp == 1
     proven = installed and whole and head_size(config) in FLASH_4_HEADS
     if proven and draft.is_free(model, *kernels) and _is_accepted(draft, model, kernels):
         draft.take(model, kernels, f"{FLASH_4_PACKAGE} is installed")
+
+
+def _choose_state_kernels(draft: Draft, model: ModelPlan, key: str) -> None:
+    if not draft.is_free(model, key):
+        return
+    if FLA_PACKAGE not in draft.machine.packages:
+        missing = f"{FLA_PACKAGE} is not installed (pip install 'siirl[fla]')"
+        draft.take(model, {key: "torch"}, f"{missing}, and torch's kernels of states are slow")
+    elif _is_accepted(draft, model, {key: FLA}):
+        draft.take(model, {key: FLA}, f"{FLA_PACKAGE} is installed")
 
 
 def _is_accepted(draft: Draft, model: ModelPlan, changes: Changes) -> bool:

@@ -211,7 +211,7 @@ class TrainedConfig:
     checkpoint: CheckpointConfig = group(CheckpointConfig, "contents of checkpoints")
 
 
-FLASH_4 = "flash_attn_4"
+FLASH_4, FLA = "flash_attn_4", "fla"
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,9 @@ class ModelConfig:
     )
     attention_kernels: str = key(
         "torch",
-        "attention of the trainer in bf16 on a GPU: torch's kernels, or flash_attn_4 (package flash-attn-4)",
-        choices=("torch", FLASH_4),
+        "attention of the trainer in bf16 on a GPU: torch's kernels, flash_attn_4 (package flash-attn-4), or "
+        "fla (package fla-core), which computes gated delta nets and Mamba-2, and torch's kernels all else",
+        choices=("torch", FLASH_4, FLA),
         auto=True,
     )
     lora_rank: int = key(0, "rank of LoRA adapters; 0: train all weights", low=0)

@@ -14,7 +14,7 @@ from siirl.compiler.checks.model_checks import check_trained_model
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config
 from siirl.config.batch import batch_of
-from siirl.config.common import FLASH_4
+from siirl.config.common import FLA, FLASH_4
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import ROLES, normalizes_weights, role_model
 from siirl.dag.ops import score_names
@@ -186,10 +186,15 @@ def check_model(cfg: Config, model: ModelPlan, found: Findings) -> None:
 def check_kernels(cfg: Config, role: str) -> None:
     """ConfigError if the model of a role asks for kernels that are not installed."""
     model = role_model(cfg, role)
-    if model.attention_kernels == FLASH_4 and importlib.util.find_spec("flash_attn") is None:
+    kernels = model.attention_kernels
+    module, package = {FLASH_4: ("flash_attn", "flash-attn-4"), FLA: ("fla", "fla-core")}.get(
+        kernels, ("", "")
+    )
+    if module and importlib.util.find_spec(module) is None:
         raise ConfigError(
-            f"{ROLES[role].model}.attention_kernels={FLASH_4}: the package flash-attn-4 is not installed. "
-            "Install it (pip install 'siirl[flash-attn-4]'), or set attention_kernels=torch."
+            f"{ROLES[role].model}.attention_kernels={kernels}: the package {package} is not installed. "
+            f"Install it (pip install 'siirl[{kernels.replace('flash_attn_4', package)}]'), or set "
+            "attention_kernels=torch."
         )
     if model.use_liger and importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError(

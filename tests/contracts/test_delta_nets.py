@@ -8,14 +8,15 @@ import types
 from pathlib import Path
 
 import causal_lms
+import fla_stand_in
 import pytest
 import torch
 from dist_harness import run_workers
 from some_cases import some
-from tensordict import TensorDict
-from torch import Tensor
+from state_rows import ROWS, alone, gradients, packed, rows_of
 
 from siirl.engines.train.attention import state_layers
+from siirl.engines.train.attention.attention_kernels import state_kernels
 from siirl.engines.train.attention.packed_attention import PACKED_ATTENTION
 from siirl.engines.train.language_model import PackedLanguageModel, model_flops, run_packed
 from siirl.engines.train.packed.packing import pack_rows
@@ -23,15 +24,6 @@ from siirl.models.families import types_with
 
 KINDS = types_with(lambda row: row.has_states)
 NETS = types_with(lambda row: row.delta_nets)
-ROWS = {
-    "rows alone": ([0, 1, 2, 3], [7, 2, 1, 70], [9, 66, 130, 1]),
-    "shared prompts": (
-        [0, 0, 0, 1, 1, 2, 3, 3, 4],
-        [70, 70, 70, 2, 2, 9, 1, 1, 5],
-        [9, 66, 130, 3, 1, 12, 2, 4, 0],
-    ),
-}
-"""Prompt number, prompt and response tokens of each row: shorter than a convolution, longer than a chunk."""
 
 
 def in_float64(kind: str) -> None:
@@ -59,59 +51,18 @@ def small_model(kind: str, attention: str) -> torch.nn.Module:
     return model
 
 
-def rows_of(numbers: list[int], prompts: list[int], responses: list[int]) -> TensorDict:
-    draw = torch.Generator().manual_seed(3)
-    of_number = {number: torch.randint(3, 64, (max(prompts),), generator=draw) for number in numbers}
-    return TensorDict(
-        {
-            "prompt_ids": torch.stack([of_number[number] for number in numbers]),
-            "response_ids": torch.randint(3, 64, (len(numbers), max(responses)), generator=draw),
-            "prompt_length": torch.tensor(prompts),
-            "response_length": torch.tensor(responses),
-            "prompt_index": torch.tensor(numbers),
-            "group_id": torch.tensor(numbers),
-        },
-        batch_size=[len(numbers)],
-    )
-
-
-def alone(model: torch.nn.Module, rows: TensorDict) -> Tensor:
-    """Log-probs of the response tokens, a row at a time."""
-    found = []
-    for row in range(len(rows)):
-        prompt, response = int(rows["prompt_length"][row]), int(rows["response_length"][row])
-        if response:
-            ids = torch.cat([rows["prompt_ids"][row][-prompt:], rows["response_ids"][row][:response]])
-            logits = model(ids.unsqueeze(0), use_cache=False).logits[0, prompt - 1 : -1]
-            found.append(logits.log_softmax(-1).gather(1, ids[prompt:, None])[:, 0])
-    return torch.cat(found)
-
-
-def packed(model: torch.nn.Module, rows: TensorDict, share: bool) -> Tensor:
-    at = pack_rows(rows, torch.device("cpu"), share_prompts=share)
-    hidden = model.model(
-        input_ids=at.input_ids, position_ids=at.position_ids, use_cache=False, sequence_bounds=at.bounds
-    ).last_hidden_state[0]
-    logits = model.lm_head(hidden[at.predict_index]) / getattr(model.config, "logits_scaling", 1.0)
-    return logits.log_softmax(-1).gather(1, at.target[:, None])[:, 0]
-
-
-def gradients(model: torch.nn.Module, log_prob_M: Tensor) -> dict[str, Tensor]:
-    weight_M = torch.randn(log_prob_M.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    (log_prob_M * weight_M).sum().backward()
-    return {name: param.grad for name, param in model.named_parameters()}
-
-
 def distances(rank: int, world: int, kind: str) -> list[tuple[float, float]]:
     """Of log-probs, and of gradients relative to the largest of each tensor; the last without our kernels."""
     in_float64(kind)
+    fla_stand_in.install()
     torch.set_num_threads(1)
     found, pins = [], state_layers._pin
     cases = [(ROWS["rows alone"], False), (ROWS["shared prompts"], False), (ROWS["shared prompts"], True)]
-    for pin, rows, share in ((False, *cases[0]), *((True, *case) for case in cases)):
+    by_fla = [("fla", ROWS["short rows"], share) for share in (False, True)]
+    for kernels, rows, share in (("", *cases[0]), *by_fla, *(("torch", *case) for case in cases)):
         whole, ours = small_model(kind, "sdpa"), small_model(kind, PACKED_ATTENTION)
-        if pin:
-            state_layers.pin_state_layers(ours)
+        if kernels:
+            state_layers.pin_state_layers(ours, state_kernels(kernels))
         at = rows_of(*rows)
         want, got = alone(whole, at), packed(ours, at, share)
         theirs, own = gradients(whole, want), gradients(ours, got)
@@ -119,6 +70,9 @@ def distances(rank: int, world: int, kind: str) -> list[tuple[float, float]]:
             float((theirs[n] - own[n]).abs().max() / theirs[n].abs().max().clamp_min(1e-9)) for n in theirs
         )
         found.append((float((want - got).abs().max().detach()), gap))
+        layers, parts = sum(hasattr(module, "A_log") for module in ours.modules()), 2 if share else 1
+        assert len(fla_stand_in.CALLS) == (2 * layers * parts if kernels == "fla" else 0)
+        fla_stand_in.CALLS.clear()
     assert pins.cache_info().currsize == 1
     return [*found[1:], found[0]]
 

@@ -234,6 +234,10 @@ CASES = {
         ],
         ["attention_kernels=flash_attn_4", "mixed_precision.param_dtype=float32", "Set it to torch"],
     ),
+    "kernels of states for a model without any, on a CPU": (
+        lambda f: ["actor_rollout_ref.model.attention_kernels=fla", "trainer.device=cpu"],
+        ["fla in a qwen3: it has no gated delta nets", "trainer.device=cpu: it is for GPUs", "to torch"],
+    ),
     "attention kernels that are not installed": (
         lambda f: [
             "actor_rollout_ref.model.attention_kernels=flash_attn_4",

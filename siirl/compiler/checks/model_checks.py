@@ -13,7 +13,7 @@ from siirl.compiler.checks.other_engines import another_engine, whole_weights_fi
 from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
-from siirl.config.common import FLASH_4, ModelConfig, TrainedConfig
+from siirl.config.common import FLA, ModelConfig, TrainedConfig
 from siirl.config.resolve import COMPUTE_DTYPE, get
 from siirl.config.roles import ROLE_GROUPS, ROLES, Role, role_group, role_model, sequence_ranks
 from siirl.errors import ConfigError, NotSupportedError, UserError
@@ -28,6 +28,8 @@ from siirl.models.trained import TRAINABLE, why_not, why_not_so_long
 
 FLOAT8_MULTIPLE = 16
 """What the sides of a linear layer are multiples of, for its products to be in FP8."""
+MOST_KEY_FEATURES = 256
+"""Of a head of a gated delta net in the kernels of fla-core."""
 SIDES = ("hidden_size", "intermediate_size", "ffn_dim", "n_inner")
 """What a config.json calls sides of linear layers."""
 
@@ -132,18 +134,20 @@ def check_attention_kernels(
     others: why its backend has others, if it has.
     """
     model, strategy = role_model(cfg, role), role_group(cfg, role).strategy
-    if model.attention_kernels != FLASH_4:
+    kernels = model.attention_kernels
+    if kernels == "torch":
         return
     key = f"{ROLE_GROUPS[role]}.{COMPUTE_DTYPE[strategy]}"
     if cfg.trainer.device == "cpu":
         problem = "trainer.device=cpu: it is for GPUs."
     elif (dtype := get(cfg, key)) != "bfloat16":
-        problem = f"{key}={dtype}: it computes in bfloat16."
+        products = ", or in float32 by products of TensorFloat-32" if kernels == FLA else ""
+        problem = f"{key}={dtype}: it computes in bfloat16{products}."
     else:
         problem = others
     if problem:
         yield ConfigError(
-            f"{node}: {ROLES[role].model}.attention_kernels={FLASH_4}: {problem} Set it to torch."
+            f"{node}: {ROLES[role].model}.attention_kernels={kernels}: {problem} Set it to torch."
         )
 
 
@@ -279,8 +283,22 @@ def _divides_its_heads(one: ModelOfRole) -> Iterator[UserError]:
         )
 
 
+def _why_not_by_fla(family: Family, config: Mapping[str, Any]) -> str:
+    if not family.has_states:
+        return "it has no gated delta nets, and no Mamba-2"
+    if config["hidden_act"] not in ("silu", "swish"):
+        return f"of activations it has SiLU, not {config['hidden_act']}"
+    if config.get("linear_key_head_dim", 0) > MOST_KEY_FEATURES:
+        return f"linear_key_head_dim={config['linear_key_head_dim']} is more than {MOST_KEY_FEATURES}"
+    return ""
+
+
 def _has_its_states(one: ModelOfRole) -> Iterator[UserError]:
     """Layers that have states are computed as asked."""
+    if one.model.attention_kernels == FLA and (problem := _why_not_by_fla(one.family, one.config)):
+        yield one.refused(
+            f"attention_kernels={FLA} in a {one.type}: {problem}. Set {one.keys}.attention_kernels=torch."
+        )
     if not one.family.has_states:
         return
     if one.model.use_liger:

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from siirl.compiler.plan import Head
 from siirl.config.common import ModelConfig
-from siirl.engines.train.attention.attention_kernels import attention_by
+from siirl.engines.train.attention.attention_kernels import attention_by, state_kernels
 from siirl.engines.train.attention.state_layers import pin_state_layers
 from siirl.engines.train.experts.hf_experts import GROUPED_EXPERTS
 from siirl.engines.train.layer_compiler import compile_layer
@@ -85,7 +85,7 @@ def build_skeleton(
             trust_remote_code=trust_remote_code,
         )
     prepare_tower(model)
-    pin_state_layers(model)
+    pin_state_layers(model, state_kernels(attention_kernels))
     keep_float32(model)
     check_architecture(model, head)
     return model

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_on_a_large_gpu_nothing_is_slow_that_nobody_asked_for(tmp_path):
     assert (samples.max_num_seqs, samples.max_num_batched_tokens) == (1024, 16384)
     cache = (128 * 512 + 1024 * 512) * 28 * 2 * 8 * 128 * 2 / GIB  # a prompt of 8 responses is there once
     assert cache + 1.2 + 4 < samples.gpu_memory_utilization * 139.8 < cache + 1.2 + 20
-    assert plan.chosen_for == "1 x GPUs of 140 GiB, with flash-attn-4 and liger-kernel"
+    assert plan.chosen_for == "1 x GPUs of 140 GiB, with fla-core and flash-attn-4 and liger-kernel"
     assert all(reason and key in " ".join(choice_lines(plan)) for key, reason in spoken(plan))
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -189,6 +190,26 @@ def test_kernels_are_chosen_only_where_they_were_compared(tmp_path):
         other = {} if keys else {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
         found = chosen(planned(H200, model(tmp_path, **other), *keys)[0])
         assert not {f"{MODEL}.compile_layers", f"{MODEL}.attention_kernels"} & found.keys()
+
+
+@pytest.mark.parametrize(
+    ("machine", "values", "kernels"),
+    [
+        (H200, {}, "fla"),
+        (replace(H200, packages=frozenset()), {}, "torch"),
+        (H200, {"linear_key_head_dim": 512}, None),
+        (Machine("cpu", 8.0), {}, None),
+    ],
+)
+def test_states_are_computed_by_fla_where_it_is_installed_and_has_kernels(tmp_path, machine, values, kernels):
+    more = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], **values}
+    plan, _ = planned(machine, model(tmp_path, **more), f"{ROLLOUT}.name=hf")
+    assert chosen(plan).get(f"{MODEL}.attention_kernels") == kernels
+    slow = any("fla-core is not installed" in line and "slow" in line for line in choice_lines(plan))
+    assert slow == (kernels == "torch")
+    assert f"{MODEL}.attention_kernels" not in chosen(
+        planned(machine, model(tmp_path, **more), f"{ROLLOUT}.name=hf", f"{MODEL}.attention_kernels=torch")[0]
+    )
 
 
 def test_a_model_of_unknown_memory_gets_micro_batches_of_one_of_the_longest_rows(tmp_path):

@@ -188,6 +188,12 @@ def test_a_balancing_loss_is_for_experts(tmp_path, model, words):
     [
         ("deepseek_v3", "rollout.name=vllm trainer.device=cpu", r"deepseek_v3 in vLLM: .*for 256 with 64"),
         ("deepseek_v2", "model.attention_kernels=flash_attn_4", r"flash_attn_4 in a deepseek_v2"),
+        (
+            "llama",
+            "model.attention_kernels=fla",
+            "fla in a llama: it has no gated delta nets, and no Mamba-2",
+        ),
+        ("qwen3_next", "model.attention_kernels=fla", "fla in a qwen3_next: linear_key_head_dim=512 is more"),
         ("deepseek_v3", "model.lora_rank=4", "LoRA adapters on compressed keys"),
         ("gpt2", "model.lora_rank=4", "LoRA adapters of a gpt2, whose matrices are stored as"),
         (
@@ -198,7 +204,8 @@ def test_a_balancing_loss_is_for_experts(tmp_path, model, words):
     ],
 )
 def test_what_a_type_has_not_been_seen_with_is_refused(tmp_path, kind, key, words):
-    experts = {} if kind == "gpt2" else {"n_routed_experts": 8, "n_group": 2}
+    experts = {} if kind in ("gpt2", "llama", "qwen3_next") else {"n_routed_experts": 8, "n_group": 2}
+    experts |= {"linear_key_head_dim": 512} if kind == "qwen3_next" else {}
     experts |= {"kv_lora_rank": 256} if "vllm" in key else {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **experts}))
     keys = f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=hf"

@@ -1,8 +1,10 @@
 """Which kernels compute the attention of packed rows."""
 
+from types import ModuleType
+
 import torch
 
-from siirl.config.common import FLASH_4
+from siirl.config.common import FLA, FLASH_4
 from siirl.engines.train.attention.packed_attention import PACKED_ATTENTION
 from siirl.engines.train.attention.shared_attention import FlashKernels
 from siirl.errors import ConfigError
@@ -41,3 +43,21 @@ def flash_kernels(kernels: str) -> FlashKernels | None:
             "attention_kernels=torch."
         ) from error
     return FlashFourKernels()
+
+
+def state_kernels(kernels: str) -> ModuleType | None:
+    """Those of layers with states that a user names (model.attention_kernels); None: torch's.
+
+    ConfigError if they are not there.
+    """
+    if kernels != FLA:
+        return None
+    try:
+        from siirl.engines.train.attention import fla_kernels
+    except ImportError as error:
+        raise ConfigError(
+            f"model.attention_kernels={FLA}: the package fla-core is not installed, or is of another version "
+            f"than siirl knows ({error}). Install it (pip install 'siirl[fla]'), or set "
+            "attention_kernels=torch."
+        ) from error
+    return fla_kernels

@@ -3,10 +3,11 @@ prompt ended.
 
 transformers hands the keywords of a decoder down to the convolution and the rule, or scan, of each such
 layer, so the bounds of packed rows arrive there: two functions of the modules that define a model are
-replaced, and which kernels compute the others is not left to what happens to be installed. Where rows share a
-prompt, its last state and the last inputs of its convolution start each of its responses, and gradients flow
-back through both. Sources: Yang et al., "Gated Delta Networks" (2024); Dao and Gu, "Transformers are SSMs"
-(2024).
+replaced, and which kernels compute the others is not left to what happens to be installed. Packed rows are
+computed by torch's kernels, padded, or by fla's (model.attention_kernels, `fla_kernels.py`). Where rows share
+a prompt, its last state and the last inputs of its convolution start each of its responses, and gradients
+flow back through both. Sources: Yang et al., "Gated Delta Networks" (2024); Dao and Gu, "Transformers are
+SSMs" (2024).
 
 Legend: N packed tokens, S segments, L the longest, C channels of the convolution, W its width, H value heads,
 K and V features of a head's keys and values.
@@ -38,31 +39,42 @@ NO_STEP = -1e4
 """A step of a scan before its softplus, which makes it 0."""
 
 
-def pin_state_layers(model: nn.Module) -> None:
-    """Have the layers of a model that have states, if it has some, compute packed rows, and by torch's
-    kernels."""
-    for name in {type(module).__module__ for module in model.modules() if hasattr(module, "A_log")}:
+def pin_state_layers(model: nn.Module, kernels: ModuleType | None = None) -> None:
+    """Have the layers of a model that have states, if it has some, compute packed rows, by these kernels, or
+    torch's; all else by torch's."""
+    layers = [module for module in model.modules() if hasattr(module, "A_log")]
+    for name in {type(layer).__module__ for layer in layers}:
         for kind in KERNELS:
             if hasattr(sys.modules[name], kind):
                 _pin(sys.modules[name], kind)
+    for layer in layers if kernels is not None else ():  # it hands keywords on, as those of a decoder
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, kwargs | {"kernels": kernels}), with_kwargs=True
+        )
 
 
 @functools.cache
 def _pin(module: ModuleType, kind: str) -> None:
     theirs = {name: inspect.unwrap(getattr(module, name)) for name in (CONVOLUTION, kind, *KERNELS[kind])}
-    packed = {
-        CONVOLUTION: _packed_or(packed_convolution, theirs[CONVOLUTION]),
-        kind: _packed_or(packed_rule if kind == RULE else packed_scan, theirs[kind]),
-    }
+    packed = {name: _packed_or(name, theirs[name]) for name in (CONVOLUTION, kind)}
     for name, function in (theirs | packed).items():
         setattr(module, name, function)
 
 
-def _packed_or(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, sequence_bounds: SequenceBounds | None = None, **kwargs: Any) -> Any:
+def _packed_or(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    ours, by_torch = PACKED[name]
+
+    @torch.compiler.disable
+    def call(
+        *args: Any,
+        sequence_bounds: SequenceBounds | None = None,
+        kernels: ModuleType | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if sequence_bounds is None:
             return theirs(*args, **kwargs)
-        return ours(*args, theirs=theirs, bounds=sequence_bounds, **kwargs)
+        by = functools.partial(by_torch, theirs) if kernels is None else getattr(kernels, by_torch.__name__)
+        return ours(*args, by=by, bounds=sequence_bounds, **kwargs)
 
     return call
 
@@ -74,7 +86,7 @@ def packed_convolution(
     activation: str | None = None,
     *,
     bounds: SequenceBounds,
-    theirs: Callable[..., Tensor],
+    by: Callable[..., tuple[Tensor, Tensor | None]],
     **extra: object,
 ) -> Tensor:
     """The causal convolution of each channel, and its activation, within each row: [1, C, N] -> the same.
@@ -85,17 +97,7 @@ def packed_convolution(
     if shard is not None:
         x_NC = all_tokens(x_NC.unsqueeze(-1), shard).squeeze(-1)
         weight_CW = weight_CW.chunk(shard.group.size())[shard.group.rank()]
-    outs, before, width = [], None, weight_CW.shape[1] - 1
-    for tokens, part in bounds.parts:
-        x_SLC = _padded(x_NC[tokens], part)
-        first = x_SLC.new_zeros(len(x_SLC), width, x_SLC.shape[2]) if before is None else before
-        x_SLC = torch.cat([first, x_SLC], dim=1)
-        y_SCL = theirs(x_SLC.transpose(1, 2), weight_CW, bias, activation=activation)
-        outs.append(_tokens(y_SCL.transpose(1, 2)[:, width:], part))
-        if bounds.shared is not None and before is None:
-            last_SW = part.cu_seqlens.diff().unsqueeze(1) + torch.arange(width, device=x_NC.device)
-            before = bounds.started_by(x_SLC.take_along_dim(last_SW.long().unsqueeze(-1), dim=1))
-    y_NC = torch.cat(outs)
+    y_NC = _in_parts(bounds, lambda tokens, **part: by(x_NC[tokens], weight_CW, bias, activation, **part))
     y_NC = y_NC if shard is None else own_shares(y_NC.unsqueeze(-1), shard).squeeze(-1)
     return y_NC.T.unsqueeze(0)
 
@@ -108,7 +110,7 @@ def packed_rule(
     g: Tensor,
     beta: Tensor,
     bounds: SequenceBounds,
-    theirs: Callable[..., tuple[Tensor, Tensor | None]],
+    by: Callable[..., tuple[Tensor, Tensor | None]],
     use_qk_l2norm_in_kernel: bool,
     **extra: object,
 ) -> tuple[Tensor, None]:
@@ -117,25 +119,11 @@ def packed_rule(
 
     Where ranks share the tokens, each has some of the heads of all, in messages around it.
     """
+    assert use_qk_l2norm_in_kernel
     given, shard = (query, key, value, g.unsqueeze(-1), beta.unsqueeze(-1)), bounds.shard
     given = [x.squeeze(0) if shard is None else all_tokens(x.squeeze(0), shard) for x in given]
-    outs, state = [], None
-    for tokens, part in bounds.parts:
-        q, k, v, decay, rate = (_padded(x[tokens], part) for x in given)
-        out_SLHV, last_SHKV = theirs(
-            q,
-            k,
-            v,
-            g=decay.squeeze(-1),
-            beta=rate.squeeze(-1),
-            initial_state=state,
-            output_final_state=bounds.shared is not None,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )
-        outs.append(_tokens(out_SLHV, part))
-        if bounds.shared is not None and state is None:
-            state = bounds.started_by(last_SHKV)
-    out_NHV = torch.cat(outs)
+    q, k, v, decay, rate = *given[:3], *(x.squeeze(-1) for x in given[3:])
+    out_NHV = _in_parts(bounds, lambda at, **part: by(q[at], k[at], v[at], decay[at], rate[at], **part))
     return (out_NHV if shard is None else own_shares(out_NHV, shard)).unsqueeze(0), None
 
 
@@ -147,28 +135,105 @@ def packed_scan(
     C: Tensor,
     *,
     bounds: SequenceBounds,
-    theirs: Callable[..., Any],
+    by: Callable[..., tuple[Tensor, Tensor | None]],
     initial_states: None = None,
     return_final_states: bool = False,
     **extra: Any,
 ) -> Tensor:
     """The scan of Mamba-2 within each row: inputs [1, N, H, V] and steps dt [1, N, H], before their softplus,
-    keys B and queries C of each group [1, N, G, K], decays A [H] -> [1, N, H, V].
-
-    A step far below 0 behind each segment is none: it writes nothing, and decays nothing.
-    """
+    keys B and queries C of each group [1, N, G, K], decays A [H] -> [1, N, H, V]."""
     assert bounds.shard is None, "ranks that share the tokens of rows have no scan"
+    x, step, b, c = (given[0] for given in (hidden_states, dt, B, C))
+    return _in_parts(
+        bounds, lambda at, **part: by(x[at], step[at], A, b[at], c[at], **part, **extra)
+    ).unsqueeze(0)
+
+
+def _in_parts(bounds: SequenceBounds, of_part: Callable[..., tuple[Tensor, Tensor | None]]) -> Tensor:
+    """What a function gives of the shared prompts, and of all behind them, which start with its last states
+    of their prompts: [N, ...].
+
+    of_part: of the tokens, part, the state that each of its segments starts with, or None, and whether its
+    last states are wanted.
+    """
     outs, state = [], None
     for tokens, part in bounds.parts:
-        x, b, c = (_padded(given[0][tokens], part) for given in (hidden_states, B, C))
-        step_SLH = _padded(dt[0][tokens], part, NO_STEP)
-        out_SLHV, last_SHVK = theirs(
-            x, step_SLH, A, b, c, initial_states=state, return_final_states=True, **extra
-        )
-        outs.append(_tokens(out_SLHV, part))
-        if bounds.shared is not None and state is None:
-            state = bounds.started_by(last_SHVK)
-    return torch.cat(outs).unsqueeze(0)
+        ends = bounds.shared is not None and state is None
+        out, last = of_part(tokens, part=part, state=state, ends=ends)
+        outs.append(out)
+        if last is not None and ends:
+            state = bounds.started_by(last)
+    return torch.cat(outs)
+
+
+def convolution(
+    theirs: Callable[..., Tensor],
+    x_NC: Tensor,
+    weight_CW: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    part: SequenceBounds,
+    state: Tensor | None,
+    ends: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """state: inputs before each segment, [S, W - 1, C]."""
+    x_SLC, width = _padded(x_NC, part), weight_CW.shape[1] - 1
+    first = x_SLC.new_zeros(len(x_SLC), width, x_SLC.shape[2]) if state is None else state
+    x_SLC = torch.cat([first, x_SLC], dim=1)
+    y_SCL = theirs(x_SLC.transpose(1, 2), weight_CW, bias, activation=activation)
+    last_SW = part.cu_seqlens.diff().unsqueeze(1) + torch.arange(width, device=x_NC.device)
+    last = x_SLC.take_along_dim(last_SW.long().unsqueeze(-1), dim=1) if ends else None
+    return _tokens(y_SCL.transpose(1, 2)[:, width:], part), last
+
+
+def rule(
+    theirs: Callable[..., tuple[Tensor, Tensor | None]],
+    *given: Tensor,
+    part: SequenceBounds,
+    state: Tensor | None,
+    ends: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """given: query, key, value, decay, rate. state: [S, H, K, V]."""
+    q, k, v, decay, rate = (_padded(x, part) for x in given)
+    out_SLHV, last = theirs(
+        *(q, k, v),
+        g=decay,
+        beta=rate,
+        initial_state=state,
+        output_final_state=ends,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return _tokens(out_SLHV, part), last
+
+
+def scan(
+    theirs: Callable[..., Any],
+    x_NHV: Tensor,
+    step_NH: Tensor,
+    A: Tensor,
+    b_NGK: Tensor,
+    c_NGK: Tensor,
+    *,
+    part: SequenceBounds,
+    state: Tensor | None,
+    ends: bool,
+    **extra: Any,
+) -> tuple[Tensor, Tensor]:
+    """state: [S, H, V, K]. A step far below 0 behind each segment is none: it writes nothing, and decays
+    nothing."""
+    x, b, c = (_padded(given, part) for given in (x_NHV, b_NGK, c_NGK))
+    step_SLH = _padded(step_NH, part, NO_STEP)
+    out_SLHV, last = theirs(x, step_SLH, A, b, c, initial_states=state, return_final_states=True, **extra)
+    return _tokens(out_SLHV, part), last
+
+
+PACKED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    CONVOLUTION: (packed_convolution, convolution),
+    RULE: (packed_rule, rule),
+    SCAN: (packed_scan, scan),
+}
+"""What takes the place of a function of transformers, and how torch's kernels compute it of one part; other
+kernels are a module with a function of that name."""
 
 
 def _padded(x_NX: Tensor, part: SequenceBounds, behind: float = 0.0) -> Tensor:
