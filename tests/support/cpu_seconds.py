@@ -6,6 +6,7 @@ Wall times say little where others use the machine, and nothing of what a test s
 needs the process which imports everything (nursery.py) pays for it.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -21,20 +22,23 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 def seconds_below(root: int) -> float:
     """Of those below a process, and those that any of them has waited for."""
-    used, below = {}, defaultdict(list)
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            fields = Path("/proc", name, "stat").read_text().rpartition(") ")[2].split()
-        except OSError:  # it has ended
-            continue
-        below[int(fields[1])].append(int(name))
-        used[int(name)] = sum(map(int, fields[11:15]))
-    total, left = 0, below[root]
+    ticks, left = 0, children(root)
     while left:
         pid = left.pop()
-        total += used.get(pid, 0)
-        left += below[pid]
-    return total / TICKS_PER_S
+        with contextlib.suppress(OSError):  # it has ended
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+            ticks += sum(map(int, fields[11:15]))
+            left += children(pid)
+    return ticks / TICKS_PER_S
+
+
+def children(pid: int) -> list[int]:
+    """Of each of its threads. A look at all processes of the machine would take as long as a small test."""
+    found: list[int] = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
 
 
 class CpuSeconds:
@@ -43,6 +47,7 @@ class CpuSeconds:
 
     def __init__(self, file: str) -> None:
         self.file = file
+        Path(f"/proc/self/task/{os.getpid()}/children").read_text()  # some kernels are built without it
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
