@@ -159,6 +159,7 @@ def test_torchrun_starts_the_same_job(inputs, tmp_path):
     assert (read_run(tmp_path).status, read_run(tmp_path).total_steps) == ("ended", 1)
     assert (tmp_path / "hf_model" / "model.safetensors").is_file()
     assert (tmp_path / "hf_model" / "tokenizer.json").is_file()
+    assert (tmp_path / "reward_curve.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

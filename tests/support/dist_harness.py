@@ -29,14 +29,20 @@ class WorkerFailure(RuntimeError):
 
 
 def run_workers(
-    fn: Callable[..., Any], world_size: int, *args: Any, deadline_s: float = 60, backend: str | None = "gloo"
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    deadline_s: float = 60,
+    backend: str | None = "gloo",
+    starts: bool = False,
 ) -> list[Any]:
     """Call fn(rank, world_size, *args) in world_size processes of one process group; return their results.
 
     fn must be importable (a module-level function); args and results must be picklable. Each worker has one
     thread, the environment of the caller, and the default process group initialised. With NCCL in `backend`,
     rank r uses CUDA device r. backend None: no process group, but the environment of a process that torchrun
-    has started. WorkerFailure, with tracebacks, if a worker raises, dies or is late.
+    has started. starts: workers start processes of siirl. WorkerFailure, with tracebacks, if a worker raises,
+    dies or is late.
     """
     import torch.distributed as dist
 
@@ -53,7 +59,7 @@ def run_workers(
         "environ": dict(os.environ),
         "path": list(sys.path),
         "cwd": os.getcwd(),
-        "starts": bool(branch),
+        "starts": forks or (starts and forked_starts.may_fork()),
     }
     workers = _session.jobs(branch)
     try:

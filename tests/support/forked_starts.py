@@ -38,21 +38,28 @@ MODULES: dict[str, str | None] = {
     "siirl.launch.machine_probes": None,
     "siirl.launch.worker_entry": "starts",
     "siirl.engines.rollout.served.server": "starts",
+    "siirl.rewards.scoring_process": None,
     "torch.distributed.run": "starts",
     "launch_written_job": "starts",
     "multiprocessing.spawn": "starts",
     "prepare.py": "starts",
+    **dict.fromkeys(("deepscaler.py", "gsm8k.py", "math.py")),  # of examples/data_preprocess
+    "mcp_server.py": None,
+    "a test's own": None,
     "pytest": "starts",
     "execnet": "orders",
 }
-"""That are forked, modules and a script -> what a process below serves them with, if they start others."""
+"""That are forked, modules and scripts -> what a process below serves them with, if they start others."""
+HAS_FEW_VARIABLES = frozenset({"mcp_server.py"})
+"""Those that are given no others than they need, and read none as they are imported."""
 TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 TEXTS = {
     "from multiprocessing.spawn import spawn_main": "multiprocessing.spawn",
     "import sys;exec(eval(sys.stdin.readline()))": "execnet",
+    "# a fork": "a test's own",
 }
-"""How the code of a process begins that multiprocessing starts, as vLLM does those of several ranks, and that
-of a worker of pytest."""
+"""How the code of a process begins that multiprocessing starts, as vLLM does those of several ranks, that of
+a worker of pytest, and that of a test which imports as much as a rank."""
 SERVICES: dict[str, Callable[[socket.socket], None]] = {}
 """What a nursery can serve with, see MODULES."""
 MAY_DIFFER = frozenset(
@@ -186,7 +193,8 @@ def is_forked(args: Any, environment: Mapping[str, str]) -> bool:
     """Whether a fork is the same as a start of this command line with this environment."""
     if asks.real or isinstance(args, str | bytes | os.PathLike):
         return False
-    return _module(list(args)) in MODULES and fits(environment)
+    module = _module(list(args))
+    return module in MODULES and (module in HAS_FEW_VARIABLES or fits(environment))
 
 
 def _why_not(plain: bool, environment: Mapping[str, str]) -> str:

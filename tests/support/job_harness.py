@@ -126,7 +126,8 @@ def run_job(
     output = Path(
         next(text for text in arguments if text.startswith("trainer.output_dir=")).partition("=")[2]
     )
-    run_workers(run or work, world_size, arguments, str(output), deadline_s=deadline_s, backend=None)
+    call = (run or work, world_size, arguments, str(output))
+    run_workers(*call, deadline_s=deadline_s, backend=None, starts=True)
     return Finished.read(output)
 
 
@@ -164,12 +165,14 @@ def run_example(
 
 
 def work(rank: int, world_size: int, arguments: list[str], output: str) -> None:
-    """One worker: the command `torchrun -m siirl.main_dag ARGUMENTS` in this process, checks included.
+    """One worker: the command `torchrun -m siirl.main_dag ARGUMENTS` in this process, checks included, and no
+    picture in the end.
 
     A failing worker raises here, where it would end its process.
     """
     from siirl import main_dag
     from siirl.config.load import read_config
+    from siirl.dag_worker import step_report
     from siirl.findings import Findings
     from siirl.launch import worker_entry
 
@@ -177,6 +180,7 @@ def work(rank: int, world_size: int, arguments: list[str], output: str) -> None:
         raise RuntimeError(f"the worker ends with exit code {code}")
 
     worker_entry._exit_now = exit_now
+    step_report.reward_curve_png = lambda *run: None  # a tenth of a small job; jobs by the command have it
     found = Findings()
     assert main_dag.run(read_config(arguments, "ppo_dag_trainer", found), found) == 0
 

@@ -303,7 +303,7 @@ def test_a_program_that_goes_wrong_costs_its_episode_only_and_leaves_no_process(
 
 
 def test_programs_end_with_the_rank_that_started_them(tmp_path):
-    code = f"""
+    code = f"""# a fork: it imports as much as a rank
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[2] / "support")!r})
 from episode_cases import Script

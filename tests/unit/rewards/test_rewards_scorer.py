@@ -146,6 +146,7 @@ USER = """
 """
 
 
+@pytest.mark.real_starts
 def test_the_users_function_scores_in_a_process_without_torch(scorer_of, tokenizer):
     scorer = scorer_of(USER, **{"reward_kwargs.scale": 2.0})
     scored = scorer.submit(rows_of(tokenizer, ["42"] * 200 + ["43"], source="any")).result()
