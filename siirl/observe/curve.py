@@ -64,9 +64,9 @@ def reward_curve_png(metrics_jsonl: Path, out_png: Path, title: str = "reward") 
     training, validation = of_column(series, REWARD), of_column(series, VALIDATION_REWARD)
     if not (training or validation):
         return None
-    figure = Figure(figsize=(8, 4.5), dpi=140, layout="constrained")
+    figure = Figure(figsize=(8, 4.5), dpi=140)
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes = figure.add_axes((0.1, 0.12, 0.86, 0.8))  # a layout that is computed draws all of it twice
     for index, (name, points) in enumerate(training.items()):
         colour = TRAIN_COLOURS[index % len(TRAIN_COLOURS)]
         window, label = smoothing_window(len(points)), _label(name, "training", training)

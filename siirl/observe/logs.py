@@ -74,12 +74,12 @@ def setup_logging(rank: int, log_dir: Path) -> None:
             ) from error
     for handler in handlers:
         handler.setFormatter(_Printable(line, datefmt="%H:%M:%S"))
+    for noisy in QUIET:  # setLevel goes through all loggers there are; that of the root does it below
+        logging.getLogger(noisy).level = max(logging.WARNING, getattr(logging, level))
     logging.basicConfig(level=level, handlers=handlers, force=True)
     logging.captureWarnings(True)
     if level != "DEBUG":  # what torch will rename is for us to know, not for who reads the table
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
-    for noisy in QUIET:
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def last_lines(path: Path, offset: int = 0) -> list[str]:
