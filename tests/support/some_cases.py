@@ -7,8 +7,13 @@ import pytest
 
 
 def some(table: Iterable[Any], *often: Hashable) -> list[Any]:
-    """The cases of a table as parameters; those that are not in `often`, or whose name is not, are slow."""
+    """The cases of a table as parameters; those that are not in `often`, or whose name is not, are slow.
+
+    A tuple has the parameters of a test that has several.
+    """
     return [
-        case if getattr(case, "name", case) in often else pytest.param(case, marks=pytest.mark.slow)
+        case
+        if getattr(case, "name", case) in often
+        else pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow)
         for case in table
     ]

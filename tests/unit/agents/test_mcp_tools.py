@@ -181,7 +181,8 @@ def test_the_calls_of_a_server_that_dies_or_is_stopped_are_made_again(
     toolbox = load_tools(turns, "node 'a'")
 
     def strike():
-        (server,) = (one for one in psutil.Process().children() if str(script) in one.cmdline())
+        commands = {one: [*filter(None, one.cmdline())] for one in psutil.Process().children()}
+        (server,) = (one for one, words in commands.items() if words[-1:] == [str(script)])
         server.send_signal(how)
 
     try:

@@ -113,8 +113,15 @@ def test_no_kl_of_the_loss_sees_what_is_not_trained(name):
     check(actor_loss(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type=name), USED)
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("reject", REJECTS)
+PAIRS = [
+    pytest.param(weight, reject, marks=[pytest.mark.slow] * (number % len(WEIGHTS) != WEIGHTS.index(weight)))
+    for number, reject in enumerate(REJECTS)
+    for weight in WEIGHTS
+]
+"""Each weight with each way to reject; each of either is in one that is quick."""
+
+
+@pytest.mark.parametrize(("weight", "reject"), PAIRS)
 def test_no_correction_sees_what_is_not_trained(weight, reject):
     for level in LEVELS:
         keys = {"weight": weight, "level": level, "reject": reject, "reject_divergence": 0.1}

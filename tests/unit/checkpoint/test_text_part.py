@@ -7,6 +7,7 @@ import pytest
 import torch
 from quantised_files import in_fp8, rounded
 from safetensors.torch import load_file, save_file
+from some_cases import some
 
 from siirl.cli import main
 from siirl.models.families import TEXT_PARTS
@@ -20,9 +21,15 @@ TEXTS = {
 }
 CASES = [(kind, text, False) for kind in TEXT_PARTS for text in TEXTS[kind]]
 CASES += [("gemma3", "gemma3_text", True), ("qwen3_5", "qwen3_5_text", True)]
+OFTEN = (
+    *(("llava", "llama", False), ("internvl", "qwen3", False), ("mistral3", "ministral3", False)),
+    *(("exaone4_5", "exaone4", False), ("qwen3_5_moe", "qwen3_5_moe_text", False)),
+    ("gemma3", "gemma3_text", True),
+)
+"""Of each kind of names and of text part one."""
 
 
-@pytest.mark.parametrize(("kind", "text", "tied"), CASES)
+@pytest.mark.parametrize(("kind", "text", "tied"), some(CASES, *OFTEN))
 def test_a_text_part_computes_what_the_whole_does_and_goes_back_into_it(tmp_path, capsys, kind, text, tied):
     from transformers import AutoModelForCausalLM
 

@@ -100,7 +100,7 @@ def test_megatron_layouts_are_found_in_the_order_in_which_they_were_measured(key
     } <= {*best}
     as_it_is = float(re.search(r"as it is: ([\d.]+) s", out)[1])
     assert layouts[0][0] < as_it_is  # which has micro-batches of one row
-    printed_is_accepted(capsys, [*keys, *MEGATRON, "trainer.n_gpus_per_node=4"], layouts)
+    printed_is_accepted(capsys, [*keys, *MEGATRON, "trainer.n_gpus_per_node=4"], layouts[::4])
 
 
 @pytest.mark.heavy
@@ -197,6 +197,7 @@ def test_experts_are_spread_and_layers_cut_as_they_divide(keys, tmp_path, capsys
         assert gib <= 0.9 * 79.6
         if sizes.get("pipeline_model_parallel_size") == "4":
             assert sizes["account_for_embedding_in_pipeline_split"] == "true"
+    for _, _, overrides in layouts[::4]:
         assert main(["check", "--elsewhere", *run, *overrides]) == 0
 
 

@@ -57,9 +57,8 @@ SAID = {
 """Run -> why its layout is not the first: what takes longer."""
 
 
-@pytest.mark.parametrize(
-    "name", [name if "30B" in name else pytest.param(name, marks=pytest.mark.slow) for name in SAID]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAID)
 def test_a_published_layout_is_among_the_best_or_what_takes_longer_is_printed(name, tmp_path):
     run = RUNS[name]
     more = [f"{POLICY}.rollout.tensor_model_parallel_size=8"] if run.engine > 8 else []

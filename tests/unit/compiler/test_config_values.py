@@ -24,7 +24,7 @@ from siirl.models.trained import why_not
 LATENT = types_with(lambda row: row.latent)
 VISION_MODELS = types_with(lambda row: row.sees_images)
 
-SOME = ("mixtral", "ministral", "deepseek_v2", "gpt2")
+SOME = ("mixtral", "deepseek_v2", "gpt2")
 KINDS = [
     kind if kind in SOME else pytest.param(kind, marks=pytest.mark.slow) for kind in config_values.kinds()
 ]

@@ -48,6 +48,15 @@ OF_SCANS = (
 )
 
 
+def with_dtypes(table: tuple[dict[str, int], ...]) -> pytest.MarkDecorator:
+    """Sizes in either dtype; every second one of these is quick."""
+    pairs = [(sizes, dtype) for sizes in table for dtype in (torch.bfloat16, torch.float32)]
+    often = {2 * at + at % 2 for at in range(len(table))}
+    marks = [[pytest.mark.slow] * (at not in often) for at in range(len(pairs))]
+    cases = [pytest.param(*pair, marks=mark, id=f"{pair}") for pair, mark in zip(pairs, marks, strict=True)]
+    return pytest.mark.parametrize(("sizes", "dtype"), cases)
+
+
 def rows_of(number: int, length: int):
     return make_rows(
         {
@@ -81,8 +90,7 @@ def kept_of(layer: nn.Module, model: nn.Module, dtype: torch.dtype, length: int 
     return sum(found.values()) / tokens / dtype.itemsize
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("sizes", OTHERS, ids=str)
+@with_dtypes(OTHERS)
 def test_layers_keep_for_the_backward_pass_what_is_estimated(sizes, dtype):
     from transformers import AutoModelForCausalLM
 
@@ -115,8 +123,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("sizes", OF_SCANS, ids=str)
+@with_dtypes(OF_SCANS)
 def test_layers_of_mamba2_have_of_a_token_what_is_estimated(sizes, dtype):
     """Rows of whole chunks: what is behind a row in its last one is no token's."""
     from transformers import AutoModelForCausalLM

@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 from launch_jobs import wait_until_dead
+from some_cases import some
 
 from siirl.launch.health import (
     FACTOR,
@@ -186,7 +187,7 @@ def test_while_the_launcher_or_the_machine_stood_still_nobody_was_silent():
         assert looked(health, ranks, now_s + 3600.0 * hour) is None
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", some(range(5), 0, 2))
 def test_no_false_alarm_in_a_noisy_run_and_a_hang_anywhere_in_it_is_named(seed):
     """Two hundred steps of four ranks that wait for each other: times with a long tail, beats that come late,
     a validation and a save now and then; then one rank hangs somewhere."""

@@ -79,7 +79,7 @@ def test_it_goes_also_if_the_process_that_looks_after_it_is_gone_or_stopped(numb
         started = [keeper, *keeper.children()]
         keeper.send_signal(number)
     assert not Path(name).exists()
-    _, left = psutil.wait_procs(started, timeout=10)
+    _, left = psutil.wait_procs(started, timeout=60)
     assert left == []
 
 

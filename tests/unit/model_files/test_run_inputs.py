@@ -134,30 +134,37 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("file", "name"), CHANGES.items(), ids=CHANGES)
-def test_a_change_of_what_a_run_reads_is_refused_when_it_goes_on(project, tmp_path, file, name, caplog):
-    cfg, plan = configured(project)
+@pytest.fixture(scope="module")
+def begun(project, tmp_path_factory):
+    """A run that has a checkpoint: its configuration and plan, the checkpoint, and what it has read."""
+    (cfg, plan), checkpoint = configured(project), tmp_path_factory.mktemp("checkpoint")
     began = inputs_of(cfg, plan)
-    (tmp_path / "extra.json").write_text(json.dumps({"settings": settings_of(cfg, plan) | began.digests}))
-    check_settings(cfg, plan, tmp_path)
+    (checkpoint / "extra.json").write_text(json.dumps({"settings": settings_of(cfg, plan) | began.digests}))
+    check_settings(cfg, plan, checkpoint)
+    assert ChangeWatch(began).look() == []
+    return cfg, plan, checkpoint, began
+
+
+@pytest.mark.parametrize(("file", "name"), CHANGES.items(), ids=CHANGES)
+def test_a_change_of_what_a_run_reads_is_refused_when_it_goes_on(project, begun, file, name, caplog):
+    cfg, plan, checkpoint, began = begun
     watch = ChangeWatch(began)
-    assert watch.look() == []
     content = (project / file).read_bytes()
     changed = content[:-3] + bytes((content[-3] ^ 1,)) + content[-2:]
     try:
         (project / file).write_bytes(changed)
         if name is None:
-            check_settings(cfg, plan, tmp_path)
+            check_settings(cfg, plan, checkpoint)
             assert watch.look() == []
             return
         with pytest.raises(ConfigError, match="made with other settings") as refused:
-            check_settings(cfg, plan, tmp_path)
+            check_settings(cfg, plan, checkpoint)
         assert f"\n  {name}: " in str(refused.value) and str(refused.value).count("\n  ") == 1
         (line,) = watch.look()
         kept = not name.startswith(("data.", "actor_rollout_ref.model."))
         assert str(project / file) in line and ("keeps to" in line) == kept and watch.look() == []
         trainer = dataclasses.replace(cfg.trainer, resume_changed=True)
-        check_settings(dataclasses.replace(cfg, trainer=trainer), plan, tmp_path)
+        check_settings(dataclasses.replace(cfg, trainer=trainer), plan, checkpoint)
         assert name in caplog.text
     finally:
         (project / file).write_bytes(content)

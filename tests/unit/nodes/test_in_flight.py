@@ -37,7 +37,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(CASES)
 def test_all_that_is_loaded_is_trained_once_within_the_bound_and_uncut(kind, case):
     shards, batch, n, max_lag, share, steps = case

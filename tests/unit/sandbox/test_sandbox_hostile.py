@@ -102,7 +102,7 @@ def test_no_process_outlives_the_process_that_started_the_sandbox(mode, public_p
         time.sleep(0.05)
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(found, timeout=10)
+    _, alive = psutil.wait_procs(found, timeout=30)
     assert not alive
 
 
