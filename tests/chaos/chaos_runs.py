@@ -41,7 +41,7 @@ from siirl.engines.rollout.served.engine_parts import find_parts
 from siirl.engines.rollout.served.engine_process import SERVER
 from siirl.launch.standby import NAME as STANDBY
 
-STEPS, FEW_STEPS = 24, 14
+STEPS, FEW_STEPS = 24, 11
 """Of the longest chains, and of those of `make test`."""
 KEYS = (
     *("trainer.n_gpus_per_node=2", "trainer.logger=[console]", "trainer.deadline_s=300"),

@@ -82,17 +82,17 @@ def test_a_stream_comes_as_it_is_said_and_one_that_is_left_leaves_no_trace(tmp_p
         "trainer.val_before_train=False",
         "trainer.total_training_steps=1",
         "actor_rollout_ref.rollout.n=2",
-        *KEYS,
+        *("data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1"),
     ]
     finished = run_job(
         1, overrides(Inputs.make(tmp_path / "inputs"), tmp_path / "out", *keys), deadline_s=180
     )
-    assert finished.values("interaction/episodes") == [4] and finished.values("interaction/failed") == [0]
+    assert finished.values("interaction/episodes") == [2] and finished.values("interaction/failed") == [0]
     assert finished.values("interaction/turns") == [1]  # that of the stream that was left is none
     assert finished.values("actor/grad_norm")[0] > 0
     assert finished.values("actor/rollout_log_prob_diff_max")[0] < 1e-3
     heard = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
-    assert len(heard) == 4
+    assert len(heard) == 2
     assert all(len(said) >= 3 for _, said in heard), heard  # of 8 tokens, of 16, and the rest
     assert all(left and "".join(said).startswith(left) for left, said in heard), heard
 

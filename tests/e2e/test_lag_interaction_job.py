@@ -96,14 +96,15 @@ def prompts_of(rows: Counter) -> Counter:
     return Counter(prompt for prompt, _ in rows.elements())
 
 
-def compared(inputs, tmp_path, world_size, made, *more, deadline_s=200) -> Finished:
+def compared(inputs, tmp_path, world_size, made, *more, steps=5, deadline_s=200) -> Finished:
     """The run with a lag, whose rows are those of the run without: the weights stay as they are."""
     rows, runs = {}, {}
     for name, lag in (("plain", []), ("lagging", LAG)):
-        keys = [*made(tmp_path / name), *LONG_TAIL, *lag, CONSTANT, *more]
+        keys = [*made(tmp_path / name), *LONG_TAIL, *lag, CONSTANT, f"trainer.total_training_steps={steps}"]
+        keys += more
         runs[name] = run_job(world_size, overrides(inputs, tmp_path / name / "out", *keys), deadline_s)
         rows[name] = trained(tmp_path / name)
-    assert rows["plain"] == rows["lagging"] and rows["plain"].total() == 5 * 8 * 2
+    assert rows["plain"] == rows["lagging"] and rows["plain"].total() == steps * 8 * 2
     scores = [name for name in runs["lagging"].lines[1] if "val/" in name and "time" not in name]
     assert scores and all(runs["lagging"].values(name) == runs["plain"].values(name) for name in scores)
     return runs["lagging"]
@@ -201,7 +202,7 @@ from pathlib import Path
 
 def train_long(ctx, rows):
     began = time.time()
-    time.sleep(3 if ctx.step < 4 else 0)
+    time.sleep(2 if ctx.step < 3 else 0)
     with Path(SLEPT).open("a") as file:
         file.write(f"{began} {time.time()}\\n")
     return rows.select()
@@ -252,7 +253,7 @@ def while_it_trained(folder: Path) -> int:
 
 def test_episodes_on_ranks_of_their_own_go_on_while_the_trainer_trains(inputs, tmp_path):
     """Turns, environments and weights go on; each prompt is trained once, within the bound."""
-    run = compared(inputs, tmp_path, 2, apart, "trainer.ledger=rows")
+    run = compared(inputs, tmp_path, 2, apart, "trainer.ledger=rows", steps=3)
     assert while_it_trained(tmp_path / "plain") == 0 < while_it_trained(tmp_path / "lagging")
     assert 0 < max(run.values("rollout/staleness_max")) <= 2
     assert run.values("rollout/in_flight")[-1] == 0 and not any(run.values("rollout/restarted"))

@@ -1,9 +1,11 @@
 """What a run writes of the tokens of its samples is what one process computes of them, in plain float64."""
 
+import functools
 import json
 import math
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,12 +51,19 @@ def prompts(inputs: Inputs) -> list[str]:
     ]
 
 
-def log_probs(model_dir: Path, prompt: str, response: list[int]) -> torch.Tensor:
-    """Of each token of a response, float64."""
+@functools.cache
+def plain(model_dir: Path) -> tuple[Any, Any]:
+    """The tokenizer and the model, in float64."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    before = AutoTokenizer.from_pretrained(model_dir).encode(prompt, add_special_tokens=False)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    return AutoTokenizer.from_pretrained(model_dir), model
+
+
+def log_probs(model_dir: Path, prompt: str, response: list[int]) -> torch.Tensor:
+    """Of each token of a response."""
+    tokenizer, model = plain(model_dir)
+    before = tokenizer.encode(prompt, add_special_tokens=False)
     with torch.no_grad():
         logits = model(torch.tensor([[*before, *response]])).logits[0, len(before) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
