@@ -58,7 +58,7 @@ def problems(
 def adapters_are_wrong(
     kind: str, folder: Path, gaps: dict[str, float], has_experts: bool | None = None
 ) -> tuple[str, str]:
-    """Against peft and AdamW, three steps long: the first has a gradient of one half of each adapter only."""
+    """Against peft and AdamW, in two steps: the first has a gradient of one half of each adapter only."""
     experts = mixes(kind) if has_experts is None else has_experts
     keys = (*LORA, ON_ATTENTION) if experts else LORA
     ours = cases.run_scenario(Scenario("", 1, overrides=keys), folder)

@@ -65,9 +65,8 @@ def every_layout() -> list[Scenario]:
 
 
 FEW = [
-    layout(4, "mixtral", PLAIN_OPTIMIZER, tp=2, pp=2),
-    layout(4, "qwen3_moe", *TOKEN_BUDGET, *OVERLAPS, tp=2, ep=2),
-    layout(4, "mixtral", PLAIN_OPTIMIZER, ep=2, etp=2, cp=2),
+    layout(4, "mixtral", PLAIN_OPTIMIZER, tp=2, ep=2, pp=2),
+    layout(4, "qwen3_moe", *TOKEN_BUDGET, *OVERLAPS, ep=2, etp=2, cp=2),
 ]
 EVERY = every_layout()
 

@@ -112,7 +112,7 @@ def scenarios(kind: str, name: str) -> tuple[Scenario, Scenario]:
     both = tuple(map(text, case.beside))
     with_it = (*both, text((kind, name, case.value)))
     without = (*both, *map(text, case.instead))
-    world = 1 if kind == "transformer" and not case.sizes else 2  # the others shard, reduce or gather
+    world = 2 if kind == "ddp" or case.sizes else 1  # the others neither cut the model nor reduce or gather
     return tuple(Scenario("", world, overrides=overrides, **options) for overrides in (with_it, without))
 
 

@@ -164,7 +164,7 @@ def test_gradients_equal_plain_hf(scenario, pair):
     record_outcome(case_of(type_of(model_dirs()[scenario.model]), scenario, part), ours, theirs)
 
 
-def test_weights_after_three_steps_equal_plain_hf_and_adamw(pair):
+def test_weights_after_the_steps_equal_plain_hf_and_adamw(pair):
     ours, theirs = pair
     assert ours.weights.keys() == theirs.weights.keys()
     gap, name = largest_gap(ours.weights, theirs.weights)

@@ -1,5 +1,6 @@
 """A vision model under FSDP2 computes, packed, what plain Hugging Face says of each row alone."""
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def run(rank: int, world: int, scenarios: list[Scenario], folder: str, with_imag
     return found if rank == 0 else {}
 
 
+@functools.cache
 def expected(folder: Path, with_images: bool, frozen: bool) -> Seen:
     model = vision.hf_model(folder)
     if frozen:
@@ -181,6 +183,7 @@ def test_rows_with_other_numbers_of_images_compile_nothing_after_some_steps(fold
     assert found[0] > 0 and found[3] == found[-1]
 
 
+@pytest.mark.parametrize("folder", some(vision.KINDS, vision.KINDS[1]), indirect=True)
 def test_a_vision_model_learns_from_rows_without_images(folder):
     check(folder, ONE[:1], with_images=False)
 

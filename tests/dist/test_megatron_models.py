@@ -40,7 +40,7 @@ REFERENCES = {"qwen3_tied": True, "qwen3_untied": False}
 
 
 def train_interleaved(rank: int, world: int, paths: dict[str, str]) -> dict[str, dict[str, torch.Tensor]]:
-    """Weights of this rank's models after three steps, which they take in turn."""
+    """Weights of this rank's models after some steps, which they take in turn."""
     from megatron.core import parallel_state
 
     models = [*MODELS, (CRITIC, CRITIC_RANKS)]

@@ -150,7 +150,8 @@ def check(scenarios: list[Scenario], cases: list[dict]) -> None:
 
 
 def test_training_without_the_old_log_probs_of_the_first_mini_batch_gives_the_same_weights():
-    check(SCENARIOS[:2], drawn(3, 0)[1:])
+    check(SCENARIOS[:1], drawn(3, 0)[1:])
+    check(SCENARIOS[1:2], drawn(2, 0)[1:])
 
 
 @pytest.mark.slow

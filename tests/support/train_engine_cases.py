@@ -25,7 +25,7 @@ from siirl.observe.metrics import Metrics
 from siirl.parallel.dims import ParallelDims, megatron_groups
 from siirl.parallel.process_groups import ProcessGroupManager
 
-NUM_ROWS, NUM_STEPS, WIDTH = 10, 3, 9
+NUM_ROWS, NUM_STEPS, WIDTH = 10, 2, 9
 SAME_PROMPT = (0, 0, 0, 0, 4, 4, 6, 6, 8, 6)
 """Of each row, the first one of its prompt."""
 TEMPERATURE, LR, EPS, BETA1, WEIGHT_DECAY, CLIP = 0.7, 1e-3, 1e-6, 0.9, 0.1, 0.5

@@ -24,7 +24,7 @@ CASES += [("gemma3", "gemma3_text", True), ("qwen3_5", "qwen3_5_text", True)]
 OFTEN = (
     *(("llava", "llama", False), ("internvl", "qwen3", False), ("mistral3", "ministral3", False)),
     *(("exaone4_5", "exaone4", False), ("qwen3_5_moe", "qwen3_5_moe_text", False)),
-    ("gemma3", "gemma3_text", True),
+    *(("smolvlm", "llama", False), ("gemma3", "gemma3_text", True)),
 )
 """Of each kind of names and of text part one."""
 
