@@ -21,10 +21,11 @@ def install() -> None:
     """Have `import fla...` find this module's functions."""
     functions = {
         "fla.modules.causal_conv1d": causal_conv1d,
+        "fla.modules.norm.fused_norm_gate": rms_norm_gated,
         "fla.ops.gated_delta_rule": chunk_gated_delta_rule,
         "fla.ops.simple_gla": chunk_simple_gla,
     }
-    for name in ("fla", "fla.modules", "fla.ops"):
+    for name in ("fla", "fla.modules", "fla.modules.norm", "fla.ops"):
         sys.modules[name] = types.ModuleType(name)
     for name, function in functions.items():
         sys.modules[name] = types.ModuleType(name)
@@ -65,6 +66,21 @@ def causal_conv1d(
         outs.append(torch.nn.functional.silu(out) if activation in ("silu", "swish") else out)
         finals.append(seen[:, -width:])
     return torch.cat(outs).unsqueeze(0), torch.stack(finals) if output_final_state else None
+
+
+def rms_norm_gated(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    bias: None,
+    activation: str = "swish",
+    eps: float = 1e-6,
+    **kwargs: Any,
+) -> Tensor:
+    """x, g [M, V], weight [V]."""
+    CALLS.append("rms_norm_gated")
+    assert bias is None and activation == "swish"
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight * torch.nn.functional.silu(g)
 
 
 def chunk_gated_delta_rule(

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch.nn.functional as F
 from fla.modules.causal_conv1d import causal_conv1d
+from fla.modules.norm.fused_norm_gate import rms_norm_gated
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.simple_gla import chunk_simple_gla
-from torch import Tensor
+from torch import Tensor, nn
 
 from siirl.engines.train.packed.sequence_bounds import SequenceBounds
 
@@ -56,6 +57,11 @@ def rule(
         cu_seqlens=part.cu_seqlens,
     )
     return out_1NHV.squeeze(0), last
+
+
+def gated_norm(norm: nn.Module, x_MV: Tensor, gate_MV: Tensor) -> Tensor:
+    """What a gated delta net gives its output projection: the norm of x, times the SiLU of its gate."""
+    return rms_norm_gated(x_MV, gate_MV, norm.weight, None, activation="swish", eps=norm.variance_epsilon)
 
 
 def scan(

@@ -51,6 +51,8 @@ def pin_state_layers(model: nn.Module, kernels: ModuleType | None = None) -> Non
         layer.register_forward_pre_hook(
             lambda _, args, kwargs: (args, kwargs | {"kernels": kernels}), with_kwargs=True
         )
+        if hasattr(sys.modules[type(layer).__module__], RULE):  # Mamba-2 norms what is gated already
+            layer.norm.forward = functools.partial(kernels.gated_norm, layer.norm)
 
 
 @functools.cache
