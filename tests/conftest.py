@@ -29,6 +29,7 @@ SHARED = {
     "vLLM": "adapter_alone_job kept_tokens moe_main_job native_draws native_places "
     "native_slots native_tokens rollout_engine_contract vllm_heads vllm_job vllm_leftovers vllm_process "
     "vllm_restarts",
+    "clients": "outside_choices outside_frameworks outside_round_trips",
     "trl": "algorithms_losses distillation given_responses_job policy_loss_terms reward_training_job",
     "sympy": "rewards_math_table rewards_near_misses",
 }

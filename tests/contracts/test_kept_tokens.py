@@ -23,10 +23,8 @@ def model_dir(tmp_path_factory):
 
 
 SAMPLED = (
-    {"ignore_eos": True},
     {"stop_token_ids": (1,)},
     {"ignore_eos": True, "temperature": 0.7, "top_k": 6},
-    {"ignore_eos": True, "temperature": 0.0},
 )
 
 
