@@ -23,7 +23,7 @@ from siirl.guarded_files import write_whole
 from siirl.launch.job import Job
 from siirl.observe.logs import last_lines
 from siirl.observe.position import Position, read_position
-from siirl.observe.printable import printable
+from siirl.observe.printable import first_line, printable
 
 UNRECORDED = 74
 """Exit code of a worker that ends by a user error, and could not leave a record of it (EX_IOERR)."""
@@ -277,12 +277,7 @@ def short_cause(death: Death) -> str:
 def cause_line(rank: int, step: int | None, node: str | None, error: str) -> str:
     """Where a rank failed, and the first line of why."""
     where = [f"rank {rank}", *([f"step {step}"] if step else []), *([node] if node else [])]
-    return printable(" ".join(f"{', '.join(where)}: {_first_line(error)}".split()))
-
-
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[0] if lines else "unknown error"
+    return printable(" ".join(f"{', '.join(where)}: {first_line(error)}".split()))
 
 
 def death_of(job: Job, rank: int, returncode: int, oom_kills: int) -> Death:
@@ -308,7 +303,7 @@ def one_line_cause(death: Death) -> str:
     if death.lost:
         return death.lost
     if death.failure:
-        return _first_line(death.failure.error)
+        return first_line(death.failure.error)
     if death.signal_name:
         return f"killed by {death.signal_name}"
     if death.is_users:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from siirl.errors import ConfigError, DataError, UserError
+from siirl.observe.printable import first_line
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]*[A-Za-z0-9]")
 MODELSCOPE_SWITCH = "SIIRL_USE_MODELSCOPE"
@@ -103,10 +104,8 @@ def _from_modelscope(repo: HubRepo, patterns: Sequence[str], **more: bool) -> st
 def _message(repo: HubRepo, modelscope: bool, error: Exception) -> str:
     where = "ModelScope" if modelscope else os.environ.get("HF_ENDPOINT", "the Hugging Face hub")
     offline = [name for name in OFFLINE_SWITCHES if is_on(name)]
-    why, fix = (
-        _first_line(error),
-        "Check the name, the revision, the network and, for a private one, the token",
-    )
+    why = f"{type(error).__name__}: {first_line(str(error)).rstrip('.')}"
+    fix = "Check the name, the revision, the network and, for a private one, the token"
     if offline:
         why = f"{offline[0]} is set, and not all of its files are there"
         fix = f"Unset {offline[0]}"
@@ -126,11 +125,6 @@ def near_folder(name: str) -> str:
         return ""
     near = difflib.get_close_matches(Path(name).name, there, n=1)
     return f"Did you mean the directory {str(parent / near[0])!r}? " if near else ""
-
-
-def _first_line(error: Exception) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text.rstrip('.')}"
 
 
 def _cache(repo: HubRepo, modelscope: bool) -> str:

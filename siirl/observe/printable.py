@@ -20,6 +20,11 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub(_escaped, text.replace("\r\n", "\n"))
 
 
+def first_line(text: str) -> str:
+    """The first line of an error that says something."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "unknown error")
+
+
 def encodable(text: str) -> str:
     r"""The text for tokenizers and files: halves of surrogate pairs are joined, one without its other is its
     escape (\ud800). Nothing else changes.

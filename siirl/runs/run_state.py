@@ -15,6 +15,7 @@ from siirl.launch.failure import Failure, cause_line
 from siirl.launch.run_folder import LOCK, holder, is_held
 from siirl.observe.columns import PART, REWARD, VALIDATION_REWARD, columns_of
 from siirl.observe.curve import Series, of_column
+from siirl.observe.printable import first_line
 from siirl.runs.folder_reader import MARKS, Skipped, content, one_line
 from siirl.runs.run_files import (
     TAIL_BYTES,
@@ -172,7 +173,7 @@ def read_run(folder: Path, rewards: bool = True) -> RunState:
     positions = read_positions(folder, unreadable)
     failures = read_failures(folder, unreadable)
     attempts = read_attempts(folder, unreadable, start.run_id)
-    errors = {failure.rank: _first_line(failure.error) for failure in failures}
+    errors = {failure.rank: one_line(first_line(failure.error)) for failure in failures}
     if progress.how == "failed" and (named := _CULPRIT.match(progress.cause)):
         errors.setdefault(int(named[1]), named[2])  # one that was killed leaves no error of its own
     ranks = tuple(
@@ -262,8 +263,3 @@ def _total_steps(config: Mapping[str, Any], progress: Progress) -> int | None:
         return progress.total_steps
     wanted = config.get("trainer.total_training_steps")
     return wanted if isinstance(wanted, int) and wanted > 0 else None
-
-
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return one_line(lines[0]) if lines else "unknown error"
