@@ -40,7 +40,8 @@ engine and plays nothing has a `Serve` instead of that Run:
   have the same load.
 - An engine that several ranks ask has one stream, which a thread of its rank serves to all, its own rank
   included (`siirl/nodes/streams.py`). Addresses and tokens are gathered once, when the workers start.
-- A Serve ends when all its drivers have closed their streams. A driver that fails says why before it goes,
+- A Serve ends when all its drivers have closed their streams; where episodes go on while others train, when
+  they have the episodes of the step, and the thread goes on. A driver that fails says why before it goes,
   and the server passes that on to the other drivers, also to those that ask later. They raise a
   `PeerError`, which the launcher never takes for the cause.
 - The other ranks of a shard have a Serve that nobody asks: their part of the engine goes to sleep with the

@@ -238,12 +238,12 @@ def _emit(
     places = placed.place(validated, found) if filters else placed.places
     validation = replace(sections, workflow=told).emit(validated, places)
     turns = turns_of_training(nodes)
+    planned = {node.id: _node_plan(node, workflow, turns.get(node.id, {}), models) for node in nodes.values()}
+    meeting = [talk for entry, talk in workflow.interactions.items() if planned[entry].runs_in_background]
     plan = Plan(
         dag_id=dag_id,
         world_size=world_size,
-        nodes={
-            node.id: _node_plan(node, workflow, turns.get(node.id, {}), models) for node in nodes.values()
-        },
+        nodes=planned,
         pruned=pruned,
         models=models,
         layouts=table.by_id,
@@ -256,6 +256,7 @@ def _emit(
             models,
             [*table.by_id.values(), *sections.routes.values(), *links.values()],
             instructions,
+            [talk.connected for talk in meeting if talk.streams],
         ),
         instructions=instructions,
         validation=validation,
@@ -311,8 +312,7 @@ def _goes_on(node: ResolvedNode, talks: Mapping[str, InteractionPlan], models: d
     """Whether what a rollout asks for can go on while others train: on the ranks of its engines no model
     computes for others.
 
-    An interaction asks in a thread, so that any engine works then: those of the ranks that play it, and in no
-    other interaction.
+    An interaction asks and answers in threads, so that any engine works then that is in no other one.
     """
     others = {rank for model in models.values() if model.computes_between for rank in model.ranks}
     if (talk := talks.get(node.id)) is None:
@@ -324,8 +324,7 @@ def _goes_on(node: ResolvedNode, talks: Mapping[str, InteractionPlan], models: d
             and others.isdisjoint(model.ranks)
         )
     asked = [name for other in talks.values() for name in other.policies]
-    alone = all(asked.count(name) == 1 and others.isdisjoint(models[name].ranks) for name in talk.policies)
-    return alone and not talk.streams
+    return all(asked.count(name) == 1 and others.isdisjoint(models[name].ranks) for name in talk.policies)
 
 
 def _groups(
@@ -333,6 +332,7 @@ def _groups(
     models: Mapping[str, ModelPlan],
     others: Iterable[Layout | RoutePlan | LinkPlan],
     instructions: Iterable[Instruction],
+    more: Iterable[Ranks],
 ) -> tuple[Ranks, ...]:
     """The distinct rank tuples that anything communicates over, the world first."""
     groups: dict[Ranks, None] = {tuple(range(world_size)): None}
@@ -341,4 +341,5 @@ def _groups(
         groups.update(dict.fromkeys(backend_of(model).groups(model.dims, model.ranks)))
     for item in (*others, *(ins for ins in instructions if isinstance(ins, Repeat))):
         groups[item.ranks] = None
+    groups.update(dict.fromkeys(more))
     return tuple(groups)

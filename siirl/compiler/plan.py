@@ -394,6 +394,11 @@ class InteractionPlan:
         found = (x.shares for x in self.streams if (x.policy, x.driver) == (policy, driver))
         return next(found, (1,))
 
+    @property
+    def connected(self) -> Ranks:
+        """The ranks that ask others for turns, or answer them."""
+        return tuple(sorted({rank for x in self.streams for rank in (x.driver, *x.heads)}))
+
     def clients(self, policy: str, head: int) -> Ranks:
         """The drivers that the engine of a rank is served to; none if only its own rank asks it."""
         asking = tuple(x.driver for x in self.streams if x.policy == policy and head in x.heads)

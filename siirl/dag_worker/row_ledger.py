@@ -279,8 +279,9 @@ def header_of(cfg: Config, plan: Plan, loaders: Mapping[str, PromptLoader | None
         if spec.is_rollout:
             about |= {"max_lag": rollout.max_lag, "n": rollout.n, "given": rollout.gives_data, "node": name}
             for talk in plan.interactions.values():
-                if node.agent in talk.homes and talk.branching:
-                    about |= {"branches": talk.most_branches}
+                if node.agent in talk.homes:
+                    about["prompts_of"] = plan.nodes[talk.entry].agent
+                    about |= {"branches": talk.most_branches} if talk.branching else {}
             if rollout.gives_data:
                 about["n"] = max(1, len(of_node.data.response_keys))
         if spec.trains and not spec.on_critic:

@@ -22,6 +22,7 @@ from siirl.config import Config, with_overrides
 from siirl.config.roles import ROLES, role_model
 from siirl.dag_worker.cached_memory import cached_after, give_back
 from siirl.dag_worker.row_ledger import RowLedger, fit_ledger
+from siirl.data.buffer import require_none
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
 from siirl.data.rows import take_rows
@@ -33,7 +34,6 @@ from siirl.engines.train.base import TrainEngine
 from siirl.engines.weights.link import WeightLink, make_link
 from siirl.engines.weights.opponent_pool import OpponentPool
 from siirl.engines.weights.target import FollowedWeights
-from siirl.errors import DataError
 from siirl.model_files.local_models import on_hub
 from siirl.nodes.context import DataGroup, LocalNode, Op, OpContext, Samples, StepInfo
 from siirl.nodes.interaction import Interaction, build_interaction
@@ -117,8 +117,7 @@ class DAGWorker:
             *(cached_after(section, plan.nodes, self.train_engines) for section in sections)
         )
         self.streams = {
-            entry: Streams(found, rank, self.rollout_engines, self.groups.world, cfg.trainer.deadline_s)
-            for entry, found in plan.interactions.items()
+            entry: self._build_streams(entry, self.rollout_engines) for entry in plan.interactions
         }
         self.interactions = {
             entry: self._build_interaction(entry) for entry in plan.interactions if self._runs(entry)
@@ -332,7 +331,7 @@ class DAGWorker:
         """Give this rank its share of the rows that nodes kept when `buffer_states` was called."""
         for name in self.nodes.keys() & states.keys():
             if not self.nodes[name].plan.keeps_rows:
-                _require_none(name, states[name])
+                require_none(name, states[name])
                 continue
             layout = self.plan.layouts[self.plan.run_of(name).source]
             shard = layout.shard_of(self.rank)
@@ -414,6 +413,12 @@ class DAGWorker:
             self._tokenizers[key] = load_tokenizer(cfg)
         return self._tokenizers[key]
 
+    def _build_streams(self, entry: str, engines: dict[str, RolloutEngine]) -> Streams:
+        plan, goes_on = self.plan.interactions[entry], self.plan.nodes[entry].runs_in_background
+        meets = goes_on and self.rank in plan.connected
+        peers = self.groups.get(plan.connected) if meets else None
+        return Streams(plan, self.rank, engines, self.groups.world, self.cfg.trainer.deadline_s, peers)
+
     def _build_interaction(self, entry: str) -> Interaction:
         plan = self.plan.interactions[entry]
         policies = {
@@ -486,13 +491,3 @@ def _token_count(*tables: TensorDict) -> dict[str, int]:
         if lengths:
             return {"tokens": int(sum(length.sum() for length in lengths))}
     return {}
-
-
-def _require_none(node: str, states: list[dict[str, Any]]) -> None:
-    """DataError if a checkpoint holds prompts of a node that keeps none in this run: they would be lost."""
-    if any(state["columns"] for state in states):
-        raise DataError(
-            f"the checkpoint holds prompts of node {node!r} in flight, and this run has no staleness: "
-            "they would be lost. Resume with actor_rollout_ref.rollout.max_lag=1 and rollout.surplus=0, "
-            "which trains them first, or with the max_lag of before."
-        )

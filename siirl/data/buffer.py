@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.data.rows import DTYPES, make_rows, object_column, objects, take_rows, widened
+from siirl.errors import DataError
 
 _MOST = 1 << 20
 """More rows than there are at one place."""
@@ -145,3 +146,13 @@ def concat_rows(parts: Sequence[TensorDict]) -> TensorDict:
             columns = [widened(column, name, width) for column in columns]
         out.set(name, torch.cat(columns))
     return out
+
+
+def require_none(node: str, states: list[dict[str, Any]]) -> None:
+    """DataError if a checkpoint holds prompts of a node that keeps none in this run: they would be lost."""
+    if any(state["columns"] for state in states):
+        raise DataError(
+            f"the checkpoint holds prompts of node {node!r} in flight, and this run has no staleness: "
+            "they would be lost. Resume with actor_rollout_ref.rollout.max_lag=1 and rollout.surplus=0, "
+            "which trains them first, or with the max_lag of before."
+        )

@@ -44,14 +44,15 @@ further instruction: the rank waits in its next SyncWeights while its engine dec
 Interactions (`siirl/nodes/interaction.py`) go on in the same way: the delay line then holds episodes
 (`EpisodesInFlight`, `siirl/nodes/episodes_in_flight.py`). An episode is a task of an event loop that outlives
 a step. It asks a `ResumablePolicy`, which keeps what a paused turn had, waits for the next client, and asks
-for the rest. Where nobody computes beside the drivers' own engines (`NodePlan.runs_in_background`) the loop
-runs in a thread all the time, and clients stay open until a validation or checkpoint; a driver's engine and
-its client use the stream in turn (`StreamGuard`), so that weights can come whenever they do. Else the loop
-runs in steps only, and streams, their clients and Serves are opened anew in each step, so a rank that serves
-knows of no staleness; a driver takes back its own requests of a shared stream (`Pause`,
-`siirl/engines/rollout/remote.py`). What both kinds share (`in_flight.py`): who leaves, when a step may end,
-and the prompts that are loaded ahead. A checkpoint has the transcript of
-each episode (`siirl/agents/transcript.py`): after a resume it is played again, and answered from there.
+for the rest. Where nobody computes beside the engines (`NodePlan.runs_in_background`) the loop runs in a
+thread all the time, and clients stay open until a validation or checkpoint; an engine and its client, or the
+service that answers other ranks (`siirl/nodes/streams.py`), use the stream in turn (`StreamGuard`), so that
+weights can come whenever they do. Else the loop runs in steps only, and streams, their clients and services
+are opened anew in each step, so a rank that serves knows of no staleness. A driver takes back its own
+requests of a shared stream (`Pause`, `siirl/engines/rollout/remote.py`). What both kinds share
+(`in_flight.py`): who leaves, when a step may end, and the prompts that are loaded ahead. A checkpoint has the
+transcript of each episode (`siirl/agents/transcript.py`): after a resume it is played again, and answered
+from there.
 
 
 - **Replay** (`rollout.name=replay`) is another op in the rollout's place, without a model: no engine, no

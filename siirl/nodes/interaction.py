@@ -236,17 +236,23 @@ def interaction(
         if in_flight is not None:
             in_flight.pause()
             run = in_flight.run
-        with interaction.streams.open() as policies:
+        with interaction.streams.step(), interaction.streams.open() as policies:
             played = run_all(game_of(interaction, policies, ctx.validate), episodes, prompts, run)
     else:
-        rows, played = _asynchronous(ctx, rows, interaction, in_flight, n)
+        with interaction.streams.step() as versions:
+            rows, played = _asynchronous(ctx, rows, interaction, in_flight, n, versions)
     return give_rows(ctx, interaction, rows, played, n)
 
 
 def _asynchronous(
-    ctx: OpContext, rows: TensorDict, shared: Interaction, in_flight: EpisodesInFlight, n: int
+    ctx: OpContext,
+    rows: TensorDict,
+    shared: Interaction,
+    in_flight: EpisodesInFlight,
+    n: int,
+    versions: Mapping[str, int],
 ) -> tuple[TensorDict, list[Played]]:
-    """The prompts that leave now, and their episodes."""
+    """The prompts that leave now, and their episodes. versions: see Streams.step."""
 
     def begin(prompts: TensorDict, batches: list[int]) -> list[list[tuple[Episode, list[int]]]]:
         episodes = iter(episodes_of(ctx, shared, prompts, n, batches))
@@ -258,7 +264,7 @@ def _asynchronous(
         lambda gates: game_of(shared, gates, validate=False),
         begin,
         ctx.step,
-        {name: engine.weight_version for name, engine in shared.engines.items()},
+        versions,
     )
     shared.step_of = left.step_of
     dropped = in_flight.drain_dropped()

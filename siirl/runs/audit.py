@@ -251,7 +251,8 @@ def rows_are_trained_once(ledger: Ledger) -> Problems:
 
 
 def prompts_are_trained_once(ledger: Ledger) -> Problems:
-    """Each prompt is loaded once an epoch, and sampled as often as it was loaded, or dropped, or waits."""
+    """Each prompt is loaded once an epoch, and sampled as often as it was loaded, or dropped, or waits; by an
+    agent that is given another's prompts, at most as often, as it may have nothing to say."""
     loaded, sampled, dropped, waiting = (
         ledger.events[kind] for kind in ("loaded", "sampled", "dropped", "waiting")
     )
@@ -277,11 +278,11 @@ def prompts_are_trained_once(ledger: Ledger) -> Problems:
         if prompt >= 0 and step in (begin, last) and begin != last:
             (had if step == begin else left)[agent, prompt] += 1
     for agent, prompt in had.keys() | left.keys():
-        if left[agent, prompt] != had[agent, prompt]:
-            yield (
-                f"{ledger.where(agent, prompt)} was loaded {had[agent, prompt]} times, and "
-                f"{left[agent, prompt]} times sampled, dropped or left waiting"
-            )
+        loads = ledger.agent(agent).get("prompts_of", agent)
+        given, found = had[loads, prompt], left[agent, prompt]
+        if found > given or (found < given and agent == loads):
+            where = ledger.where(loads, prompt)
+            yield f"{where} was loaded {given} times, and {found} times sampled, dropped or left waiting"
 
 
 def staleness_is_bounded(ledger: Ledger) -> Problems:

@@ -312,7 +312,8 @@ def _instructions(plan: Plan) -> list[str]:
                 rows.append(["weights", ranks, f"{made.source} -> {made.target}, {_when(made)}"])
             case Serve(node, _):
                 names = [name for name in plan.interactions[node].policies if _serves(plan, ins, name)]
-                rows.append(["serve", ranks, f"{', '.join(names) or 'nobody'} to {node}"])
+                on = ", also while others train" if names and plan.nodes[node].runs_in_background else ""
+                rows.append(["serve", ranks, f"{', '.join(names) or 'nobody'} to {node}{on}"])
             case Repeat(node, _):
                 rows.append(["repeat", ranks, f"until {node} has enough rows:"])
             case Collect(node, _, source, _):

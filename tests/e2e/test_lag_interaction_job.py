@@ -1,6 +1,9 @@
 """Interactions with a lag, by the command: what is trained, how old it is, and what a resume trains."""
 
 import json
+import os
+import signal
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -8,7 +11,7 @@ import pytest
 import yaml
 from dist_harness import WorkerFailure
 from fixtures_tiny import make_tiny_model_dir
-from job_harness import Finished, Inputs, audited, overrides, run_job, three_steps
+from job_harness import Finished, Inputs, audited, overrides, run_job, three_steps, work
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LAG = [f"{ROLLOUT}.max_lag=2", f"{ROLLOUT}.surplus=1.5"]
@@ -123,14 +126,17 @@ def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs,
     assert sorted(begun[0]) == sorted(begun[1]), "no environment is begun again"
 
 
-def cut(inputs, tmp_path, made, num_ranks, *more) -> tuple[Finished, Finished]:
-    """A run, and the same that was killed after three steps and resumed, on any number of ranks."""
+def cut(inputs, tmp_path, made, num_ranks, *more, run=three_steps, death="killed in step 4"):
+    """A run, and the same that was killed after three steps and resumed, on any number of ranks.
+
+    run, death: what each worker does when it is killed, and what is said of it.
+    """
     whole_keys = [*made(tmp_path / "whole"), *LONG_TAIL, *LAG, *more]
     whole = run_job(num_ranks[0], overrides(inputs, tmp_path / "whole/out", *whole_keys), 300)
     keys = [*made(tmp_path / "cut"), *LONG_TAIL, *LAG, *more, "trainer.save_freq=1"]
     arguments = overrides(inputs, tmp_path / "cut/out", *keys)
-    with pytest.raises(WorkerFailure, match="killed in step 4"):
-        run_job(num_ranks[0], arguments, 300, run=three_steps)
+    with pytest.raises(WorkerFailure, match=death):
+        run_job(num_ranks[0], arguments, 300, run=run)
     resumed = run_job(num_ranks[1], arguments, 300)
     of = "agent_0/" if "agent_0/rollout/in_flight" in resumed.lines[-1] else ""
     assert max(whole.values(f"{of}rollout/staleness_max")) > 0
@@ -260,3 +266,52 @@ def test_episodes_on_ranks_of_their_own_go_on_while_the_trainer_trains(inputs, t
     begun = [(tmp_path / name / "begun").read_text().split() for name in ("plain", "lagging")]
     assert sorted(begun[0]) == sorted(begun[1]), "no environment is begun again"
     audited(run)
+
+
+def answered_elsewhere(folder: Path) -> list[str]:
+    """The game of two agents: agent 1, which acts, answers on rank 2. Rank 0 trains both."""
+    apart(folder)
+    nodes = yaml.safe_load((folder / "dag.yaml").read_text())["nodes"]
+    second = [{"placement": "0"} | one for one in agent(1, "game")]
+    second[0] |= {"placement": "2", "dependencies": ["talk_0"]}
+    next(one for one in nodes if one["node_id"] == "game")["dependencies"] = ["talk_1"]
+    return workflow(folder, [*nodes, *second])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1100)
+def test_episodes_go_on_while_the_trainer_trains_where_a_rank_plays_and_another_answers(inputs, tmp_path):
+    """Neither waits for the other: turns of both agents are said while rank 0 sleeps."""
+    run = compared(inputs, tmp_path, 3, answered_elsewhere, "trainer.ledger=rows", deadline_s=500)
+    assert while_it_trained(tmp_path / "plain") == 0 < while_it_trained(tmp_path / "lagging")
+    for of in ("agent_0", "agent_1"):
+        assert 0 < max(run.values(f"{of}/rollout/token_staleness")) <= 2
+    assert 0 < max(run.values("agent_0/rollout/staleness_max")) <= 2
+    assert run.values("agent_0/rollout/in_flight")[-1] == 0
+    assert not any(run.values("agent_0/rollout/restarted"))
+    begun = [(tmp_path / name / "begun").read_text().split() for name in ("plain", "lagging")]
+    assert sorted(begun[0]) == sorted(begun[1]), "no environment is begun again"
+    audited(run)
+
+
+def rank_2_dies(rank, world_size, arguments, output):
+    """A worker; that of rank 2 is killed in the fourth step, in which it only answers."""
+    from siirl.dag_worker.training import Training
+
+    train_step = Training.train_step
+
+    def dies(training):
+        if training.step == 4 and rank == 2:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return train_step(training)
+
+    Training.train_step = dies
+    work(rank, world_size, arguments, output)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+def test_episodes_survive_the_death_of_a_rank_that_only_answers(inputs, tmp_path):
+    keys = (CONSTANT, "trainer.test_freq=-1")
+    cut(inputs, tmp_path, answered_elsewhere, (3, 3), *keys, run=rank_2_dies, death="exit code -9")
+    assert trained(tmp_path / "cut") == trained(tmp_path / "whole")

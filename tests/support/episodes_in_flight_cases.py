@@ -1,6 +1,7 @@
 """Episodes in flight, of agents that say what follows from seeds alone, and of an environment."""
 
 import random
+import time
 from contextlib import nullcontext
 from hashlib import blake2b
 
@@ -13,6 +14,7 @@ from siirl.agents.runner import Game, turn_seed
 from siirl.agents.stream_client import StreamClient
 from siirl.compiler.plan import AgentStage, EnvStage, InteractionPlan
 from siirl.data.completions import Completion
+from siirl.engines.rollout.base import RolloutEngine, WaveStream
 from siirl.nodes.episodes_in_flight import EpisodesInFlight
 
 POLICIES = ("agent_0.rollout", "agent_1.rollout")
@@ -70,6 +72,49 @@ class Decoder:
 
     def close(self):
         self.pending = {}
+
+
+class Waves(RolloutEngine):
+    """Says a token of each turn at a time, and counts how often; comes back where it is interrupted."""
+
+    name, weight_version, num_steps, num_cut = "waves", 0, 0, 0
+
+    def new_stream(self, interrupt):
+        return WaveStream(self, self.wave, interrupt)
+
+    def wave(self, requests, interrupt):
+        turns = [said(request.seed)[request.start :] for request in requests]
+        for done in range(1, 1 + max(map(len, turns))):
+            self.num_steps += 1
+            both = zip(requests, turns, strict=True)
+            if interrupt([request.key for request, turn in both if len(turn) == done]):
+                break
+        self.num_cut += sum(len(turn) > done for turn in turns)
+        reasons = ("stop" if len(turn) <= done else "paused" for turn in turns)
+        parts = [
+            sampled(ask, turn[:done], self.weight_version) for ask, turn in zip(requests, turns, strict=True)
+        ]
+        return [
+            Completion(part, [-1.0] * len(part), why, self.weight_version)
+            for part, why in zip(parts, reasons, strict=True)
+        ]
+
+    def weight_specs(self):
+        return {}
+
+    def load_weights(self, weights, version):
+        self.weight_version = version
+
+
+class SlowWaves(Waves):
+    token_s = 0.0003
+
+    def wave(self, requests, interrupt):
+        def slowed(ended):
+            time.sleep(self.token_s)
+            return interrupt(ended)
+
+        return super().wave(requests, slowed)
 
 
 class Table:
@@ -131,6 +176,9 @@ class Episodes(Run):
 
     exact = True
     """The staleness that is told is that of the oldest token; else at least that."""
+
+    sampled_here = True
+    """Engines are in this process."""
 
     def __init__(
         self, shards, batch, n, max_lag, surplus, steps, stages=TALK, functions=None, speed=1, stale="wait"
@@ -199,7 +247,8 @@ class Episodes(Run):
                 for row in context.rows:
                     steps = left.step_of[POLICIES[self.policy_of[agent]]]
                     assert all(steps[version] == version for version in row.versions if version >= 0)
-                    check_versions(row, one.episode.seed, agent)
+                    if self.sampled_here:
+                        check_versions(row, one.episode.seed, agent)
 
     def close(self):
         for kept in self.kept:

@@ -409,10 +409,11 @@ class WaveStream(RolloutStream):
 
     def pause(self, keys: Collection[Key] | None = None) -> list[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream."""
-        answers: list[tuple[Key, Completion | EpisodeFailed]] = list(self._refused.items())
-        version, self._refused = self._engine.weight_version, {}
-        for key in [key for key in self._waiting if keys is None or key in keys]:
-            answers.append((key, self._waiting.pop(key)[1].completion(version)))
+        with self.guard.used():
+            answers: list[tuple[Key, Completion | EpisodeFailed]] = list(self._refused.items())
+            version, self._refused = self._engine.weight_version, {}
+            for key in [key for key in self._waiting if keys is None or key in keys]:
+                answers.append((key, self._waiting.pop(key)[1].completion(version)))
         return answers
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
 """A stream of requests served to other ranks of the run, over TCP.
 
 The rank that has the engine makes a StreamServer once; addresses reach the other ranks by `gather_addresses`.
-For each interaction it then calls `serve`, while every client rank opens a RemoteStream, uses it like any
-stream, and closes it. A connection begins with the server's random token, which only ranks of the run know;
-before it nothing is read. Then come typed messages, a Hello first. Each side says Alive about every second.
+For each interaction, or once for all, it then calls `serve`, while every client rank opens a RemoteStream,
+uses it like any stream, and closes it. A connection begins with the server's random token, which only ranks
+of the run know; before it nothing is read. Then come typed messages, a Hello first. Each side says Alive
+about every second.
 """
 
 import contextlib
@@ -95,10 +96,13 @@ class StreamServer:
         self._arrived: dict[int, deque[Connection]] = defaultdict(deque)
         threading.Thread(target=self._accept, name=f"door of {model}", daemon=True).start()
 
-    def serve(self, open_stream: Callable[[Interrupt], RolloutStream], clients: Sequence[int]) -> None:
+    def serve(
+        self, open_stream: Callable[[Interrupt], RolloutStream], clients: Sequence[int], stays: bool = False
+    ) -> None:
         """Answer the next stream of each client rank, until each has closed it.
 
         open_stream: `RolloutEngine.stream`; it comes back where a client takes back what it has asked.
+        stays: answer the streams that they open afterwards, too, until `close`.
         RolloutError when the engine fails; PeerError when a client fails or dies; DeadlineError for one that
         never comes or falls silent. Whatever is raised, all clients get to know, also those that come later:
         nobody is served after it. Without clients nothing is opened.
@@ -109,7 +113,7 @@ class StreamServer:
         try:
             opened: dict[int, Connection] = {}
             session = Session(self.address, open_stream(lambda _: self._is_pausing(opened)), opened)
-            self._serve(session, set(clients))
+            self._serve(session, clients, stays)
         except BaseException as error:
             self._fail(session, str(error))
             raise
@@ -119,20 +123,24 @@ class StreamServer:
 
     def close(self) -> None:
         """Stop listening, also where a thread waits for a client already. Idempotent."""
-        self._closed = True
+        with self._news:
+            self._closed = True
+            self._news.notify()
         shut(self._socket)
         self._socket.close()
 
-    def _serve(self, session: "Session", expected: set[int]) -> None:
-        silent = {rank: Deadline(self._deadline_s) for rank in expected}
-        while expected or session.open:
+    def _serve(self, session: "Session", clients: Sequence[int], stays: bool) -> None:
+        silent = {rank: Deadline(self._deadline_s) for rank in clients}
+        coming = set(clients)
+        while not self._closed if stays else coming or session.open:
             with self._news:
                 if not session.stream.num_pending:
-                    self._news.wait_for(lambda: self._has_news(session, expected), POLL_S)
-                for rank in sorted(expected):
+                    self._news.wait_for(lambda: self._has_news(session, coming), POLL_S)
+                for rank in sorted(coming):
                     if self._arrived[rank]:
                         session.open[rank] = self._arrived[rank].popleft()
-                        expected.discard(rank)
+                        silent[rank].renew()
+                        coming.discard(rank)
                 messages = []
                 for rank, connection in session.open.items():
                     messages += [(rank, message) for message in connection.inbox]
@@ -141,9 +149,11 @@ class StreamServer:
                 silent[rank].renew()
                 session.hear(rank, message)
             session.answer()
-            for rank in [*expected, *session.open]:
+            if stays:
+                coming.update(set(clients).difference(session.open))
+            for rank in session.open if stays else [*coming, *session.open]:
                 if silent[rank].over:
-                    raise self._late(rank, rank in expected)
+                    raise self._late(rank, rank in coming)
 
     def _fail(self, session: "Session | None", text: str) -> None:
         """Tell everybody who has come, and whoever still comes, why there are no more answers."""
@@ -155,11 +165,13 @@ class StreamServer:
 
     def _is_pausing(self, opened: dict[int, Connection]) -> bool:
         with self._news:
-            return any(isinstance(said, Pause) for one in opened.values() for said in one.inbox)
+            return self._closed or any(
+                isinstance(said, Pause) for one in opened.values() for said in one.inbox
+            )
 
-    def _has_news(self, session: "Session", expected: set[int]) -> bool:
-        come = any(self._arrived[rank] for rank in expected)
-        return come or any(connection.inbox for connection in session.open.values())
+    def _has_news(self, session: "Session", coming: set[int]) -> bool:
+        come = any(self._arrived[rank] for rank in coming)
+        return self._closed or come or any(connection.inbox for connection in session.open.values())
 
     def _late(self, rank: int, missing: bool) -> DeadlineError:
         what = "did not open its stream" if missing else "said nothing"

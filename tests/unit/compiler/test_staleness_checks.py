@@ -95,17 +95,31 @@ def test_an_engine_goes_on_beside_the_trainer_if_nothing_else_computes_on_its_ra
 
 
 @pytest.mark.parametrize(
-    ("trainer", "verifier", "goes_on"),
-    [("2", "0-1", True), ("2", "1", False), ("1-2", "0-1", False), (None, None, False)],
-    ids=["apart", "one is asked from another rank", "the trainer is on a rank of theirs", "colocated"],
+    ("trainer", "solver", "verifier", "goes_on"),
+    [
+        ("2", "0-1", "0-1", True),
+        ("2", "0-1", "1", True),
+        ("2", "0", "1", True),
+        ("1-2", "0-1", "0-1", False),
+        ("2", "0", "2", False),
+        (None, None, None, False),
+    ],
+    ids=[
+        "apart",
+        "one is asked from another rank",
+        "each on a rank of its own",
+        "the trainer is on a rank that plays",
+        "the trainer is on a rank that answers",
+        "colocated",
+    ],
 )
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
-def test_episodes_go_on_beside_the_trainer_where_their_engines_are_on_the_ranks_that_play_them(
-    trainer, verifier, goes_on, engine
+def test_episodes_go_on_beside_the_trainer_where_nothing_computes_on_the_ranks_of_their_engines(
+    trainer, solver, verifier, goes_on, engine
 ):
-    """Whoever asks has a thread, so that also an engine does that works in its worker."""
+    """Whoever asks or answers has a thread, so that also an engine does that works in its worker."""
     dag = load_dag_file(TEMPLATES / "solver_verifier.yaml")
-    places = {"solver": verifier and "0-1", "verifier": verifier}
+    places = {"solver": solver, "verifier": verifier}
     nodes = [replace(node, placement=places.get(node.node_id, trainer)) for node in dag.nodes]
     cfg = config(f"{ROLLOUT}.name={engine}", *LAG)
     plan, configs = compile_plan(dag_spec(dag.dag_id, nodes, ""), cfg, 3)
@@ -115,6 +129,10 @@ def test_episodes_go_on_beside_the_trainer_where_their_engines_are_on_the_ranks_
     assert (
         "turns, tools and environments go on while the trainer trains" in report(plan, configs)
     ) == goes_on
+    serves = goes_on and (solver, verifier) == ("0", "1")
+    assert ("agent_1.rollout to solver, also while others train" in report(plan, configs)) == serves
+    meets = goes_on and solver != verifier
+    assert not meets or (0, 1) == plan.interactions["solver"].connected in plan.groups
 
 
 def test_dynamic_sampling_with_a_lag_loads_ahead_in_its_own_batches():

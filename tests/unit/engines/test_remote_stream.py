@@ -117,6 +117,30 @@ def test_requests_and_answers_cross_unchanged_whoever_asks():
     assert [replace(r, key=0) for r in asked] == [replace(request(p), key=0) for p in (2, 7, 9)]
 
 
+def test_a_server_that_stays_answers_whoever_comes_again_until_it_closes():
+    """A client pauses and comes back while another one stays, and both may be away at once."""
+    script, server = Script(), StreamServer("agent_1.rollout", 5, 20.0)
+    thread = threading.Thread(target=lambda: server.serve(lambda _: script, [0, 3], stays=True))
+    thread.start()
+    stays, answers = RemoteStream(server.address, 3, 10.0), []
+    for p in (2, 7):
+        comes = RemoteStream(server.address, 0, 10.0)
+        ask(comes, p)
+        answers += collected(comes)
+        comes.close()
+    ask(stays, 9)
+    answers += collected(stays)
+    stays.close()
+    again = RemoteStream(server.address, 3, 10.0)
+    ask(again, 4)
+    answers += collected(again)
+    assert [key for key, _ in answers] == ["key 2", "key 7", "key 9", "key 4"] and script.closed == 0
+    server.close()
+    thread.join(10)
+    assert not thread.is_alive() and script.closed == 1
+    again.close()
+
+
 def test_a_request_that_fails_alone_reaches_its_asker_as_that():
     with serving(Script(), [0]) as (address, errors):
         client = RemoteStream(address, 0, 10.0)

@@ -19,19 +19,17 @@ from episodes_in_flight_cases import (
     TALK,
     Decoder,
     Episodes,
+    SlowWaves,
     Table,
+    Waves,
     draw,
     game_of,
-    said,
-    sampled,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_flight_cases import CASES
 
 from siirl.agents.stream_client import StreamClient
-from siirl.data.completions import Completion
-from siirl.engines.rollout.base import RolloutEngine, WaveStream
 from siirl.errors import RolloutError, UserCodeError
 from siirl.nodes.episodes_in_flight import EpisodesInFlight
 
@@ -85,38 +83,6 @@ def test_a_step_does_not_wait_for_episodes_that_it_restarts_or_drops(stale):
         job.advance()
     job.close()
     assert (job.given_up if stale == "drop" else job.restarted) > 1
-
-
-class Waves(RolloutEngine):
-    """Says a token of each turn at a time, and counts how often; comes back where it is interrupted."""
-
-    name, weight_version, num_steps, num_cut = "waves", 0, 0, 0
-
-    def new_stream(self, interrupt):
-        return WaveStream(self, self.wave, interrupt)
-
-    def wave(self, requests, interrupt):
-        turns = [said(request.seed)[request.start :] for request in requests]
-        for done in range(1, 1 + max(map(len, turns))):
-            self.num_steps += 1
-            both = zip(requests, turns, strict=True)
-            if interrupt([request.key for request, turn in both if len(turn) == done]):
-                break
-        self.num_cut += sum(len(turn) > done for turn in turns)
-        reasons = ("stop" if len(turn) <= done else "paused" for turn in turns)
-        parts = [
-            sampled(ask, turn[:done], self.weight_version) for ask, turn in zip(requests, turns, strict=True)
-        ]
-        return [
-            Completion(part, [-1.0] * len(part), why, self.weight_version)
-            for part, why in zip(parts, reasons, strict=True)
-        ]
-
-    def weight_specs(self):
-        return {}
-
-    def load_weights(self, weights, version):
-        self.weight_version = version
 
 
 def in_waves(stages, *arguments):
@@ -175,17 +141,6 @@ class Apart(Episodes):
             with engine.streams_held():
                 engine.load_weights((), self.step)
         return dict.fromkeys(POLICIES, self.step)
-
-
-class SlowWaves(Waves):
-    token_s = 0.0003
-
-    def wave(self, requests, interrupt):
-        def slowed(ended):
-            time.sleep(self.token_s)
-            return interrupt(ended)
-
-        return super().wave(requests, slowed)
 
 
 @settings(max_examples=10, deadline=None)

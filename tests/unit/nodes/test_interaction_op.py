@@ -115,6 +115,10 @@ class OneRank:
         return (1,)
 
     @contextmanager
+    def step(self):
+        yield {}
+
+    @contextmanager
     def open(self):
         yield {f"agent_{agent}.rollout": (policy,) for agent, policy in enumerate(self.policies)}
 
