@@ -357,6 +357,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     end_by_signals()
+    if not args.gpu:  # so small products gain nothing by a second thread, which takes the clients' core
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         args.model = args.model or folder / "model"
