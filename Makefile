@@ -88,7 +88,7 @@ plan: .venv/.base  ## print and draw the plan of the quickstart job on 8 GPUs
 bench: .venv/.dev  ## siirl against TRL's GRPOTrainer on CPU
 	$(PY) benchmarks/grpo_cpu.py
 
-docs: .venv/.base  ## regenerate the configuration reference, the lists of docs/migration_reference.md, the tables of docs/models.md, outputs in docs/tuning.md
+docs: .venv/.base  ## regenerate the configuration reference, the lists of docs/migration_reference.md, the tables of docs/models.md and its evidence, outputs in docs/tuning.md
 	$(PY) tools/configuration_pages.py docs/configuration
 	$(PY) tools/migration_page.py docs/migration_reference.md
 	$(PY) tools/models_page.py

@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from proven_models import ALONE, CPU, FP32, TRAINING, Cases
-
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.plan import Plan
@@ -22,12 +20,12 @@ from siirl.models.adapter_targets import ADAPTED, why_not_adapted
 from siirl.models.config_values import as_read, without_value
 from siirl.models.families import family_of, known_types
 from siirl.models.sampled import why_not_in_vllm
-from siirl.models.trained import TRAINABLE, why_not_plain
+from siirl.models.trained import TRAINABLE
 from siirl.show.memory_text import memory_warnings
 
-COLUMNS = ("model type", "fsdp", "megatron", "sampled by", "LoRA", "FP8", "released as", "largest")
+COLUMNS = ("model type", "fsdp", "megatron", "sampled by", "LoRA", "FP8", "largest")
 GPUS, GPU_GIB = 8, 80
-NONE, NO_ESTIMATE = "-", "no estimate"
+NONE = "-"
 _POLICY = "actor_rollout_ref"
 _DEEPEST = 1024
 """Layers that no model has."""
@@ -35,28 +33,21 @@ _WHERE_NO_DEFAULT = {"num_experts_per_tok": 6, "head_dim": 128}
 """Sizes that some types have no default of, as DeepSeek-V2 and Ministral have them."""
 
 
-def family_rows(cases: Cases) -> Iterator[str]:
+def family_rows() -> Iterator[str]:
     """The lines of the table."""
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|---" * len(COLUMNS) + "|"
     for kind in sorted({kind for strategy in TRAINABLE for kind in known_types(strategy)}):
-        cells = [trained(kind, strategy, cases) for strategy in TRAINABLE]
-        cells += [sampled(kind), adapted(kind), multiplied(kind), released(kind), largest(kind)]
+        cells = [trained(kind, strategy) for strategy in TRAINABLE]
+        cells += [sampled(kind), adapted(kind), multiplied(kind), largest(kind)]
         yield f"| {' | '.join((kind, *cells))} |"
 
 
-def trained(kind: str, strategy: str, cases: Cases) -> str:
-    """As what a strategy trains a type, and the parallel sizes above 1 that were compared on CPUs."""
+def trained(kind: str, strategy: str) -> str:
+    """As what a strategy trains a type."""
     if kind not in known_types(strategy):
         return NONE
-    roles = "any role" if kind in known_types(strategy, "value") else "actor"
-    found = {
-        word.rstrip("0123456789")
-        for case in cases
-        if case[:3] == (kind, strategy, TRAINING) and case[4:] == (CPU, FP32) and case.layout != ALONE
-        for word in case.layout.split()
-    }
-    return ": ".join(part for part in (roles, " ".join(sorted(found))) if part)
+    return "any role" if kind in known_types(strategy, "value") else "actor"
 
 
 def sampled(kind: str) -> str:
@@ -72,6 +63,8 @@ def sampled(kind: str) -> str:
 
 def adapted(kind: str) -> str:
     """What of a type may have LoRA adapters."""
+    if family_of(kind).latent or family_of(kind).sees_images:
+        return NONE
     config = {"model_type": kind, "num_experts": 8 if family_of(kind).experts else 0}
     for targets, text in (("all-linear", "all"), (ADAPTED, "attention")):
         if not why_not_adapted(config, targets, ""):
@@ -84,31 +77,21 @@ def multiplied(kind: str) -> str:
     return "yes" if family_of(kind).float8 else NONE
 
 
-def released(kind: str) -> str:
-    """The forms in which files of a type are read."""
-    forms = [
-        name
-        for name, method in (("FP8", "fp8"), ("MXFP4", "mxfp4"))
-        if not why_not_plain(kind, {"quantization_config": {"quant_method": method}})
-    ]
-    return ", ".join(["bf16", *forms])
-
-
 @cache
 def largest(kind: str) -> str:
     """Parameters of the deepest model of a type that fits, its layers as transformers' defaults have them."""
     written = {"model_type": kind}
     while missing := without_value(as_read(written)).removeprefix("no ").partition(" ")[0]:
         if missing not in _WHERE_NO_DEFAULT:
-            return NO_ESTIMATE
+            return NONE
         written[missing] = _WHERE_NO_DEFAULT[missing]
     if not family_of(kind).counted or "hidden_size" not in as_read(written):
-        return NO_ESTIMATE
+        return NONE
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(written))
         found = next(((layers, cfg) for cfg in jobs(kind, folder) if (layers := deepest(cfg))), None)
         if found is None:  # of the defaults of Granite 4's hybrids, which have no attention
-            return NO_ESTIMATE
+            return NONE
         layers, cfg = found
         shape = read_shape(with_overrides(cfg, deep(layers)), "actor")
     assert not isinstance(shape, str), shape

@@ -1,6 +1,6 @@
-"""The tables of docs/models.md: what was proven of each model type that siirl trains.
+"""The tables of docs/models.md (what trains, what is refused) and docs/evidence/models.md (what was proven).
 
-`python tools/models_page.py [FILE ...]` adds the cases of FILEs to docs/models_proven.json, and writes them.
+`python tools/models_page.py [FILE ...]` adds the cases of FILEs to docs/models_proven.json, and writes both.
 """
 
 import sys
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from family_columns import family_rows
+from family_limits import limit_rows
 from proven_models import ALONE, CPU, FILE, FP32, ROOT, SAMPLED, TRAINING, Case, Cases, Proof, load, merge
 
 from siirl.models.families import known_types, types_with
@@ -16,8 +17,10 @@ from siirl.models.trained import TRAINABLE
 WHY_NOT = types_with(lambda row: row.vllm.why_not)
 
 PAGE = ROOT / "docs" / "models.md"
+EVIDENCE = ROOT / "docs" / "evidence" / "models.md"
 BEGIN, END = "<!-- what was proven, of models_proven.json: begin -->", "<!-- end -->"
 TYPES, TYPES_END = "<!-- what trains, of siirl/models/families.py: begin -->", "<!-- types: end -->"
+LIMITS, LIMITS_END = "<!-- what is refused, of tools/family_limits.py: begin -->", "<!-- limits: end -->"
 FSDP = "fsdp"
 NOT_RUN = "not run"
 REFUSED = "refused"
@@ -27,16 +30,21 @@ NAMED = 3
 
 def table(cases: Cases) -> str:
     """Both tables: what ran on CPUs, with a row for each type that is trained, and what ran on GPUs."""
-    return "\n".join(["", *_on_cpu(cases), "", *_elsewhere(cases), ""])
+    return "\n".join([*_on_cpu(cases), "", *_elsewhere(cases)])
 
 
-def with_table(text: str, cases: Cases) -> str:
-    """The page with its tables as they are now."""
-    families = "\n".join(family_rows(cases))
-    head, _, rest = text.partition(TYPES)
-    text = f"{head}{TYPES}\n\n{families}\n\n{TYPES_END}{rest.partition(TYPES_END)[2]}"
-    head, _, rest = text.partition(BEGIN)
-    return f"{head}{BEGIN}\n{table(cases)}\n{END}{rest.partition(END)[2]}"
+def written(cases: Cases) -> dict[Path, str]:
+    """Both pages with their tables as they are now."""
+    page = _between(PAGE.read_text(encoding="utf-8"), TYPES, TYPES_END, family_rows())
+    return {
+        PAGE: _between(page, LIMITS, LIMITS_END, limit_rows()),
+        EVIDENCE: _between(EVIDENCE.read_text(encoding="utf-8"), BEGIN, END, table(cases).splitlines()),
+    }
+
+
+def _between(text: str, begin: str, end: str, rows: Iterable[str]) -> str:
+    head, _, rest = text.partition(begin)
+    return "\n\n".join([head + begin, "\n".join(rows), end + rest.partition(end)[2]])
 
 
 def strangers(cases: Cases) -> list[Case]:
@@ -121,5 +129,5 @@ def _largest(numbers: list[float]) -> str:
 
 if __name__ == "__main__":
     merge(FILE, map(Path, sys.argv[1:]))
-    found = load(FILE)
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+    for page, text in written(load(FILE)).items():
+        page.write_text(text, encoding="utf-8")

@@ -3,7 +3,7 @@
 A test gives `record` a case and its distances. With SIIRL_RECORD_MODELS=FILE in the environment they are
 kept in FILE: those of an older commit are replaced, of one commit's the larger stay, and a case that fails
 goes, so that partial runs add up. On a machine without git SIIRL_COMMIT says which commit runs.
-tools/models_page.py makes the tables of docs/models.md.
+tools/models_page.py makes the tables of docs/evidence/models.md.
 """
 
 import fcntl

@@ -86,8 +86,8 @@ class InVLLM:
     """Minor version 0.x that takes weights into a running engine as it has to, CUDA graphs included."""
 
 
-_NO_MODEL = InVLLM("it has no model of this type")
-_NOT_SEEN = InVLLM("that it takes weights as they are trained has not been seen")
+_NO_MODEL = InVLLM("vLLM has no model of this type")
+_NOT_SEEN = InVLLM("weight syncs of this type were not tested")
 
 
 @dataclass(frozen=True)
@@ -466,8 +466,8 @@ WHY_NOT = {
     "falcon_h1": "each of whose layers has a state beside keys and values, which no rollout of siirl keeps",
     **dict.fromkeys(
         ("gemma4", "gemma4_text"),
-        "whose layers have heads of two sizes, and may take keys and values of other layers: no cache of a "
-        "rollout of siirl keeps these (Gemma 2 and Gemma 3 train)",
+        "whose layers have heads of two sizes, and may take keys and values of other layers, which no "
+        "rollout keeps (Gemma 2 and 3 train)",
     ),
     "nemotron_h": "some of whose layers are an MLP alone, for which no rollout of siirl has a cache",
 }

@@ -1,10 +1,11 @@
-"""The tables of docs/models.md are made of what tests have recorded, and name every type that is trained."""
+"""The tables of docs/models.md and docs/evidence/models.md are what is refused, and what was recorded."""
 
 import json
 import re
 from pathlib import Path
 
 import family_columns
+import family_limits
 import models_page
 import proven_models
 import pytest
@@ -35,15 +36,15 @@ def row_of(cases: proven_models.Cases, kind: str, strategy: str) -> list[str]:
     return found
 
 
-def test_the_page_is_the_generated_one():
-    page = models_page.PAGE.read_text()
-    if page != models_page.with_table(page, proven_models.load(proven_models.FILE)):
-        pytest.fail("docs/models.md is out of date: run `make docs`")
+@pytest.mark.parametrize("page", [models_page.PAGE, models_page.EVIDENCE], ids=lambda page: page.parent.name)
+def test_the_page_is_the_generated_one(page):
+    if page.read_text() != models_page.written(proven_models.load(proven_models.FILE))[page]:
+        pytest.fail(f"{page.name} is out of date: run `make docs`")
 
 
 def test_every_type_that_a_strategy_trains_has_a_row_with_what_was_proven_or_that_nothing_was():
     cases = proven_models.load(proven_models.FILE)
-    page = models_page.PAGE.read_text()
+    page = models_page.EVIDENCE.read_text()
     wanted = {(kind, strategy) for strategy in TRAINABLE for kind in known_types(strategy)}
     written = page.partition(models_page.BEGIN)[2].partition(models_page.END)[0]
     head, *tables = [row for row in rows(written) if len(row) == 7]
@@ -86,7 +87,7 @@ SAYS_YES = {
 
 @pytest.fixture(scope="module")
 def family_table() -> dict[str, dict[str, str]]:
-    head, _, *table = rows("\n".join(family_columns.family_rows(proven_models.load(proven_models.FILE))))
+    head, _, *table = rows("\n".join(family_columns.family_rows()))
     return {row[0]: dict(zip(head, row, strict=True)) for row in table}
 
 
@@ -104,6 +105,43 @@ def test_what_a_type_s_row_says_is_what_is_accepted(tmp_path, family_table, kind
             accepted = False
         cell = family_table[kind][column]
         assert SAYS_YES[column](cell) == accepted, (column, cell)
+
+
+def test_a_type_with_adapters_on_its_attention_has_them_and_one_without_has_none(tmp_path, family_table):
+    """Types of one kind each: compressed keys, images, [in, out], experts of both kinds."""
+    asked = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj]")
+    cells = {"deepseek_v3": "-", "gpt2": "-", "qwen2_moe": "attention", "qwen3_moe": "all"}
+    for kind, cell in cells.items():
+        tiny_config(kind).save_pretrained(tmp_path)
+        cfg = config(f"actor_rollout_ref.model.path={tmp_path}", *asked)
+        assert family_table[kind]["LoRA"] == cell
+        if cell == "-":
+            with pytest.raises(UserError, match="LoRA adapters"):
+                compile_plan(load_dag(cfg), cfg, 1)
+        else:
+            compile_plan(load_dag(cfg), cfg, 1)
+    assert family_table["qwen3_vl"]["LoRA"] == "-"  # tests/unit/compiler has its refusal
+
+
+ASKED_LIMITS = [one for one in family_limits.limits() if one.values or one.keys or one.what == "training"]
+
+
+@pytest.mark.parametrize("limit", ASKED_LIMITS, ids=lambda one: f"{one.what[:40]} {one.types[0]}")
+def test_what_the_page_says_is_refused_is_refused(tmp_path, limit):
+    """The first and the last type of a line."""
+    on_cpu = any(key.startswith("trainer.device=") for key in limit.keys)
+    keys = limit.keys if on_cpu else (*limit.keys, "trainer.device=cuda")
+    for kind in {limit.types[0], limit.types[-1]}:
+        raw = tiny_config(kind if kind in FAMILIES else "qwen3").to_dict()
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": kind} | dict(limit.values)))
+        cfg = config(f"actor_rollout_ref.model.path={tmp_path}", *keys)
+        with pytest.raises(UserError) as refused:
+            compile_plan(load_dag(cfg), cfg, cfg.trainer.n_gpus_per_node)
+        assert (limit.words or limit.why) in str(refused.value)
+
+
+def test_only_the_line_of_older_versions_is_not_asked():
+    assert [one.what for one in family_limits.limits() if one not in ASKED_LIMITS] == ["... before vLLM 0.32"]
 
 
 def test_the_table_of_types_has_every_type_with_the_strategies_that_train_it(family_table):

@@ -19,7 +19,7 @@ from siirl.model_files.hf_config import load_hf_config
 from siirl.models.families import known_types, types_with
 from siirl.models.trained import LENGTH_DEPENDENT, why_not, why_not_so_long
 
-NOT_IN_VLLM = types_with(lambda row: row.vllm.why_not == "it has no model of this type")
+NOT_IN_VLLM = types_with(lambda row: row.vllm.why_not == "vLLM has no model of this type")
 OF_ANY_HEAD = known_types("fsdp", "value")
 VISION_MODELS = types_with(lambda row: row.sees_images)
 
@@ -260,7 +260,7 @@ def test_gpt_oss_is_trained_as_it_was_compared(tmp_path, rollout, changes, keys,
         (OSS_20B, ""),
         (OSS_20B | {"swiglu_limit": 1.0}, r"a gpt_oss in vLLM: .*swiglu_limit.*teacher\.strategy=fsdp"),
         ({"model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 2}, ""),
-        ({"model_type": "afmoe"}, "an? afmoe in vLLM: .*has not been seen"),
+        ({"model_type": "afmoe"}, "an? afmoe in vLLM: .*were not tested"),
         ({"model_type": "bloom"}, "bloom is no model type whose results"),
         ({"model_type": "qwen3_vl"}, "a qwen3_vl with data.dataset_type=llm"),
     ],
@@ -480,7 +480,7 @@ def test_vllm_samples_no_types_that_it_does_not_know(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     keys = (f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=vllm")
     cfg = config(*keys)
-    with pytest.raises(NotSupportedError, match=rf"a {kind} in vLLM: it has no model.*rollout\.name=hf"):
+    with pytest.raises(NotSupportedError, match=rf"a {kind} in vLLM: vLLM has no model.*rollout\.name=hf"):
         compile_plan(load_dag(cfg), cfg, 1)
     cfg = config(*keys, "actor_rollout_ref.rollout.name=hf")
     compile_plan(load_dag(cfg), cfg, 1)
