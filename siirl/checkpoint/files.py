@@ -302,6 +302,12 @@ def current_step(root: Path) -> int | None:
         return None
 
 
+def newest_step(root: Path) -> int | None:
+    """The step of the current checkpoint, else of the newest folder; None if there is none."""
+    step = current_step(root)
+    return next(iter(saved_steps(root)), None) if step is None else step
+
+
 def pointer_problem(root: Path) -> str:
     """Why the pointer cannot be followed or replaced, though it or checkpoints are there; empty if it can."""
     pointer, step, steps = root / POINTER, current_step(root), saved_steps(root)

@@ -4,12 +4,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from siirl.checkpoint.files import current_step, saved_steps, step_folder
+from siirl.checkpoint.files import newest_step, step_folder
 from siirl.command_line import import_from_here
 from siirl.errors import ConfigError
 from siirl.launch.run_record import CONFIG_FILE
 from siirl.runs.folder_reader import Skipped
-from siirl.runs.run_files import read_config, read_starts
+from siirl.runs.run_files import checkpoints_of, read_config, read_starts
 
 LEVELS = 4
 """Folders between a checkpoint or a model of a run and the run."""
@@ -32,10 +32,7 @@ class RecordedRun:
                 f"{folder} has no {CONFIG_FILE} that can be read: the keys of its run are not known. Start "
                 "it by its command instead, with trainer.output_dir of that folder."
             )
-        recorded = Path(str(config.get("trainer.output_dir") or folder))
-        root = Path(str(config.get("trainer.default_local_dir") or recorded / "checkpoints"))
-        inside = root.is_relative_to(recorded)
-        return cls(folder, folder / root.relative_to(recorded) if inside else root)
+        return cls(folder, checkpoints_of(folder, config))
 
     @property
     def config_file(self) -> str:
@@ -43,9 +40,8 @@ class RecordedRun:
 
     def newest_checkpoint(self) -> Path | None:
         """The current checkpoint, or the newest; not looked into."""
-        step = current_step(self.checkpoints)
-        steps = [step] if step is not None else saved_steps(self.checkpoints)
-        return step_folder(self.checkpoints, steps[0]) if steps else None
+        step = newest_step(self.checkpoints)
+        return None if step is None else step_folder(self.checkpoints, step)
 
     @property
     def directory(self) -> str:

@@ -21,6 +21,7 @@ from siirl.guarded_files import user_name, who_may_change
 from siirl.launch.run_record import CONFIG_FILE, RUN_FILE
 from siirl.launch.security import REFERENCE
 from siirl.observe.printable import printable
+from siirl.runs.run_files import RESUMED
 from siirl.runs.run_state import read_run
 
 RUNS = (
@@ -119,18 +120,20 @@ def resume(folder: Path, overrides: list[str], trust: bool) -> int:
             f"Make it longer: siirl resume RUN {LENGTHS[0]}={2 * state.step or 100}."
         )
     if recorded.newest_checkpoint() is None:
+        exported = folder / "hf_model"
+        further = (
+            " Or train its exported weights further, in another run and with a new optimizer: "
+            f"actor_rollout_ref.model.path={exported}."
+        ) * exported.is_dir()
         raise ConfigError(
             f"{recorded.checkpoints} has no checkpoint to resume from, as trainer.save_freq was not set or "
-            "the run ended before its first one. Start over: "
-            f"siirl run --config-name {recorded.config_file} trainer.overwrite=true trainer.save_freq=10."
+            "the run ended before its first one. Start over: siirl run --config-name "
+            f"{recorded.config_file} trainer.overwrite=true trainer.save_freq=10.{further}"
         )
-    keys = {
-        "trainer.output_dir": folder,
-        "trainer.default_local_dir": recorded.checkpoints,
-        "trainer.resume_mode": "auto",
-        "trainer.overwrite": "false",
-    }
+    own = [
+        f"{name}={value}"
+        for name, value in zip(RESUMED, (folder, recorded.checkpoints, "auto", "false"), strict=True)
+    ]
     given = from_here(overrides)
     recorded.enter_directory()
-    own = [f"{name}={value}" for name, value in keys.items()] + permitted
-    return main_dag.main(["--config-name", recorded.config_file, *own, *given])
+    return main_dag.main(["--config-name", recorded.config_file, *own, *permitted, *given])

@@ -240,9 +240,10 @@ def closing_report(
     trace: Path | None,
     total_s: float,
 ) -> str:
-    """The closing summary; draws the reward curve that it names, of a run with rewards."""
-    metrics_file = output_dir / METRICS_FILE
-    curve = reward_curve_png(metrics_file, output_dir / "reward_curve.png", run_title(cfg, dag_id))
+    """The closing summary; draws the reward curve that it names, of a run that trains and has rewards."""
+    metrics_file, trains = output_dir / METRICS_FILE, not cfg.trainer.val_only
+    picture = output_dir / "reward_curve.png"
+    curve = reward_curve_png(metrics_file, picture, run_title(cfg, dag_id)) if trains else None
     profiles = profile_folder(cfg, output_dir)
     pages = sorted((output_dir / PAGES).glob("step_*.html"), key=lambda page: int(page.stem[len("step_") :]))
     places = {
@@ -252,7 +253,7 @@ def closing_report(
         "conversations": pages[-1] if pages else None,
         "trace": trace,
         "profiles": profiles if cfg.profiler.enable and any(profiles.glob("step_*")) else None,
-        "checkpoint": checkpoint,
+        "checkpoint": checkpoint if trains else None,
     }
     places |= {f"HF model{f' {path.name}' if len(exported) > 1 else ''}": path for path in exported}
     return closing_summary(metrics_file, total_s, places)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from siirl.config import Config
-from siirl.data.data_files import DataFile, list_files, read_columns
+from siirl.data.data_files import DataFile, Rows, list_files, read_columns
 from siirl.data.dataset_columns import EXTRA_KEY, GROUND_TRUTH_KEY, Columns
 from siirl.data.reasoning_gym_rows import first_overlap
 from siirl.data.row_values import is_json, is_list, is_text
@@ -85,7 +85,7 @@ def source_names(cfg: Config, split: str) -> set[str]:
         if key not in rows.schema.names:
             raise DataError(
                 f"{path} has no column {key!r}, which names the data source: it has "
-                f"{', '.join(rows.schema.names)}. Set data.reward_fn_key, or data.data_source for all rows."
+                f"{', '.join(rows.names)}. Set data.reward_fn_key, or data.data_source for all rows."
             )
         column = read_columns(path, rows, [key])[key]
         if not is_text(column.type):
@@ -120,7 +120,7 @@ def inspect_files(
     for path in list_files(files):
         with found.at():
             rows = columns.open(path)
-            check_columns(path, rows.schema, columns, required, responses, images)
+            check_columns(path, rows, columns, required, responses, images)
             num_rows += rows.num_rows
     found.close()
     if num_rows == 0:
@@ -132,7 +132,7 @@ def inspect_files(
 
 def check_columns(
     path: DataFile,
-    schema: pa.Schema,
+    rows: Rows,
     columns: Columns,
     required: Sequence[str],
     responses: Sequence[str] = (),
@@ -143,10 +143,10 @@ def check_columns(
     responses: columns of given responses, which are texts or chats, too. images: whether rows have images.
     """
     found = Findings(Place.DATA)
-    found.take(_column_problems(path, schema, columns.prompt, required))
-    found.take(_source_problems(path, schema, columns.source))
-    found.take(_response_problems(path, schema, columns.prompt, responses))
-    found.take(_image_problems(path, schema, columns.images) if images else ())
+    found.take(_column_problems(path, rows, columns.prompt, required))
+    found.take(_source_problems(path, rows.schema, columns.source))
+    found.take(_response_problems(path, rows, columns.prompt, responses))
+    found.take(_image_problems(path, rows, columns.images) if images else ())
     found.close()
 
 
@@ -162,15 +162,16 @@ def _source_problems(path: DataFile, schema: pa.Schema, name: str) -> Iterator[D
 
 
 def _response_problems(
-    path: DataFile, schema: pa.Schema, prompt_key: str, responses: Sequence[str]
+    path: DataFile, rows: Rows, prompt_key: str, responses: Sequence[str]
 ) -> Iterator[DataError]:
+    schema = rows.schema
     for name in responses:
         if name not in schema.names:
-            others = [other for other in schema.names if other != prompt_key]
+            others = [other for other in rows.names if other != prompt_key]
             near = difflib.get_close_matches(name, others, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else "Set data.response_keys."
             yield DataError(
-                f"{path} has no column {name!r} of responses: it has {', '.join(schema.names)}. {hint}"
+                f"{path} has no column {name!r} of responses: it has {', '.join(rows.names)}. {hint}"
             )
         elif not is_prompt(schema.field(name).type):
             yield DataError(
@@ -179,14 +180,14 @@ def _response_problems(
             )
 
 
-def _image_problems(path: DataFile, schema: pa.Schema, name: str) -> Iterator[DataError]:
-    if name not in schema.names:
+def _image_problems(path: DataFile, rows: Rows, name: str) -> Iterator[DataError]:
+    if name not in rows.schema.names:
         yield DataError(
             f"{path} has no column {name!r} of images, which data.dataset_type=vlm reads: it has "
-            f"{', '.join(schema.names)}. Set data.image_key, or data.dataset_type=llm for prompts of text."
+            f"{', '.join(rows.names)}. Set data.image_key, or data.dataset_type=llm for prompts of text."
         )
         return
-    kind = schema.field(name).type
+    kind = rows.schema.field(name).type
     if is_json(kind):
         return
     kind = kind.value_type if is_list(kind) else kind
@@ -194,8 +195,8 @@ def _image_problems(path: DataFile, schema: pa.Schema, name: str) -> Iterator[Da
     held = [fields[key] for key in ("bytes", "path", "image", "") if key in fields]
     if not held or not all(is_text(one) or _is_bytes(one) or pa.types.is_null(one) for one in held):
         yield DataError(
-            f"{path}: column {name!r} has type {schema.field(name).type}: an image is the bytes of a file, "
-            "a path, or {bytes, path}; a prompt has one or a list. Convert the column."
+            f"{path}: column {name!r} has type {rows.schema.field(name).type}: an image is the bytes of a "
+            "file, a path, or {bytes, path}; a prompt has one or a list. Convert the column."
         )
 
 
@@ -204,14 +205,15 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 
 def _column_problems(
-    path: DataFile, schema: pa.Schema, prompt_key: str, required: Sequence[str]
+    path: DataFile, rows: Rows, prompt_key: str, required: Sequence[str]
 ) -> Iterator[DataError]:
+    schema = rows.schema
     for name in dict.fromkeys((prompt_key, *required)):
         if name not in schema.names:
             why, fix = _column_use(name, prompt_key)
-            near = difflib.get_close_matches(name, schema.names, n=1)
+            near = difflib.get_close_matches(name, rows.names, n=1)
             hint = f"Did you mean {near[0]!r}? " if near else ""
-            held = ", ".join(schema.names)
+            held = ", ".join(rows.names)
             yield DataError(f"{path} has no column {name!r}, {why}: it has {held}. {hint}{fix}.")
     read = [
         n for n in dict.fromkeys((prompt_key, *required, GROUND_TRUTH_KEY, EXTRA_KEY)) if n in schema.names

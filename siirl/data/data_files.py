@@ -45,6 +45,13 @@ class Rows:
     num_rows: int
     read: Callable[[list[str]], pa.Table]
     """The rows, of these columns. UNREADABLE for a file that is corrupt."""
+    file_columns: tuple[str, ...] = ()
+    """Of the file itself, if the schema has others besides that are made of them; see `names`."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The columns of the file itself, which messages name."""
+        return self.file_columns or self.schema.names
 
 
 def list_files(files: str | Sequence[str]) -> list[DataFile]:

@@ -265,7 +265,7 @@ class PromptDataset:
         rows = self.columns.open(path)
         given = self.responses.names
         images = (self.image_key,) if self.image_reader else ()
-        check_columns(path, rows.schema, self.columns, (), given, bool(images))
+        check_columns(path, rows, self.columns, (), given, bool(images))
         wanted = dict.fromkeys(
             (self.prompt_key, self.data_source_key, GROUND_TRUTH_KEY, EXTRA_KEY, *given, *images)
         )

@@ -87,7 +87,7 @@ class Columns:
             known = [name for name in wanted if name in held] or held[:1]
             return self._laid_out(file, rows.read(known)).select(columns)
 
-        return Rows(schema, rows.num_rows, read)
+        return Rows(schema, rows.num_rows, read, tuple(held))
 
     def _laid_out(self, file: DataFile, table: pa.Table) -> pa.Table:
         """The table with the columns that are made of others; what is made of absent ones is left out."""

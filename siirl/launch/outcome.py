@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from siirl.checkpoint.files import current_step, saved_steps
+from siirl.checkpoint.files import newest_step
 from siirl.command_line import EXIT_USER_ERROR
 from siirl.config import from_dict
 from siirl.launch.failure import Death, first_cause, report, short_cause
@@ -44,7 +44,7 @@ def catch_signals(stop: Stop, on_resize: Callable[[], None] = lambda: None) -> I
 def _how_on(job: Job) -> str:
     """How a stopped run goes on, or why it cannot."""
     root = Path(from_dict(job.config).trainer.default_local_dir).expanduser()
-    step = current_step(root) or next(iter(saved_steps(root)), None)
+    step = newest_step(root)
     if step is None:
         return (
             f"There is no checkpoint in {root} to go on from: trainer.save_freq=N writes one every N steps."

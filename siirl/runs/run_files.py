@@ -5,6 +5,7 @@ None of them raises for what stands in a file: what cannot be read is absent, an
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -354,6 +355,17 @@ def read_starts(folder: Path, unreadable: Skipped, packages: bool = False) -> tu
 def read_job(folder: Path, unreadable: Skipped) -> dict[str, Any]:
     """job.json; empty where it is missing or damaged."""
     return json_file(folder / JOB_FILE, MOST_JOB_BYTES, unreadable)
+
+
+RESUMED = ("trainer.output_dir", "trainer.default_local_dir", "trainer.resume_mode", "trainer.overwrite")
+"""The keys that `siirl resume` sets: the folder of the run, that of its checkpoints, and that it goes on."""
+
+
+def checkpoints_of(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Where the checkpoints of a run lie now, by its configuration: of a copied or moved folder, in it."""
+    recorded = Path(str(config.get(RESUMED[0]) or folder))
+    root = Path(str(config.get(RESUMED[1]) or recorded / "checkpoints"))
+    return folder / root.relative_to(recorded) if root.is_relative_to(recorded) else root
 
 
 def read_plan(folder: Path) -> Plan | None:

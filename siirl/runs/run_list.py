@@ -15,7 +15,7 @@ from siirl.observe.columns import REWARD, VALIDATION_REWARD
 from siirl.observe.curve import of_column
 from siirl.runs.folder_reader import MARKS, Skipped, one_line
 from siirl.runs.run_state import RunState, read_run
-from siirl.runs.run_text import age_text, last_and_best, path_text, short_command, table
+from siirl.runs.run_text import age_text, cut, last_and_best, path_text, short_command, table
 from siirl.spelling import size_text
 
 DEPTH = 5
@@ -39,7 +39,9 @@ HEAD = (
     "age",
     "command",
 )
-CAUSE_WIDTH = 48
+CAUSE_WIDTH, COMMAND_WIDTH = 48, 80
+MOST_RESUMED = 3
+"""Runs whose line to go on is printed."""
 
 
 def find_runs(folder: Path, unreadable: Skipped, depth: int = DEPTH) -> Iterator[Path]:
@@ -120,7 +122,10 @@ def list_text(folder: Path, width: int | None) -> str:
         closed.append(
             f"(?) not everything in {damaged} of these folders can be read: `siirl watch RUN` says what"
         )
-    return "\n".join([table(HEAD, rows, width), *closed])
+    ways = [run.how_on for run, _ in runs if run.how_on]
+    more = f"(`siirl watch RUN` says how {len(ways) - MOST_RESUMED} more go on)"
+    on = [*ways[:MOST_RESUMED], *[more] * (len(ways) > MOST_RESUMED)]
+    return "\n".join([table(HEAD, rows, width), *on, *closed])
 
 
 def _row(run: RunState, size: int, top: Path, now_s: float) -> tuple[str, ...]:
@@ -132,7 +137,7 @@ def _row(run: RunState, size: int, top: Path, now_s: float) -> tuple[str, ...]:
     parts = [f"{one_line(name)} {last_and_best(series)[0]}" for name, series in run.parts().items()]
     return (
         name,
-        state if len(state) <= CAUSE_WIDTH else f"{state[: CAUSE_WIDTH - 3]}...",
+        cut(state, CAUSE_WIDTH),
         f"{run.step}/{run.total_steps or '?'}",
         kind,
         f"{last} ({', '.join(parts)})" if parts else last,
@@ -142,7 +147,7 @@ def _row(run: RunState, size: int, top: Path, now_s: float) -> tuple[str, ...]:
         _ranks(run),
         size_text(size),
         age_text(now_s - when) if (when := _when(run)) else "?",
-        short_command(run.command) or "?",
+        cut(short_command(run.command), COMMAND_WIDTH) or "?",
     )
 
 
@@ -176,6 +181,7 @@ def _object(run: RunState, size: int) -> dict[str, Any]:
         "size_bytes": size,
         "started_s": run.started_s or None,
         "last_sign_s": run.last_sign_s or None,
+        "checkpoint_step": run.checkpoint_step,
         "host": run.host,
         "command": run.command,
         "unreadable": dict(run.unreadable),

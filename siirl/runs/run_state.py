@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import socket
 import time
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from siirl.checkpoint.files import newest_step
 from siirl.errors import ConfigError
 from siirl.launch.attempts import Attempt
 from siirl.launch.failure import Failure, cause_line
@@ -16,11 +18,12 @@ from siirl.launch.run_folder import LOCK, holder, is_held
 from siirl.observe.columns import PART, REWARD, VALIDATION_REWARD, columns_of
 from siirl.observe.curve import Series, of_column
 from siirl.observe.printable import first_line
-from siirl.runs.folder_reader import MARKS, Skipped, content, one_line
+from siirl.runs.folder_reader import MARKS, Skipped, attempt, content, one_line
 from siirl.runs.run_files import (
     TAIL_BYTES,
     MetricsScan,
     Progress,
+    checkpoints_of,
     read_amendments,
     read_attempts,
     read_config,
@@ -99,8 +102,18 @@ class RunState:
     """Those of its last start that failed and were followed by another, in their order."""
     amendments: tuple[str, ...]
     """What was changed while it went on (siirl amend), a line each."""
+    checkpoint_step: int | None
+    """Of the checkpoint that it can go on from, if it failed or was interrupted and has one."""
     unreadable: Mapping[str, str]
     """File -> why it, or a part of it, could not be read."""
+
+    @property
+    def how_on(self) -> str:
+        """How it goes on, as the console says of an interrupted run; "" if it cannot, or need not."""
+        if self.checkpoint_step is None:
+            return ""
+        folder = shlex.quote(one_line(str(self.folder)))
+        return f"To go on after step {self.checkpoint_step}: siirl resume {folder}"
 
     @property
     def left_s(self) -> float | None:
@@ -208,6 +221,9 @@ def read_run(folder: Path, rewards: bool = True) -> RunState:
         failures=tuple(failures),
         attempts=tuple(attempts),
         amendments=tuple(read_amendments(folder, unreadable, start.run_id)),
+        checkpoint_step=None
+        if status in ("running", "ended")
+        else attempt(lambda: newest_step(checkpoints_of(folder, config)), None, "checkpoints", unreadable),
         unreadable=unreadable,
     )
 

@@ -42,6 +42,7 @@ def run_text(run: RunState, now_s: float, width: int | None = None) -> str:
         began = f", {moment_text(run.started_s)}" if run.started_s else ""
         lines.append(f"  start {run.starts} of this run, on {run.host or 'an unknown machine'}{who}{began}")
     lines += _attempt_lines(run, now_s)
+    lines += [f"  {run.how_on}"] * bool(run.how_on)
     kind, rewards = run.reward()
     if rewards:
         for name, series in {kind: rewards, **run.parts()}.items():

@@ -29,25 +29,26 @@ def add_command(commands: Any) -> None:
 
 
 def _test(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Prints the table; 1 if an assertion fails."""
+    """Prints the table; 1 if an assertion fails or is not done."""
     from siirl.testing.assertions import judged
     from siirl.testing.trial import playing
 
     with playing(overrides, args.config_name, args.answers, args.tiny, keep=args.keep) as trial:
         verdicts = judged(trial)
     print_text(table_of(verdicts))
-    failed = sum(one.status == "FAIL" for one in verdicts.values())
-    print_text(f"{failed} of {len(verdicts)} assertions failed, in {trial.seconds:.0f} s")
-    return 1 if failed else 0
+    failed, late = (sum(one.status == status for one in verdicts.values()) for status in ("FAIL", "not done"))
+    undone = f", {late} not done" if late else ""
+    print_text(f"{failed} of {len(verdicts)} assertions failed{undone}, in {trial.seconds:.0f} s")
+    return 1 if failed or late else 0
 
 
 def table_of(verdicts: Mapping[str, Any]) -> str:
     """A line for each assertion, and below one that failed what to change."""
-    width = max(map(len, verdicts))
+    width, states = max(map(len, verdicts)), max(4, *(len(one.status) for one in verdicts.values()))
     lines = []
     for name, one in verdicts.items():
-        lines.append(f"{one.status:4}  {name:{width}}  {one.evidence}")
-        lines += [f"      {'':{width}}  | {line}" for line in one.shown.splitlines()]
+        lines.append(f"{one.status:{states}}  {name:{width}}  {one.evidence}")
+        lines += [f"{'':{states}}  {'':{width}}  | {line}" for line in one.shown.splitlines()]
         if one.fix:
-            lines.append(f"      {'':{width}}  change: {one.fix}")
+            lines.append(f"{'':{states}}  {'':{width}}  change: {one.fix}")
     return "\n".join(lines)

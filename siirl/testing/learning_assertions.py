@@ -18,6 +18,7 @@ from siirl.testing.verdicts import (
     failing,
     nodes_of,
     not_here,
+    of_failed,
     passed,
     trains_policy,
 )
@@ -95,7 +96,7 @@ def equal_rewards_teach_nothing(trial: Trial) -> Verdict:
     if not any(compares(trial, node.name) for node in nodes_of(trial, credits)):
         return not_here("no estimator compares the responses of a prompt: equal rewards may teach")
     if outcome.error:
-        return failing(f"the run with equal rewards failed: {outcome.error}", "Correct what it names.")
+        return of_failed(outcome, "the run with equal rewards failed: ")
     for record in calls(trial, credits, "equal"):
         if not compares(trial, record.node):
             continue

@@ -73,7 +73,7 @@ def siirl_assertion(request: pytest.FixtureRequest, siirl_trial: "Trial") -> Cal
             pytest.skip("its run was not played, or the steps do not run")
         if verdict.status == "n/a":
             pytest.skip(verdict.evidence)
-        if verdict.status == "FAIL":
+        if verdict.is_open:
             pytest.fail(f"{verdict.evidence}. {verdict.fix}", pytrace=False)
 
     return check

@@ -12,7 +12,16 @@ from siirl.errors import UserError
 from siirl.launch.devices import device_name, rank_memory_gib
 from siirl.show.memory_text import memory_table
 from siirl.testing.trial import Outcome, Trial
-from siirl.testing.verdicts import SAME, Verdict, failing, nodes_of, not_here, passed, trains_policy
+from siirl.testing.verdicts import (
+    SAME,
+    Verdict,
+    failing,
+    nodes_of,
+    not_here,
+    of_failed,
+    passed,
+    trains_policy,
+)
 
 MEMORY = "memory: "
 """Begins the warnings of phases that may not fit a device."""
@@ -22,7 +31,7 @@ def the_steps_run(trial: Trial) -> Verdict:
     """The workflow goes through its training steps."""
     outcome = trial.alone
     if outcome.error:
-        return failing(outcome.error, "Correct what it names; nothing else can be said before the steps run.")
+        return of_failed(outcome, "", "Correct what it names; nothing else can be said before the steps run.")
     steps = {record.step for record in outcome.records()}
     names = ", ".join(trial.plan.nodes)
     return passed(f"{len(steps)} steps of {names} in {outcome.seconds:.1f} s")
@@ -32,7 +41,7 @@ def one_rank_equals_two(trial: Trial) -> Verdict:
     """On two ranks the same is sampled, rewarded and learnt as on one."""
     two = trial.runs["two_ranks"]
     if two.error:
-        return failing(f"the run on two ranks failed: {two.error}", "Correct what it names.")
+        return of_failed(two, "the run on two ranks failed: ")
     told = []
     for node in trial.plan.nodes:
         one_rows, two_rows = _by_row(trial.alone, node), _by_row(two, node)
@@ -96,7 +105,7 @@ def resume_equals_undisturbed(trial: Trial) -> Verdict:
     """A run that was killed and gone on with ends with the same weights, bit for bit."""
     resumed = trial.runs["resumed"]
     if resumed.error:
-        return failing(f"the run that was killed did not go on: {resumed.error}", "Correct what it names.")
+        return of_failed(resumed, "the run that was killed did not go on: ")
     last = max((step for one in trial.alone.evidence for step in one.digests), default=0)
     mine, theirs = (
         {name: digest for one in run.evidence for name, digest in one.digests.get(last, {}).items()}

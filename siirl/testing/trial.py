@@ -77,6 +77,8 @@ class Outcome:
     error: str = ""
     """Why it failed; empty: it ended well."""
     seconds: float = 0.0
+    is_late: bool = False
+    """It was ended as the test had no more time; `error` says so."""
 
     def records(self, step: int | None = None) -> list[NodeRecord]:
         """What the nodes of all ranks saw."""
@@ -197,6 +199,7 @@ class _Run:
     plan: Plan | None
     node_cfgs: dict[str, Config]
     error: str = ""
+    is_late: bool = False
     pids: dict[int, int] = field(default_factory=dict)
     """Rank -> process."""
     attempts: int = 0
@@ -264,7 +267,8 @@ class _Run:
         """What there is of it."""
         folder = self.job.output_path if self.job is not None else None
         evidence = read_evidence(folder) if folder is not None and folder.is_dir() else []
-        return Outcome(evidence, self.plan, self.node_cfgs, self.error, self.ended_s - self.begun_s)
+        seconds = self.ended_s - self.begun_s
+        return Outcome(evidence, self.plan, self.node_cfgs, self.error, seconds, self.is_late)
 
 
 def _prepared(job: TinyJob, name: str, kind: RunKind, answers: Answers) -> _Run:
@@ -312,8 +316,10 @@ def _play_all(runs: Mapping[str, _Run], deadline_s: float) -> None:
             if time.perf_counter() > deadline_s:
                 for run in [*active, *waiting]:
                     run.error = (
-                        f"it was not done {DEADLINE_S:g} s after the test began: this machine is too busy"
+                        f"the run {run.name!r} was not done {DEADLINE_S:g} s after the test began: this "
+                        "machine is too busy"
                     )
+                    run.is_late = True
                     run.end()
                 return
             time.sleep(POLL_S)

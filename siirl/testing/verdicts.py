@@ -8,10 +8,10 @@ from typing import Literal
 from siirl.algorithms.advantages import ADVANTAGES
 from siirl.compiler.plan import NodePlan
 from siirl.testing.evidence import NodeRecord
-from siirl.testing.trial import Trial
+from siirl.testing.trial import Outcome, Trial
 from siirl.user_code.load_object import load_object
 
-Status = Literal["pass", "FAIL", "n/a"]
+Status = Literal["pass", "FAIL", "n/a", "not done"]
 SAME = 1e-4
 """Relative distance up to which float32 sums in another order are equal."""
 
@@ -27,6 +27,11 @@ class Verdict:
     shown: str = ""
     """What is to be looked at, several lines."""
 
+    @property
+    def is_open(self) -> bool:
+        """It failed, or the machine was too busy for it: the workflow is not known to be sound."""
+        return self.status in ("FAIL", "not done")
+
 
 Assertion = Callable[[Trial], Verdict]
 
@@ -39,6 +44,13 @@ def passed(evidence: str, shown: str = "") -> Verdict:
 def failing(evidence: str, fix: str) -> Verdict:
     """It does not hold."""
     return Verdict("FAIL", evidence, fix)
+
+
+def of_failed(run: Outcome, what: str, fix: str = "Correct what it names.") -> Verdict:
+    """Of a run that has an error: it failed, or was not done in time, which says nothing of the workflow."""
+    if run.is_late:
+        return Verdict("not done", run.error, "Run the test again when the machine has time.")
+    return failing(f"{what}{run.error}", fix)
 
 
 def not_here(why: str) -> Verdict:

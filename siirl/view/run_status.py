@@ -13,7 +13,7 @@ from siirl.observe.logs import TAIL_BYTES, log_lines
 from siirl.observe.printable import printable
 from siirl.runs.folder_reader import Skipped, attempt, content, json_file, mapping, number, whole, word
 from siirl.runs.rank_now import doing
-from siirl.runs.run_files import latest_metrics, read_config, read_starts
+from siirl.runs.run_files import RESUMED, latest_metrics, read_config, read_starts
 from siirl.runs.run_state import RunState, attempt_text
 from siirl.runs.run_text import moment_text
 from siirl.view.rank_groups import MOST_CELLS, RankGroup, cells, places
@@ -41,6 +41,7 @@ LOOKED_AT = {
 """What the page calls a setting -> its key; those that are off are left out."""
 MOST_KEYS, MOST_TEXT = 5_000, 2_000
 _HIDDEN = "ray_init.env_vars."
+_RESUME = re.compile(r"\bsiirl(?:\.cli)? resume ")
 
 
 def looked_at(folder: Path) -> list[list[str]]:
@@ -55,8 +56,12 @@ def looked_at(folder: Path) -> list[list[str]]:
 
 
 def settings(folder: Path, job: Mapping[str, Any], plan: Plan | None, skipped: Skipped) -> list[list[str]]:
-    """[key, value, "set" or "chosen" or "", why it was chosen] of all keys of a run, by name."""
+    """[key, value, who set it, why it was chosen] of all keys of a run, by name.
+
+    Who: "set" (a user), "siirl resume", "chosen" (the plan), or "".
+    """
     config = read_config(folder, skipped)
+    command = read_starts(folder, Skipped())[1].command
     explicit = mapping(job.get("config")).get("explicit")
     by_user = {str(name) for name in explicit} if isinstance(explicit, list) else set()
     chosen: dict[str, list[tuple[str, str]]] = {}
@@ -68,6 +73,8 @@ def settings(folder: Path, job: Mapping[str, Any], plan: Plan | None, skipped: S
     rows = []
     for name in sorted(config)[:MOST_KEYS]:
         text, how, why = _text(name, config[name]), "set" if _is_set(name, by_user) else "", ""
+        if how and name in RESUMED and _RESUME.search(command) and f"{name}=" not in command:
+            how = "siirl resume"
         if name in chosen and not how:
             values, reasons = zip(*chosen[name], strict=True)
             text, how, why = "; ".join(dict.fromkeys(values)), "chosen", "; ".join(dict.fromkeys(reasons))
@@ -146,6 +153,7 @@ def overview(
         "folder": printable(str(run.folder)),
         "state": run.status,
         "cause": run.cause,
+        "how_on": run.how_on,
         "step": run.step or None,
         "total": run.total_steps,
         "left_s": run.left_s,

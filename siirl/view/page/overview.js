@@ -14,7 +14,8 @@ section("overview", "Overview", ["overview"], () => {
   parts.push(make("div", { class: "box" }, make("h2", {}, about.name, " ", make("span", { class: "state " + about.state, id: "state" }, about.state)),
     make("p", { id: "step" }, "step ", about.step === null ? "none yet" : String(about.step), about.total ? " of " + about.total : "", " ",
       about.total ? make("progress", { max: about.total, value: about.step || 0, "aria-label": "steps done" }) : null,
-      about.left_s !== null ? " about " + seconds(about.left_s) + " left" : ""), about.cause ? make("p", { class: "down" }, about.cause) : null));
+      about.left_s !== null ? " about " + seconds(about.left_s) + " left" : ""), about.cause ? make("p", { class: "down" }, about.cause) : null,
+    about.how_on ? make("p", { id: "how_on" }, about.how_on) : null));
   page.written = Promise.all([
     later(parts, "Numbers", "curves", "numbers", found => [lastNumbers(found || {})]),
     later(parts, "Alerts", "alerts", "alerts", found => found && found.length ? found.map(alert => make("div", { class: "box alert" }, alert.text))

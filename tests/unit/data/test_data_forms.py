@@ -193,6 +193,13 @@ def test_a_column_that_is_not_there_is_named_with_the_nearest(tmp_path, key, mes
         checked(write_parquet(tmp_path / "rows.parquet", [row]), key)
 
 
+def test_a_message_lists_the_columns_that_the_file_has(tmp_path):
+    """Not those that the configuration makes: the data source of all rows, the boxed right answer."""
+    file = write_parquet(tmp_path / "rows.parquet", [{"question": "1", "answer": "3"}])
+    with pytest.raises(DataError, match=r"it has question, answer\. Name the column of the prompts"):
+        checked(file, "data.data_source=math", "data.columns={ground_truth: answer}")
+
+
 CHATS = {
     "parts": [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "2="}]}],
     "ShareGPT": [{"from": "system", "value": "7"}, {"from": "human", "value": "1+2="}],

@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 
+from siirl.config import load_config
 from siirl.errors import ConfigError
 from siirl.observe import console
 from siirl.observe.columns import COLUMNS, REWARD, cell, number
@@ -323,6 +324,21 @@ def test_the_summary_names_rewards_and_places(tmp_path):
     assert counted in text
     assert "2 min 5 s" in text and str(tmp_path / "checkpoints") in text and "HF model" not in text
     assert [duration(s) for s in (3.21, 3723)] == ["3.2 s", "1:02:03"]
+
+
+def test_the_end_of_an_evaluation_says_nothing_of_training(tmp_path):
+    from siirl.dag_worker.step_report import closing_report
+
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.log(20, {"val/reward/mean": 0.9})
+    sink.close()
+    for val_only, places in (("true", 0), ("false", 2)):
+        cfg = load_config(["algorithm.adv_estimator=grpo", f"trainer.val_only={val_only}"])
+        given = tmp_path / "checkpoints/global_step_20"
+        text = closing_report(cfg, "grpo", tmp_path, given, [], None, 1.0)
+        assert "validation reward" in text
+        assert text.count("reward curve") + text.count("checkpoint  ") == places, text
+        assert (tmp_path / "reward_curve.png").exists() == bool(places)
 
 
 def test_spans_add_up_to_the_step_and_nested_ones_count_once(monkeypatch, tmp_path):

@@ -65,6 +65,30 @@ def test_each_state_of_a_run_is_told_by_what_it_wrote(tmp_path, capsys):
     assert read_run(tmp_path / "running").status == "interrupted"  # the lock is gone with its holder
 
 
+def test_an_interrupted_run_with_a_checkpoint_has_its_line_to_go_on(tmp_path, capsys):
+    """In `siirl ls`, whose commands are short, and in `siirl watch`; one that ended needs none."""
+    long = ("python", "-m", "siirl.main_dag", f"data.train_files={'x' * 600}.parquet")
+    runs = {name: written(tmp_path / name) for name in ("cut", "none", "done")}
+    for name, run in runs.items():
+        run.start(command=long).steps(rewards(range(1, 31))).positions({0: (31, "rollout", 1e9)})
+        if name != "none":
+            (run.folder / "checkpoints" / "global_step_30").mkdir(parents=True)
+            (run.folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("30")
+    runs["cut"].end("stopped", "stopped by SIGINT")
+    runs["done"].end()
+    on = f"To go on after step 30: siirl resume {tmp_path / 'cut'}"
+    assert main(["ls", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert table.count("To go on") == 1 and table.splitlines()[-1] == on
+    assert "data.train_files=xxx" in table and max(map(len, table.splitlines())) < 400
+    steps = {name: run["checkpoint_step"] for name, run in told(tmp_path, capsys).items()}
+    assert steps == {"cut": 30, "none": None, "done": None}
+    assert main(["watch", "--once", str(tmp_path / "cut")]) == 0
+    assert on in capsys.readouterr().out
+    moved = shutil.copytree(tmp_path / "cut", tmp_path / "else" / "where")
+    assert read_run(moved).how_on.endswith(f"siirl resume {moved}")
+
+
 def test_a_run_that_ended_and_was_killed_after_it_went_on_has_not_ended(tmp_path):
     run = ended(tmp_path / "run").start(run_id="second")
     assert (read_run(run.folder).status, read_run(run.folder).starts) == ("interrupted", 2)

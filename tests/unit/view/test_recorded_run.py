@@ -153,6 +153,12 @@ def test_a_step_can_be_scrubbed_and_says_what_bounds_it(page):
     assert "solver" in busy and set(busy) <= set(AGENTS), "the others answer turns, or come to it"
     page.value(scrub.format("slider.max"))
     assert len(painted(page, "rgb(63, 155, 108)")) >= 13, "nearly all are done"
+    for scheme, bar in (("dark", "light"), ("light", "light dark")):
+        page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        style = page.value("(({ colorScheme, filter }) => [colorScheme, filter])(getComputedStyle(picture))")
+        assert style[0] == bar and ("invert" in style[1]) == (scheme == "dark"), (
+            "the picture is inverted with its scrollbar, which has to be light for that"
+        )
 
 
 def test_health_has_attempts_engines_errors_and_logs(page, folder, tmp_path):

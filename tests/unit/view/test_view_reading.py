@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -195,6 +196,30 @@ def test_settings_say_who_set_them_and_hide_secrets(tmp_path):
     assert rows["ray_init.env_vars.API_KEY"][:2] == ["***", "set"] and "hush" not in json.dumps(run)
     about = {name: value for name, value, _ in run["overview"]["settings"]}
     assert about == {"model": "/m", "responses of a prompt": "16"}, "what is off is skipped"
+
+
+def test_settings_of_a_resumed_run_tell_apart_what_the_resume_set(tmp_path):
+    """A key that was typed behind `siirl resume` is the user's."""
+    folder = write_run(tmp_path / "run")
+    job = json.loads((folder / "job.json").read_text())
+    keys = ["output_dir", "default_local_dir", "resume_mode", "total_training_steps"]
+    job["config"]["trainer"] |= {"output_dir": "a", "default_local_dir": "b", "resume_mode": "auto"}
+    job["config"]["explicit"] = [f"trainer.{name}" for name in keys]
+    (folder / "job.json").write_text(json.dumps(job))
+    command = "python .venv/bin/siirl resume run trainer.total_training_steps=6 trainer.default_local_dir=b"
+    for line, who in (("python -m siirl.main_dag", "set"), (command, "siirl resume")):
+        text = (folder / "run.yaml").read_text()
+        (folder / "run.yaml").write_text(re.sub("(?m)^command: .*$", f"command: {line}", text))
+        set_by = {row[0]: row[2] for row in read_run(folder)["settings"]}
+        assert [set_by[f"trainer.{name}"] for name in keys] == [who, "set", who, "set"]
+
+
+def test_the_overview_of_an_interrupted_run_says_how_it_goes_on(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "checkpoints" / "global_step_4").mkdir(parents=True)
+    assert read_run(folder)["overview"]["how_on"] == "", "it has ended"
+    record_end(folder, "id", "stopped", "stopped by SIGINT")
+    assert read_run(folder)["overview"]["how_on"] == f"To go on after step 4: siirl resume {folder}"
 
 
 def test_the_clock_of_curves_begins_with_the_first_step():
