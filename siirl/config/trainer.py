@@ -59,7 +59,11 @@ class TrainerConfig:
         "memory of a device, for the estimate of `siirl plan`; null: that of the GPUs here, else 80",
         low=1,
     )
-    save_freq: int = key(-1, "steps between checkpoints; -1: none", low=-1)
+    save_freq: int = key(
+        -1,
+        "steps between checkpoints; -1: none but the one with which Ctrl-C ends a run on one machine",
+        low=-1,
+    )
     resume_mode: str = key(
         "auto",
         "auto: go on from the last checkpoint in default_local_dir, if any",

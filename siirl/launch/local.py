@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import signal
+import sys
 import time
 from collections.abc import Mapping
 
@@ -26,11 +28,13 @@ from siirl.launch.process import (
 from siirl.launch.rendezvous import STORE_FD, open_socket
 from siirl.launch.run_folder import is_gone
 from siirl.launch.standbys import Standbys
+from siirl.observe.amendments import ask_to_save, forget, is_asked
 from siirl.observe.heartbeat import FD_VARIABLE as HEARTBEAT
 from siirl.observe.heartbeat import heartbeat_file
 from siirl.observe.position import read_position
 
 LIFELINE = "SIIRL_LIFELINE_FD"
+SAVES = "siirl: ends after this step, with a checkpoint to go on from. Ctrl-C again: at once, without."
 GATHER_S = 0.5  # after a first death, wait for those that follow: the one seen first need not be the first
 
 
@@ -55,6 +59,7 @@ class LocalRun:
         self.job, self.stop = job, Stop()
         self.standbys = Standbys(job)
         self.workers: list[Worker] = []
+        self._saves = False  # one checkpoint, for which Ctrl-C has asked
         self._tee: ConsoleTee | None = None
 
     def match_size(self) -> None:
@@ -77,6 +82,10 @@ class LocalRun:
             finally:
                 end_all(self.workers, self.stop.at_once)
                 tee.close()
+        if self._saves:
+            if is_asked(job.output_path) and not deaths and not self.stop.at_once():
+                self.stop.numbers.clear()  # it was in its last step, and has ended by itself
+            forget(job.output_path)
         return Ended(job, deaths, {worker.rank: worker.log_offset for worker in self.workers})
 
     def start(self, job_path: str, tee: ConsoleTee, fds: Mapping[str, int]) -> None:
@@ -108,7 +117,7 @@ class LocalRun:
         """Wait until all have ended well, one has failed or will not go on, or a signal; the deaths."""
         job, workers = self.job, self.workers
         logs, folder = LogSizes(job.log_dir), job.output_path.stat()
-        while not self.stop.numbers:
+        while not self._is_to_end():
             if is_gone(job.output_path, folder):
                 return [without_folder(job)]
             logs.look()
@@ -124,6 +133,25 @@ class LocalRun:
                 return [Death(found.rank, 1, time.time(), None, position, lost=found.what)]
             time.sleep(POLL_S)
         return []
+
+    def _is_to_end(self) -> bool:
+        """Whether a signal ends the workers now.
+
+        The first Ctrl-C of a run that saves no checkpoints asks for one after the step that it is in, with
+        which the workers end by themselves.
+        """
+        if self.stop.numbers == [signal.SIGINT] and not self._saves and self._can_save():
+            with contextlib.suppress(OSError):
+                ask_to_save(self.job.output_path)
+                self._saves = True
+                print(SAVES, file=sys.stderr, flush=True)
+        return bool(self.stop.numbers) and (self.stop.at_once() or not self._saves)
+
+    def _can_save(self) -> bool:
+        """Whether it would lose steps: it is in one, and there is no checkpoint to go on from."""
+        cfg, position = from_dict(self.job.config), read_position(self.job.position_path(0))
+        trains = not (cfg.trainer.val_only or cfg.trainer.rollout_only or cfg.service.enable)
+        return trains and cfg.trainer.save_freq <= 0 and position is not None and position.step > 0
 
     def _deaths(self, oom_before: int) -> list[Death]:
         """Of those that ended badly, some of which the first one may have taken with it."""

@@ -64,6 +64,11 @@ def ask(folder: Path, amendment: Amendment) -> None:
     write_own(folder / ASKED, dataclasses.asdict(amendment))
 
 
+def ask_to_save(folder: Path) -> None:
+    """Ask for a checkpoint after the step that a run is in, with which its workers end. OSError."""
+    write_own(folder / ASKED, {})
+
+
 def is_asked(folder: Path) -> bool:
     return (folder / ASKED).exists()
 

@@ -19,6 +19,7 @@ from siirl.launch import local, standbys
 from siirl.launch.job import Job
 from siirl.launch.output_relay import ConsoleTee
 from siirl.launch.process import Worker, end_all, lifeline, worker_environment
+from siirl.observe.position import PositionFile
 
 LAUNCH = (
     "import sys; from pathlib import Path; from siirl.launch.job import Job;"
@@ -240,6 +241,43 @@ def test_a_signal_ends_the_run_and_leaves_no_orphans(tmp_path, entry, number, co
     assert launcher.returncode == code and time.monotonic() - started < 15
     assert f"stopped by {number.name}" in errors
     wait_until_dead(pids, 1)
+
+
+@pytest.mark.parametrize(
+    ("entry", "code"), [("save_when_asked", 130), pytest.param("end_when_asked", 0, marks=pytest.mark.slow)]
+)
+def test_the_first_ctrl_c_of_a_run_that_saves_nothing_waits_for_a_checkpoint(tmp_path, entry, code):
+    launcher, pids = start(tmp_path, entry)
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == code, errors
+    assert local.SAVES in errors and ("To go on after step 3: siirl resume" in errors) == (code == 130)
+    assert not list((tmp_path / "out").glob("amendment*"))
+    wait_until_dead(pids, 1)
+
+
+AT_ONCE = {
+    "it saves": ((signal.SIGINT,), 3, "trainer.save_freq=5"),
+    "it is before its first step": ((signal.SIGINT,), 0, "trainer.save_freq=-1"),
+    "it validates only": ((signal.SIGINT,), 3, "trainer.val_only=true"),
+    "another signal": ((signal.SIGTERM,), 3, "trainer.save_freq=-1"),
+    "a second one": ((signal.SIGINT, signal.SIGINT), 3, "trainer.save_freq=-1"),
+}
+
+
+@pytest.mark.parametrize("why", AT_ONCE)
+def test_a_signal_ends_at_once(tmp_path, why):
+    numbers, step, key = AT_ONCE[why]
+    run = local.LocalRun(Job.read(write_job(tmp_path, "finish", key)))
+    place = run.job.position_path(0)
+    place.parent.mkdir(parents=True)
+    PositionFile(place).set(step, "actor_train")
+    assert not run._is_to_end()
+    ends = []
+    for number in numbers:
+        run.stop(number, None)
+        ends.append(run._is_to_end())
+    assert ends == [False] * (len(numbers) - 1) + [True]
 
 
 def test_workers_and_their_children_end_when_the_launcher_is_killed(tmp_path):

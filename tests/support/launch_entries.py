@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from siirl.dag_worker.boundary import Boundary
 from siirl.errors import DataError, WorkerError
+from siirl.observe.amendments import is_asked
 from siirl.observe.heartbeat import current_heartbeat
 from siirl.observe.position import PositionFile
 
@@ -137,6 +139,26 @@ def wait_stubbornly(cfg, plan, rank, world_size, device, job):
 def wait_politely(cfg, plan, rank, world_size, device, job):
     _tell(job, rank, os.getpid())
     time.sleep(300)
+
+
+def save_when_asked(cfg, plan, rank, world_size, device, job):
+    """Ranks in step 3 until they are asked for a checkpoint, which is then there; as Training does it."""
+    _enter(job, rank, "actor_train", 3)
+    between_steps = Boundary(job.output_path, rank, dist.group.WORLD)
+    _tell(job, rank, os.getpid())
+    while not between_steps.is_asked():
+        time.sleep(0.05)
+    if rank == 0:
+        (job.output_path / "checkpoints" / "global_step_3").mkdir(parents=True)
+
+
+def end_when_asked(cfg, plan, rank, world_size, device, job):
+    """Ranks in their last step, after which nobody looks whether something is asked."""
+    _enter(job, rank, "actor_train", 3)
+    _tell(job, rank, os.getpid())
+    while not is_asked(job.output_path):
+        time.sleep(0.05)
+    dist.barrier()
 
 
 def wait_for_each_other(cfg, plan, rank, world_size, device, job):
