@@ -155,7 +155,8 @@ def test_a_step_can_be_scrubbed_and_says_what_bounds_it(page):
     assert len(painted(page, "rgb(63, 155, 108)")) >= 13, "nearly all are done"
     for scheme, bar in (("dark", "light"), ("light", "light dark")):
         page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        style = page.value("(({ colorScheme, filter }) => [colorScheme, filter])(getComputedStyle(picture))")
+        box = "getComputedStyle(document.getElementById('picture'))"
+        style = page.value(f"[{box}.colorScheme, {box}.filter]")
         assert style[0] == bar and ("invert" in style[1]) == (scheme == "dark"), (
             "the picture is inverted with its scrollbar, which has to be light for that"
         )
