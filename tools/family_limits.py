@@ -250,7 +250,7 @@ def _of_keys() -> Iterator[Limit]:
     )
     yield Limit(
         "`model.compile_layers`",
-        types_with(lambda row: not row.compiled and not row.sees_images),
+        types_with(lambda row: not row.compiled),
         f"{', '.join(types_with(lambda row: row.compiled))} were compared when compiled",
         (f"{_MODEL}.compile_layers=true",),
         of="other types",
