@@ -129,6 +129,8 @@ def test_nothing_that_was_answered_is_lost_wherever_the_server_is_killed(
     def begin_gated(model, spec, version, state, at_once):
         written.append(Gated(state))
         begin(model, spec, version, state if at_once else written[-1], at_once)
+        while not at_once and not list((tmp_path / "journal").glob("*.new")):
+            time.sleep(0.001)  # the thread has not begun
 
     service.journal.begin = begin_gated
     for count in range(15):
@@ -243,7 +245,7 @@ def steps(folder, answered) -> None:
     kept.add(MODELS[0], 0, CreateModel(MODELS[0], AdapterSpec(2, 1)), {})
     for number in range(1, 1 << 20):
         if kept.add(MODELS[0], number, OptimStep(MODELS[0], ADAM), {}):
-            state = {f"{part}": torch.from_numpy(np.full(1 << 15, number)) for part in range(8)}
+            state = {f"{part}": torch.from_numpy(np.full(1 << 17, number)) for part in range(8)}
             kept.begin(MODELS[0], AdapterSpec(2, 1), number, state)
         answered[:8] = number.to_bytes(8, "little")
         time.sleep(0.0005)
