@@ -65,7 +65,7 @@ quickstart: .venv/.base  ## make a tiny model and dataset, train it on CPU, expo
 PYTEST := $(TEST_ENV) $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 
 test: .venv/.dev  ## the test suite (its minutes: CONTRIBUTING.md)
-	$(PYTEST) -n $(or $(WORKERS),3) --ignore tests/gpu --durations 15 -m 'not slow and not gpu'
+	$(PYTEST) -n $(or $(WORKERS),4) --ignore tests/gpu --durations 15 -m 'not slow and not gpu'
 
 test-fast: .venv/.dev  ## what needs no processes, for the inner loop (under 90 s on 2 cores)
 	$(PYTEST) -n 2 -m 'not slow and not gpu and not heavy' tests/unit tests/plan
