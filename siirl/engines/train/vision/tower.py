@@ -37,9 +37,8 @@ def prepare_tower(hf: PreTrainedModel) -> None:
     if tower is None:
         return
     config = tower.config
-    own = copy.deepcopy(
-        config
-    )  # the model's is read again, for other models, by code that looks for packages
+    # The model's own is read again, for other models, by code that looks for packages.
+    own = copy.deepcopy(config)
     own._attn_implementation = TOWER_ATTENTION
     for module in tower.modules():
         if getattr(module, "config", None) is config:
