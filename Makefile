@@ -72,7 +72,7 @@ test-fast: .venv/.dev  ## what needs no processes, for the inner loop (under 90 
 
 # Its commands import for themselves, as a user's do; those of `make test` are forks (tests/support/forked_starts.py).
 test-all: .venv/.verifiers .venv/.tinker .venv/.mini-swe-agent  ## the slower tests too
-	SIIRL_TEST_STARTS=real $(PYTEST) -n 2 --timeout 900
+	SIIRL_TEST_STARTS=real $(PYTEST) -n $(or $(WORKERS),2) --timeout 900
 
 check: .venv/.dev  ## lint, format, types, layers, import circles
 	.venv/bin/ruff check .
