@@ -309,9 +309,9 @@ def arms(more: list[str], small: bool) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def flash_is_installed() -> bool:
-    from siirl.launch.devices import installed_packages
+    from siirl.launch.devices import installed
 
-    return "flash-attn-4" in installed_packages()
+    return "flash-attn-4" in installed()[0]
 
 
 if __name__ == "__main__":

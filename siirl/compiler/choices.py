@@ -33,6 +33,8 @@ class Machine:
     """Of the CUDA devices."""
     packages: frozenset[str] = frozenset()
     """Those that choices depend on, as far as they are installed."""
+    triton: str = ""
+    """Its version; "" if it is not installed."""
 
     def __str__(self) -> str:
         if self.device is None:

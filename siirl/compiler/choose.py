@@ -12,13 +12,14 @@ from math import ceil
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.checks.model_checks import check_trained_model
+from siirl.compiler.checks.service_checks import not_in_shared_passes
 from siirl.compiler.choices import AS_BEFORE, Changes, Draft, Kept, Machine
 from siirl.compiler.engine_choices import choose_engines, choose_graphs
 from siirl.compiler.memory.estimate import longest_row, read_shape, stays_whole
 from siirl.compiler.plan import Choice, ModelPlan, Plan
 from siirl.config import Config, with_overrides
 from siirl.config.batch import batch_of
-from siirl.config.common import FLA, FLASH_4
+from siirl.config.common import FLA, FLASH_4, why_not_fla
 from siirl.config.resolve import COMPUTE_DTYPE, get
 from siirl.config.roles import ROLES, BatchKeys, role_group, role_model
 from siirl.models.config_json import as_built
@@ -173,8 +174,10 @@ def _choose_kernels(draft: Draft, model: ModelPlan) -> None:
 def _choose_state_kernels(draft: Draft, model: ModelPlan, key: str) -> None:
     if not draft.is_free(model, key):
         return
+    missing = why_not_fla(draft.machine.capability, draft.machine.triton)
     if FLA_PACKAGE not in draft.machine.packages:
         missing = f"{FLA_PACKAGE} is not installed (pip install 'siirl[fla]')"
+    if missing:
         draft.take(model, {key: "torch"}, f"{missing}, and torch's kernels of states are slow")
     elif _is_accepted(draft, model, {key: FLA}):
         draft.take(model, {key: FLA}, f"{FLA_PACKAGE} is installed")
@@ -183,6 +186,8 @@ def _choose_state_kernels(draft: Draft, model: ModelPlan, key: str) -> None:
 def _is_accepted(draft: Draft, model: ModelPlan, changes: Changes) -> bool:
     """Whether the checks of a run take a model with these changes."""
     changed = with_overrides(draft.cfg(model), changes)
+    if changed.service.enable and [*not_in_shared_passes(changed)]:
+        return False
     return not [*check_trained_model(changed, model.role, model.name)]
 
 

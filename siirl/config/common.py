@@ -1,5 +1,6 @@
 """Groups that several parts of the configuration share: model, FSDP, Megatron, optimizer, checkpoint."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,6 +213,19 @@ class TrainedConfig:
 
 
 FLASH_4, FLA = "flash_attn_4", "fla"
+FLA_TRITON = ((3, 4, 0), (3, 7, 1))
+"""Triton from the one on and before the other compiles gradients of fla-core wrongly for Hopper GPUs; it
+refuses to compute them."""
+
+
+def why_not_fla(capability: tuple[int, int], triton: str) -> str:
+    """Why fla-core cannot train on GPUs of a CUDA capability with a version of Triton ("3.6.0"; "": not
+    known); "" if it can."""
+    version = tuple(int(part) for part in re.findall(r"\d+", triton)[:3])
+    if capability[0] == 9 and version and FLA_TRITON[0] <= version < FLA_TRITON[1]:
+        needed = ".".join(map(str, FLA_TRITON[1]))
+        return f"on Hopper GPUs fla-core needs Triton {needed} or later, here is {triton}"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from siirl.compiler.choices import Machine
-from siirl.compiler.choose import FLASH_4_SINCE, PACKAGES
+from siirl.compiler.choose import PACKAGES
 from siirl.compiler.cost.device_kinds import DeviceKind
 from siirl.config import Config
 from siirl.errors import ConfigError
@@ -53,7 +53,7 @@ def machine_of(cfg: Config, launcher: str, here: bool = False) -> Machine:
         return Machine("cpu", _host_gib() / 2 / trainer.n_gpus_per_node)
     if not alone:
         return Machine() if gib is None else Machine("cuda", gib)
-    return Machine("cuda", gib or device_memory_gib(), _capability(), installed_packages())
+    return Machine("cuda", gib or device_memory_gib(), _capability(), *installed())
 
 
 def named_machine(cfg: Config, kind: DeviceKind) -> Machine:
@@ -62,17 +62,17 @@ def named_machine(cfg: Config, kind: DeviceKind) -> Machine:
     if trainer.device == "cpu":
         return Machine("cpu", _host_gib() / 2 / trainer.n_gpus_per_node)
     gib = trainer.device_memory_gib or (kind.gib if trainer.nnodes == 1 else None)
-    hopper = kind.name.startswith(("h", "b"))
-    return Machine("cuda", gib, FLASH_4_SINCE if hopper else (0, 0), installed_packages())
+    capability = {"h": (9, 0), "b": (10, 0)}.get(kind.name[0], (0, 0))
+    return Machine("cuda", gib, capability, *installed())
 
 
-def installed_packages() -> frozenset[str]:
-    """Those of the packages that choices depend on that are installed."""
-    found = set()
-    for name in PACKAGES:
+def installed() -> tuple[frozenset[str], str]:
+    """Those of the packages that choices depend on that are installed, and the version of Triton or ""."""
+    found = {}
+    for name in (*PACKAGES, "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.add(importlib.metadata.version(name) and name)
-    return frozenset(found)
+            found[name] = importlib.metadata.version(name)
+    return frozenset(found) & frozenset(PACKAGES), found.get("triton", "")
 
 
 def _host_gib() -> float:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import train_engine_cases as cases
 from accepted_cases import EXACT, results
 from dist_harness import run_workers
-from some_cases import some
+from some_cases import in_parts, some
 from train_engine_cases import Scenario
 
 from siirl.compiler.plan import ModelPlan
@@ -60,43 +60,54 @@ def test_some_models_whose_files_leave_out_what_they_may_compute_what_transforme
     assert run_workers(results, 1, FEW_VALUES, alone, EXACT, values, deadline_s=200)[0] == {}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("values", ["null", "absent"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_model_whose_file_leaves_out_what_it_may_computes_what_transformers_does(strategy, values):
-    kinds = [kind for kind in known_types(strategy) if kind not in VISION_MODELS]
-    alone = Scenario("", 1, strategy=strategy)
-    assert run_workers(results, 1, kinds, alone, EXACT, values, deadline_s=800)[0] == {}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_model_that_is_accepted_computes_what_transformers_does(strategy):
-    kinds = [kind for kind in known_types(strategy) if kind not in VISION_MODELS]  # test_vision_engine.py
-    alone = Scenario("", 1, strategy=strategy)
-    assert run_workers(results, 1, kinds, alone, deadline_s=800)[0] == {}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_ranks_that_share_rows_compute_what_transformers_does_with_every_model():
-    kinds = [kind for kind in known_types("fsdp") if kind not in (*VISION_MODELS, *SCANNED)]
-    assert run_workers(results, 2, kinds, SHARED, deadline_s=800) == [{}, {}]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_ranks_that_have_some_of_the_experts_compute_what_transformers_does_with_every_mixture():
-    kinds = [kind for kind in known_types("fsdp") if kind not in VISION_MODELS and has_experts(kind)]
-    assert len(kinds) > 10 and "granitemoe" in kinds
-    assert run_workers(results, 2, kinds, DEALT, deadline_s=800) == [{}, {}]
-
-
 def has_experts(kind: str) -> bool:
     config = causal_lms.tiny_config(kind).to_dict()
     return any(config.get(name) not in (None, 0, 1) for name in EXPERTS)
+
+
+PLAIN = {
+    strategy: [kind for kind in known_types(strategy) if kind not in VISION_MODELS] for strategy in STRATEGIES
+}
+"""Those that see images are in test_vision_engine.py."""
+EVERY = [part for strategy, kinds in PLAIN.items() for part in in_parts(kinds, strategy)]
+MIXTURES = [kind for kind in PLAIN["fsdp"] if has_experts(kind)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("values", ["null", "absent"])
+@pytest.mark.parametrize(("strategy", "kinds"), EVERY)
+def test_every_model_whose_file_leaves_out_what_it_may_computes_what_transformers_does(
+    strategy, kinds, values
+):
+    alone = Scenario("", 1, strategy=strategy)
+    assert run_workers(results, 1, kinds, alone, EXACT, values, deadline_s=350)[0] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("strategy", "kinds"), EVERY)
+def test_every_model_that_is_accepted_computes_what_transformers_does(strategy, kinds):
+    alone = Scenario("", 1, strategy=strategy)
+    assert run_workers(results, 1, kinds, alone, deadline_s=350)[0] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kinds", in_parts([kind for kind in PLAIN["fsdp"] if kind not in SCANNED]))
+def test_ranks_that_share_rows_compute_what_transformers_does_with_every_model(kinds):
+    assert run_workers(results, 2, kinds, SHARED, deadline_s=350) == [{}, {}]
+
+
+def test_there_are_many_mixtures():
+    assert len(MIXTURES) > 10 and "granitemoe" in MIXTURES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kinds", in_parts(MIXTURES))
+def test_ranks_that_have_some_of_the_experts_compute_what_transformers_does_with_every_mixture(kinds):
+    assert run_workers(results, 2, kinds, DEALT, deadline_s=350) == [{}, {}]
 
 
 ROUTED_OTHERWISE = ("glm4_moe", "deepseek_v2", "deepseek_v3")

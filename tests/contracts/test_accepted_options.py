@@ -12,6 +12,7 @@ from accepted_cases import WINDOWS
 from dist_harness import run_workers
 from expert_cases import largest_gap, on_disk, router_losses_of_hf
 from recorded_cases import case_of, distance, record_gaps
+from some_cases import in_parts
 from train_engine_cases import Scenario
 
 from siirl.models.families import known_types, types_with
@@ -116,9 +117,10 @@ def test_adapters_of_a_hybrid_without_experts_are_on_what_its_states_are_made_of
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_adapters_of_every_model_equal_peft():
-    assert run_workers(problems, 1, ADAPTED, adapters_are_wrong, deadline_s=550)[0] == {}
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kinds", in_parts(ADAPTED))
+def test_adapters_of_every_model_equal_peft(kinds):
+    assert run_workers(problems, 1, kinds, adapters_are_wrong, deadline_s=350)[0] == {}
 
 
 BALANCES = [kind for kind in KINDS if kind not in GROUP_ROUTED and mixes(kind)]
@@ -135,5 +137,6 @@ def test_the_router_loss_of_some_mixtures_is_that_of_the_mini_batch():
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_router_loss_of_every_mixture_is_that_of_the_mini_batch():
-    assert run_workers(problems, 1, BALANCES, balance_is_wrong, deadline_s=350)[0] == {}
+@pytest.mark.parametrize("kinds", in_parts(BALANCES))
+def test_the_router_loss_of_every_mixture_is_that_of_the_mini_batch(kinds):
+    assert run_workers(problems, 1, kinds, balance_is_wrong, deadline_s=350)[0] == {}

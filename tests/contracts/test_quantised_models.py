@@ -12,6 +12,7 @@ import train_engine_cases as cases
 from dist_harness import run_workers
 from quantised_files import in_fp8, in_mxfp4, rounded
 from safetensors.torch import load_file, save_file
+from some_cases import in_parts
 from train_engine_cases import Scenario
 
 from siirl.checkpoint.export import save_hf
@@ -83,13 +84,20 @@ def test_what_is_released_in_fp8_or_mxfp4_is_trained_as_plain_numbers(scenario):
     assert run_workers(wrong, scenario.world, models, scenario, deadline_s=200) == [{}] * scenario.world
 
 
+SEEING = types_with(lambda row: row.sees_images)
+EVERY = [
+    part
+    for strategy in SOME
+    for part in in_parts([kind for kind in known_types(strategy) if kind not in SEEING], strategy)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("strategy", SOME)
-def test_every_model_that_is_accepted_may_be_released_in_fp8(strategy):
-    seeing = types_with(lambda row: row.sees_images)
-    models = [(kind, "fp8") for kind in known_types(strategy) if kind not in seeing]
-    assert run_workers(wrong, 1, models, Scenario("", 1, strategy=strategy), deadline_s=800) == [{}]
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("strategy", "kinds"), EVERY)
+def test_every_model_that_is_accepted_may_be_released_in_fp8(strategy, kinds):
+    models = [(kind, "fp8") for kind in kinds]
+    assert run_workers(wrong, 1, models, Scenario("", 1, strategy=strategy), deadline_s=350) == [{}]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from later import needed
 from state_rows import ROWS, alone, gradients, packed, rows_of
 
+from siirl.config.common import why_not_fla
 from siirl.engines.train.attention.attention_kernels import state_kernels
 from siirl.engines.train.attention.packed_attention import PACKED_ATTENTION
 from siirl.engines.train.attention.state_layers import pin_state_layers
@@ -27,6 +28,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(400),
 ]
+if torch.cuda.is_available():
+    import triton
+
+    if WHY_NOT := why_not_fla(torch.cuda.get_device_capability(), triton.__version__):
+        pytest.skip(WHY_NOT, allow_module_level=True)
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
 DELTA = {
     **{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64},

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import yaml
 from plan_cases import run_symbolically
 from plan_rows import Interpreter
 
+from siirl.compiler.choices import Machine
+from siirl.compiler.choose import PACKAGES, choose
 from siirl.compiler.compile import TEMPLATES, compile_plan, load_dag
 from siirl.config import Config, load_config, with_overrides
 
@@ -18,6 +21,12 @@ GROUPS = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")
 REWARD_MODEL = ("reward_model.enable=true", "reward_model.model.path=/models/reward")
 TEACHER = ("teacher.model.path=/models/teacher",)
 GIVEN = ("trainer.val_before_train=false", "trainer.test_freq=-1")
+H200 = Machine("cuda", 139.8, (9, 0), frozenset(PACKAGES))
+DENSE = {
+    **{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40960},
+    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+}
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 PAIRS = (
     *("actor_rollout_ref.rollout.name=dataset", "actor_rollout_ref.rollout.n=2"),
@@ -93,6 +102,11 @@ def defaults() -> Config:
     return load_config([])
 
 
+def configured(name: str, defaults: Config, *keys: str) -> Config:
+    pairs = (key.split("=", 1) for key in (shipped()[name], *ASKS_FOR[name], *keys))
+    return with_overrides(defaults, {key: yaml.safe_load(value) for key, value in pairs})
+
+
 @pytest.mark.parametrize("name", shipped())
 def test_a_shipped_workflow_compiles_on_any_number_of_ranks(name, defaults, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -101,10 +115,26 @@ def test_a_shipped_workflow_compiles_on_any_number_of_ranks(name, defaults, monk
             f"trainer.n_gpus_per_node={min(world_size, 8)}",
             f"trainer.nnodes={max(1, world_size // 8)}",
         )
-        pairs = (key.split("=", 1) for key in (shipped()[name], *ASKS_FOR[name], *cluster))
-        cfg = with_overrides(defaults, {key: yaml.safe_load(value) for key, value in pairs})
+        cfg = configured(name, defaults, *cluster)
         plan, configs = compile_plan(load_dag(cfg), cfg, world_size)
         for section in ("instructions", "validation"):
             run_symbolically(plan, section)
         if world_size == 2:
             Interpreter(plan, configs).step("validation")
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_what_is_chosen_on_a_gpu_for_a_shipped_workflow_could_have_been_set(
+    name, defaults, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    named = [key.split("=")[0] for key in ASKS_FOR[name] if ".path=/models" in key]
+    paths = (f"{key}={tmp_path}" for key in ("actor_rollout_ref.model.path", *named))
+    cfg = configured(name, defaults, *paths)
+    plan, _ = choose(*compile_plan(load_dag(cfg), cfg, 1), H200)
+    assert plan.choices
+    chosen = with_overrides(
+        cfg, {key: value for choice in plan.choices for key, value in choice.keys.items()}
+    )
+    compile_plan(load_dag(chosen), chosen, 1)  # or it is refused

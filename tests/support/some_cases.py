@@ -1,6 +1,6 @@
 """Cases of which `make test` takes a few; all others are slow."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -17,3 +17,9 @@ def some(table: Iterable[Any], *often: Hashable) -> list[Any]:
         else pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow)
         for case in table
     ]
+
+
+def in_parts(kinds: Sequence[str], *before: Hashable, size: int = 12) -> list[Any]:
+    """Parameters of a test of many kinds: so many at a time, behind `before`; each part has a deadline."""
+    parts = (list(kinds[first : first + size]) for first in range(0, len(kinds), size))
+    return [pytest.param(*before, part, id="-".join((*map(str, before), part[0]))) for part in parts]

@@ -36,7 +36,7 @@ def check_asked(kept: Workflow, world: int) -> Iterator[UserError]:
             f"not supported yet: {asked} with rollout.name={rollout.name}: samples of clients' adapters come "
             "from vllm and hf. Set one of them."
         )
-    for value, key, why in _passes(asked.cfg):
+    for value, key, why in not_in_shared_passes(asked.cfg):
         yield NotSupportedError(f"not supported yet: {asked} with {key}={value}: {why}")
     strategy = asked.cfg.actor_rollout_ref.actor.strategy
     if strategy != "fsdp":
@@ -46,7 +46,7 @@ def check_asked(kept: Workflow, world: int) -> Iterator[UserError]:
         )
 
 
-def _passes(cfg: Config) -> Iterator[tuple[object, str, str]]:
+def not_in_shared_passes(cfg: Config) -> Iterator[tuple[object, str, str]]:
     """What the passes that clients share do not go with: the value, its key, and why."""
     actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
     keys = "actor_rollout_ref"

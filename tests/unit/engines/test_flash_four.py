@@ -23,7 +23,7 @@ from packed_attention_cases import alone as attention_of_row
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
-from siirl.engines.train.attention.attention_kernels import attention_by, flash_kernels
+from siirl.engines.train.attention.attention_kernels import attention_by, flash_kernels, state_kernels
 from siirl.engines.train.attention.packed_attention import packed_attention
 from siirl.engines.train.megatron import layers
 from siirl.engines.train.packed import sequence_bounds
@@ -158,3 +158,23 @@ def test_a_package_that_is_not_there_is_a_config_error(monkeypatch):
     monkeypatch.delitem(sys.modules, "siirl.engines.train.attention.flash_four", raising=False)
     with pytest.raises(ConfigError, match=r"flash-attn-4 is not installed.*attention_kernels=torch"):
         attention_by("flash_attn_4")
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "computes"),
+    [("3.6.0", (9, 0), False), ("3.7.1", (9, 0), True), ("3.6.0", (8, 0), True)],
+)
+def test_kernels_that_a_gpu_would_compute_wrongly_are_refused(monkeypatch, version, capability, computes):
+    ours = ModuleType("siirl.engines.train.attention.fla_kernels")
+    triton = ModuleType("triton")
+    triton.__version__ = version
+    for module in (ours, triton):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("siirl.engines.train.attention.fla_kernels", ours, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if computes:
+        assert state_kernels("fla") is ours
+        return
+    with pytest.raises(ConfigError, match=r"needs Triton 3\.7\.1 or later, here is 3\.6\.0.*=torch"):
+        state_kernels("fla")

@@ -4,7 +4,7 @@ from types import ModuleType
 
 import torch
 
-from siirl.config.common import FLA, FLASH_4
+from siirl.config.common import FLA, FLASH_4, why_not_fla
 from siirl.engines.train.attention.packed_attention import PACKED_ATTENTION
 from siirl.engines.train.attention.shared_attention import FlashKernels
 from siirl.errors import ConfigError
@@ -48,7 +48,7 @@ def flash_kernels(kernels: str) -> FlashKernels | None:
 def state_kernels(kernels: str) -> ModuleType | None:
     """Those of layers with states that a user names (model.attention_kernels); None: torch's.
 
-    ConfigError if they are not there.
+    ConfigError if they are not there, or would not train on this GPU.
     """
     if kernels != FLA:
         return None
@@ -60,4 +60,9 @@ def state_kernels(kernels: str) -> ModuleType | None:
             f"than siirl knows ({error}). Install it (pip install 'siirl[fla]'), or set "
             "attention_kernels=torch."
         ) from error
+    if torch.cuda.is_available():
+        import triton
+
+        if problem := why_not_fla(torch.cuda.get_device_capability(), triton.__version__):
+            raise ConfigError(f"model.attention_kernels={FLA}: {problem}. Set attention_kernels=torch.")
     return fla_kernels
