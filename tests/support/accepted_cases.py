@@ -90,7 +90,6 @@ def results(
 
 def wrong(kind: str, scenario: Scenario, bounds: Bounds, gaps: dict[str, float], values: str = "set") -> str:
     """What is wrong; the distances that are found go into gaps."""
-    from transformers import AutoModelForCausalLM
 
     from siirl.engines.rollout.hf.hf_rollout import build_model
     from siirl.engines.weights.target import tensor_names
@@ -112,9 +111,7 @@ def wrong(kind: str, scenario: Scenario, bounds: Bounds, gaps: dict[str, float],
     if unequal := [name for name, weight in stored.items() if not torch.equal(exported[name], weight)]:
         return f"exported otherwise: {unequal[:4]}"
     rows = cases.sample_rows(0)
-    capped = kind in types_with(lambda row: "attn_logit_softcapping" in row.scales)  # sdpa leaves that out
-    how = {"attn_implementation": "eager"} if capped else {}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how).eval()
+    model = cases.model_of_hf(folder).eval()
     log_prob_BT, entropy_BT = cases.reference_outputs(model, rows)
     found = engine.compute(rows, ("log_prob", "entropy"), cases.TEMPERATURE)
     for name, expected_BT in (("log_prob", log_prob_BT), ("entropy", entropy_BT)):

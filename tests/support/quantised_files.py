@@ -35,8 +35,9 @@ def in_fp8(
     draw, table = torch.Generator().manual_seed(0), eight_bits()
     plain, stored = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if tensor.ndim != 2 or ".layers." not in name or "router" in name or name.endswith("gate.weight"):
-            own = name.endswith("e_score_correction_bias")
+        own = name.endswith("e_score_correction_bias")  # of ERNIE, a matrix of one row
+        router = "router" in name or name.endswith("gate.weight")
+        if tensor.ndim != 2 or ".layers." not in name or own or router:
             stored[name] = tensor.bfloat16().float() if own else tensor.bfloat16()
             plain[name] = stored[name].double()
             continue

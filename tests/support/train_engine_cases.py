@@ -20,6 +20,7 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config import Config, load_config, with_overrides
 from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs, TrainEngine
+from siirl.models.families import types_with
 from siirl.models.trained import OWN_TYPE
 from siirl.observe.metrics import Metrics
 from siirl.parallel.dims import ParallelDims, megatron_groups
@@ -151,11 +152,18 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
 
 
+def model_of_hf(path: Path) -> torch.nn.Module:
+    """transformers' model of a folder in float32. Where a type caps scores, not by SDPA, which does not."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    capped = types_with(lambda row: "attn_logit_softcapping" in row.scales)
+    how = {"attn_implementation": "eager"} if AutoConfig.from_pretrained(path).model_type in capped else {}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **how)
+
+
 def run_reference(path: Path, lora: str | list[str] = "") -> Outcome:
     """Plain single-process Hugging Face and AdamW; lora: modules with adapters, which alone train then."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = model_of_hf(path)
     if lora:
         model = plain_lora(model, lora)
     with torch.no_grad():
