@@ -226,9 +226,10 @@ def main() -> int:
     device = "gpu" if args.gpu else "cpu"
     out = args.out or REPOSITORY / "benchmarks" / "results" / f"weight_link_{device}.json"
     report = Report(out, dict.fromkeys(WAYS, args.syncs), ways={})
+    start = "spawn" if args.gpu else "fork"  # no process may be forked beside CUDA
     with tempfile.TemporaryDirectory() as folder:
         found, ranks = Path(folder, "found"), args.sources + args.targets
-        run_ranks(worker, (args, folder), ranks, "fork", on_change(found, lambda: tell(report, found)))
+        run_ranks(worker, (args, folder), ranks, start, on_change(found, lambda: tell(report, found)))
     for way, one in report["ways"].items():
         median, each = statistics.median(one["seconds"]), " ".join(f"{x:.3f}" for x in one["seconds"])
         shares = " ".join(f"{x / 2**20:.0f}" for x in one["sent_bytes_of_ranks"])
