@@ -7,9 +7,11 @@ import time
 class Errands:
     """Over after a number of turns that its seed says, each answered by a tool of log-normal latency."""
 
-    def __init__(self, mean_s: float, most_turns: int = 12):
-        """mean_s: of the latency, whose tail (one call in a thousand) is 13 times as long."""
-        self._mean_s, self._most_turns = mean_s, most_turns
+    def __init__(self, mean_s: float, most_turns: int = 12, shown_words: int = 4):
+        """mean_s: of the latency, whose tail (one call in a thousand) is 13 times as long. shown_words: of an
+        answer.
+        """
+        self._mean_s, self._most_turns, self._shown_words = mean_s, most_turns, shown_words
 
     def reset(self, task, seed):
         """Nothing is shown before the first turn."""
@@ -22,4 +24,5 @@ class Errands:
         time.sleep(self._mean_s * self._rng.lognormvariate(-0.5, 1.0))
         self._left -= 1
         won = float(actions[0].strip()[:1] < "n")
-        return "a0 b1 c2 d3 ", won, self._left == 0
+        said = self._rng.choices(range(512), k=self._shown_words)
+        return "".join(f"{chr(97 + i % 26)}{i:x} " for i in said), won, self._left == 0

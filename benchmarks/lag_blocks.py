@@ -1,11 +1,13 @@
 """What benchmarks of rollout.max_lag share: their arguments, and a block: a job by the command of users."""
 
 import argparse
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from agents_pool import REPOSITORY
 from report_file import Rows, following, run_job
@@ -41,13 +43,19 @@ def read_arguments(
     return args
 
 
-def run_block(keys: Sequence[str], out: Path, who: str, counted: Callable[[Rows], None]) -> None:
-    """One job, of whose metrics `counted` is told. SystemExit with the end of its log if it fails."""
+def run_block(
+    keys: Sequence[str], out: Path, who: str, counted: Callable[[Rows], None], longest_s: float = math.inf
+) -> None:
+    """One job, of whose metrics `counted` is told, and which is ended after so many seconds.
+
+    SystemExit with the end of its log if it fails.
+    """
     command = [sys.executable, "-m", "siirl.main_dag", *keys]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     log, seen = out.with_suffix(".log"), following(out / "metrics.jsonl", counted)
     with log.open("w") as file:
-        status = run_job(command, seen, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        how: dict[str, Any] = {"env": environment, "stdout": file, "stderr": subprocess.STDOUT}
+        status = run_job(command, seen, longest_s=longest_s, **how)
     if status:
         raise SystemExit(f"{who} ended with {status}:\n{log.read_text()[-4000:]}")

@@ -9,6 +9,7 @@ fields: they are complete.
 
 import contextlib
 import json
+import math
 import os
 import platform
 import signal
@@ -121,26 +122,31 @@ def run_job(
     words: Sequence[str],
     seen: Callable[[], None],
     started: Callable[[int], None] = lambda pid: None,
+    longest_s: float = math.inf,
     **how: Any,
 ) -> int:
     """Run a command to its end; its exit code. seen() is called all the time, and when it has ended.
 
-    how: as subprocess.Popen has it. Whatever ends this call ends the command, and all that it has started.
+    longest_s: after so many seconds it is killed, and its exit code is 0: what it has is enough. how: as
+    subprocess.Popen has it. Whatever ends this call ends the command, and all that it has started.
     """
-    job = subprocess.Popen(words, **how)
+    job, until = subprocess.Popen(words, **how), time.monotonic() + longest_s
     started(job.pid)
+    grace_s = GRACE_S
     try:
-        while True:
+        while time.monotonic() < until:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return job.wait(POLL_S)
             seen()
+        grace_s = 0.0
+        return 0
     finally:
-        end_job(job)
+        end_job(job, grace_s)
         seen()
 
 
-def end_job(job: subprocess.Popen) -> None:
-    """End a process and all below it: SIGTERM, and SIGKILL for what stays."""
+def end_job(job: subprocess.Popen, grace_s: float = GRACE_S) -> None:
+    """End a process and all below it: SIGTERM, and after `grace_s` SIGKILL for what stays."""
     if job.poll() is not None:
         return
     below: list[psutil.Process] = []
@@ -148,7 +154,7 @@ def end_job(job: subprocess.Popen) -> None:
         below = psutil.Process(job.pid).children(recursive=True)
     job.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        job.wait(GRACE_S)
+        job.wait(grace_s)
     job.kill()
     job.wait()
     stay = psutil.wait_procs(below, timeout=1)[1]
