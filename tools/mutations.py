@@ -1,4 +1,4 @@
-"""Twenty places where siirl was wrong once, or tests saw nothing: each is broken in a copy, and must be seen.
+"""Places where siirl was wrong once, or tests saw nothing: each is broken in a copy, and must be seen.
 
     python tools/mutations.py [--only WORD]
 
@@ -175,11 +175,45 @@ MUTATIONS = (
         "gone = list(self._waiting)[:0]",
         "tests/unit/test_unauthenticated_connections.py",
     ),
+    Mutation(
+        "episodes of a step begin before all engines have its weights",
+        "siirl/nodes/streams.py",
+        "            dist.all_gather_object(found, versions, group=self._peers)\n",
+        "            found = [dict.fromkeys(self._plan.policies, max(versions.values(), default=0))]\n",
+        "tests/dist/test_agent_streams.py"
+        "::test_episodes_go_on_wherever_their_engines_are_and_are_trained_once_within_the_bound",
+    ),
+    Mutation(
+        "who waits at a gate asks a client that is closed",
+        "siirl/agents/policy.py",
+        "        while not self._opened.is_set():",
+        "        if not self._opened.is_set():",
+        "tests/unit/agents/test_pump.py",
+    ),
+    Mutation(
+        "a turn is taken back while its engine takes weights",
+        "siirl/engines/rollout/base.py",
+        """        with self.guard.used():
+            answers: list[tuple[Key, Completion | EpisodeFailed]] = list(self._refused.items())
+            version,""",
+        """        if True:
+            answers: list[tuple[Key, Completion | EpisodeFailed]] = list(self._refused.items())
+            version,""",
+        "tests/unit/nodes/test_episodes_in_flight.py"
+        "::test_a_turn_is_taken_back_when_its_engine_has_its_new_weights",
+    ),
+    Mutation(
+        "a rank that only answers does not say that its engine has failed",
+        "siirl/nodes/streams.py",
+        "        while not over.is_completed():",
+        "        while False:",
+        "tests/dist/test_agent_streams.py::test_who_fails_tells_all_others_why",
+    ),
 )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="break siirl in twenty places; the tests must be red")
+    parser = argparse.ArgumentParser(description="break siirl in places; the tests must be red")
     parser.add_argument("--only", default="", help="those whose description or file has this word")
     wanted = parser.parse_args().only
     chosen = [one for one in MUTATIONS if wanted in one.what or wanted in one.file]

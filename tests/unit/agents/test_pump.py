@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from siirl.agents.policy import StreamGate
 from siirl.agents.stream_client import StreamClient
 from siirl.data.completions import Completion, Request
 from siirl.errors import DeadlineError, RolloutError
@@ -188,3 +189,33 @@ def test_a_stream_that_never_returns_is_named_by_close():
         policy.close()
     release.set()
     policy.close()
+
+
+class Asked:
+    """In the place of a StreamClient: notes what it is asked."""
+
+    def __init__(self):
+        self.keys = []
+
+    async def ask(self, request):
+        self.keys.append(request.key)
+        return Completion([request.key], [-1.0], "stop", 0)
+
+
+def test_who_waits_at_a_gate_that_closes_at_once_asks_when_it_is_open_again():
+    """A client of before, which is closed, is asked by nobody."""
+
+    async def turns():
+        gate, before, now, told = StreamGate(), Asked(), Asked(), []
+        waits = asyncio.create_task(gate.ask(Request(5, [1], Calls(1), 0), told.append))
+        await asyncio.sleep(0)
+        gate.open(before)
+        gate.close()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not told and not before.keys and not gate.num_asked
+        gate.open(now)
+        assert (await waits).token_ids == [5]
+        assert (before.keys, now.keys, told) == ([], [5], [5])
+
+    asyncio.run(asyncio.wait_for(turns(), 10))

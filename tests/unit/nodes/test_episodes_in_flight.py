@@ -30,10 +30,12 @@ from hypothesis import strategies as st
 from in_flight_cases import CASES
 
 from siirl.agents.stream_client import StreamClient
+from siirl.data.completions import Completion, Request, SamplingParams
 from siirl.errors import RolloutError, UserCodeError
 from siirl.nodes.episodes_in_flight import EpisodesInFlight
 
 pytestmark = pytest.mark.heavy
+SPOKEN = SamplingParams(max_tokens=40)
 
 
 @settings(max_examples=8, deadline=None)
@@ -178,6 +180,21 @@ def test_what_is_said_between_two_steps_is_there_at_once():
     left = job.kept[0].play(job.open_clients, job.game, job.begin, 2, job.versions())
     assert len(left.prompts) == 4 and job.engines[POLICIES[0]].num_steps == said > 0
     job.close()
+
+
+def test_a_turn_is_taken_back_when_its_engine_has_its_new_weights():
+    """A driver may pause while the rank that answers it loads them."""
+    engine, taken = Waves(), []
+    stream = engine.stream(None, runs_in_background=True)
+    stream.submit([Request("turn", [5], SPOKEN, seed=3)])
+    pausing = threading.Thread(target=lambda: taken.extend(stream.pause()), daemon=True)
+    with engine.streams_held():
+        pausing.start()
+        pausing.join(0.1)
+        assert pausing.is_alive() and not taken
+        engine.load_weights((), version=7)
+    pausing.join(10)
+    assert taken == [("turn", Completion([], [], "paused", 7))] and not stream.num_pending
 
 
 def test_an_error_between_two_steps_ends_the_next_one():
