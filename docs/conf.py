@@ -15,6 +15,7 @@ root_doc = "index"
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 html_theme = "furo"
+highlight_language = "text"
 html_title = f"siirl {version}"
 html_copy_source = False
 html_show_sphinx = False

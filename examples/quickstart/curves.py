@@ -10,6 +10,15 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+DARK = """
+   @media (prefers-color-scheme: dark) {
+    text { fill: #c9d1d9 }
+    [style*="#ffffff"] { fill: #0d1117 !important }
+    [style*="stroke: #000000"] { stroke: #8b949e !important }
+   }
+"""
+"""Style of a page that is read in the dark: it goes into each .svg."""
+
 
 def rewards(folder: Path, metric: str) -> dict[str, dict[int, float]]:
     """Name of the run, and of the agent if there are several -> step -> value of the validation's metric."""
@@ -48,6 +57,8 @@ def main() -> None:
     panels[0].set_ylabel("validation reward")
     with matplotlib.rc_context({"svg.hashsalt": "siirl", "svg.fonttype": "none"}):
         figure.savefig(args.picture, metadata={"Date": None} if args.picture.suffix == ".svg" else None)
+    if args.picture.suffix == ".svg":
+        args.picture.write_text(args.picture.read_text().replace("</style>", f"{DARK}</style>", 1))
 
 
 if __name__ == "__main__":
