@@ -19,7 +19,7 @@ from siirl.nodes.trained_tokens import MOST_ROWS, Found, sample_records
 from siirl.observe.curve import METRICS_FILE, closing_summary, reward_curve_png
 from siirl.observe.loggers import tensorboard_dir
 from siirl.observe.metrics import Metrics, derived_metrics, mfu
-from siirl.observe.sinks import Sinks, write_json_lines
+from siirl.observe.sinks import Sinks, last_step, write_json_lines
 from siirl.observe.spans import waiting
 from siirl.observe.step_files import StepFiles, bytes_of
 from siirl.show.conversation_page import write_page
@@ -107,12 +107,28 @@ class Report:
             mine.merge(part)
         self._worker.drain_restarts(mine)
         self._worker.observer.drain_idle(mine)
+        joined = self.joined(step, mine)
         with self._worker.observer.span("report", step):
-            joined = self._join(mine, _merged)
             if self._sinks is not None:
-                values = joined.values()
-                self._sinks.log(step, values | derived_metrics(values) | self._rates(values))
-                self._check_log_probs(step, values)
+                self._check_log_probs(step, self._tell(step, joined))
+
+    def joined(self, step: int, mine: Metrics) -> Metrics:
+        """Those of all ranks, on rank 0; elsewhere none, as they are counted there. Collective."""
+        with self._worker.observer.span("report", step):
+            return self._join(mine, _merged) or Metrics()
+
+    def again(self, step: int, known: Metrics) -> None:
+        """Tell a step that was saved, but not told, as its run ended in between. known: its saved numbers."""
+        path = Path(self._worker.cfg.trainer.output_dir).expanduser() / METRICS_FILE
+        if self._sinks is not None and known.entries and last_step(path) == step - 1:
+            self._tell(step, known)
+
+    def _tell(self, step: int, joined: Metrics) -> dict[str, float]:
+        """Give the numbers of a step to the sinks; those that do not follow from others."""
+        assert self._sinks is not None
+        values = joined.values()
+        self._sinks.log(step, values | derived_metrics(values) | self._rates(values))
+        return values
 
     def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Give sampled rollouts to the sinks, and draw the conversations of a validation.

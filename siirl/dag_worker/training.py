@@ -113,6 +113,8 @@ class Training:
             self.memory = MemoryCheckpoints(manager, groups)
         self.step = 0
         self.last_checkpoint: Path | None = None
+        self.reported = Metrics()
+        """On rank 0: of the last step that was saved, those of all ranks but what the save took."""
 
     def _trains_models(self) -> bool:
         return not (self.cfg.trainer.val_only or self.cfg.trainer.rollout_only)
@@ -135,6 +137,8 @@ class Training:
             self.worker.ledger = self._open_ledger()
         versions = {name: engine.version for name, engine in self.worker.train_engines.items()}
         report = Report(self.worker, self._make_sinks() if self.worker.rank == 0 else None)
+        if trains:
+            report.again(self.step, self.reported)
         changes = ChangeWatch(began_with() if self.worker.rank == 0 else RunInputs())
         if trainer.val_only or (trainer.val_before_train and self.step == 0):
             validated = self.validate()
@@ -147,15 +151,20 @@ class Training:
             train_metrics = self.train_step()
             shown = report.samples(self.step, "train", self.samples) if self.worker.sample_limit else []
             report.trained_tokens(self.step, shown)
-            val_metrics = Metrics()
+            metrics = Metrics()
             if self._due(trainer.test_freq):
-                val_metrics = self.validate()
+                metrics = self.validate()
                 report.samples(self.step, "validation", self.samples)
             asked = self.boundary is not None and self.step < self.total_steps and self.boundary.is_asked()
-            saved = self.save_if_due(asked) if trains else Metrics()
+            metrics.merge(train_metrics)
+            saved = Metrics()
+            if trains:
+                if self._saves(asked):
+                    metrics = self.reported = report.joined(self.step, metrics)
+                saved = self.save_if_due(asked)
             for line in changes.look():
                 log.warning(line)
-            report.log(self.step, val_metrics, train_metrics, saved)
+            report.log(self.step, metrics, saved)
             if asked:
                 report.close()
                 if self.worker.ledger is not None:
@@ -283,6 +292,10 @@ class Training:
         with self.worker.all_on_device():
             restored = manager.load(found, models)
         self.step = restored.step
+        if trainer.resume_mode == "auto" or manager is not self.checkpoints:  # it is of this run
+            self.reported = Metrics(
+                {name: tuple(x) for name, x in restored.extra.get("reported", {}).items()}
+            )
         for name, state in restored.extra["loaders"].items():
             if name in self.worker.loaders and self.worker.loaders[name].train:
                 self.worker.loaders[name].train.load_state_dict(state)
@@ -334,6 +347,7 @@ class Training:
         mine = {
             "loaders": {name: x.train.state_dict() for name, x in worker.loaders.items() if x.train},
             "nodes": {name: node.state for name, node in worker.nodes.items() if node.state},
+            "reported": self.reported.entries,
         }
         parts: list[Any] = [None] * dist.get_world_size()
         with waiting():
@@ -413,6 +427,11 @@ class Training:
         with waiting():
             dist.all_reduce(value, dist.ReduceOp.MAX, group=self.worker.groups.world)
         return int(value)
+
+    def _saves(self, asked: bool) -> bool:
+        """Whether this step is saved, on disk or in memory."""
+        in_memory = self.memory is not None and self._due(self.cfg.trainer.memory_checkpoint_freq)
+        return asked or in_memory or self._due(self.cfg.trainer.save_freq)
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self.total_steps)

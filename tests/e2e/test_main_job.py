@@ -1,5 +1,6 @@
 """The main job on real processes: equal on any number of ranks, exact resume, an export that loads."""
 
+import json
 import math
 
 import pytest
@@ -86,10 +87,16 @@ def test_training_changes_the_weights_and_reports_what_it_did(inputs, one_rank):
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(inputs, one_rank, tmp_path):
+    """It is killed as its last step is saved, and not yet told."""
     settings = [KL, "trainer.save_freq=2", "trainer.test_freq=2"]
     settings.append("trainer.ledger=rows")  # which changes no number
-    run_job(1, overrides(inputs, tmp_path, *settings, "trainer.total_training_steps=2"))
+    told = run_job(1, overrides(inputs, tmp_path, *settings, "trainer.total_training_steps=2")).lines
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told[:-1]))
     resumed = run_job(1, overrides(inputs, tmp_path, *settings))
+    assert [line["step"] for line in resumed.lines] == [0, 1, 2, 3]
+    assert told[-1].items() > (resumed.lines[2] | {"time_s": told[-1]["time_s"]}).items()
+    untold = {"perf/idle_s", "perf/idle_s_max", "time/checkpoint_s"}
+    assert told[-1].keys() - resumed.lines[2].keys() == untold, "what the save itself took"
     assert "3 steps, 2 attempts, 24 prompts, 96 rows sampled, 96 trained" in audited(resumed)
     assert largest_difference(resumed.weights(), one_rank.weights()) == 0.0
     for name in COMPARED:
