@@ -52,7 +52,7 @@ LOOK_S = 1.0
 RESERVE_S = 5.0
 START_S = 120.0  # a machine's first actor imports Python packages, perhaps from a network disk
 REACH_S = 10.0
-NOTICED_S = 3.0  # Ray sees that an actor is gone before it sees why
+NOTICED_S, UNREACHED_S = 3.0, 30.0  # Ray sees that an actor is gone, or not reached, before it sees why
 KEPT_CHILDREN = {"runtime_env": {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}}}
 """Of an actor: Ray would kill the worker before the end of its actor reaches it, and what the worker started
 would go on; and what looks after the folder of checkpoints in memory."""
@@ -325,7 +325,7 @@ class RayTrainer:
         MachineLost: a machine or its actor has gone away. PlacementError: one is late, or the call fails.
         """
         import ray
-        from ray.exceptions import RayError
+        from ray.exceptions import ActorUnavailableError, RayError
 
         wait, head = Deadline(timeout_s), HeadWatch(ray.get_runtime_context().gcs_address)
         for node, ref in zip(nodes, refs, strict=True):
@@ -338,8 +338,10 @@ class RayTrainer:
                 ray.get(ref)
             except RayError as error:
                 failed = _failed_call(what, node, error)
-                if isinstance(failed, MachineLost):
-                    self._wait(None, NOTICED_S)
+                unreached = isinstance(error, ActorUnavailableError)
+                noticed = Deadline(UNREACHED_S if unreached else NOTICED_S)
+                while isinstance(failed, MachineLost) and not noticed.over:
+                    self._wait(None, TICK_S)
                     require_alive(nodes, what)
                 raise failed from error
         return ray.get(list(refs))

@@ -3,15 +3,17 @@
 import os
 import re
 import socket
+from types import SimpleNamespace
 
 import pytest
 from held_ports import held_port
 
 from siirl.config import load_config
 from siirl.errors import ConfigError
-from siirl.launch.ray import _of_machines
+from siirl.launch import ray as ray_module
+from siirl.launch.ray import RayTrainer, _of_machines
 from siirl.launch.ray_actor import forwarded_environment, interface_to
-from siirl.launch.ray_cluster import Need, Node, connected, find_address, shortage
+from siirl.launch.ray_cluster import MachineLost, Need, Node, connected, find_address, shortage
 
 NEED = Need(nnodes=2, workers_per_node=8, cpus_per_worker=2, device="auto")
 BIG = Node("a", "10.0.0.1", "node-a", 64, 8)
@@ -126,3 +128,29 @@ def test_what_all_machines_lack_is_told_once():
 def test_the_interface_to_this_machine_is_the_loopback():
     assert interface_to("127.0.0.1") in ("lo", "lo0")
     assert interface_to("no such address") == ""
+
+
+def test_an_actor_that_is_not_reached_is_waited_for_until_it_is_known_that_its_machine_is_gone(monkeypatch):
+    """Under load Ray hears of it late; it is the machine that is named, not its actor."""
+    import ray
+    from ray.exceptions import ActorUnavailableError
+
+    looks = []
+
+    def require_alive(nodes, what):
+        looks.append(what)
+        if len(looks) > 3:
+            raise MachineLost(f"its machine left when it was to {what}", BIG)
+
+    def unreached(_):
+        raise ActorUnavailableError("socket closed", b"0" * 16)
+
+    monkeypatch.setattr(ray, "get", unreached)
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
+    monkeypatch.setattr(ray_module, "require_alive", require_alive)
+    monkeypatch.setattr(ray_module, "NOTICED_S", ray_module.TICK_S)
+    trainer = object.__new__(RayTrainer)
+    trainer._stop = SimpleNamespace(numbers=())
+    with pytest.raises(MachineLost, match="its machine left when it was to check its files"):
+        trainer._gather("check its files", [BIG], ["ref"], 1)
