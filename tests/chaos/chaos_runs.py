@@ -78,8 +78,9 @@ gets weights that an older one has already."""
 ROUNDED, ROUNDED_BY = re.compile(r"actor/rollout_log_prob_diff"), 1e-5
 """How a rollout rounds depends on which turns share a batch: log-probs differ by less than this."""
 PATIENCE_S = 240
-ALONE_S = 30
-"""How long the run's processes go on on a machine of a Ray cluster that hears of no other."""
+ENDED_S = 90
+"""How long the run's processes may take to end: alone 5 s, or 30 s on a machine of a Ray cluster that hears
+of no other."""
 NEWS_S = 1.5
 """How long Ray's driver takes to hear where a worker is."""
 NAMED_S = 30.0
@@ -328,9 +329,9 @@ class Chaos:
             time.sleep(STOPPED_S)
             os.kill(job.pid, signal.SIGCONT)
         if case.then == COMMAND_AGAIN:
-            assert job.wait(60) == CODES[case.how], self.console
+            assert job.wait(PATIENCE_S) == CODES[case.how], self.console
             assert case.how in UNSAID or f"siirl: stopped by {case.how}" in self.console
-            assert self._left(15 if self._cluster is None else ALONE_S) == [], case.name
+            assert self._left(ENDED_S) == [], case.name
             self._check_checkpoints()
             self.took_s.append(time.monotonic() - struck_s)
             self._arm(following)
@@ -522,7 +523,7 @@ class Chaos:
         job.wait()
         if self._service is not None:
             self._service.close()
-        left = self._left(15 if self._cluster is None else ALONE_S)
+        left = self._left(ENDED_S)
         for process in self._processes():
             process.kill()
         for group in self._groups:

@@ -139,8 +139,8 @@ def accepted(folder: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("kinds", in_parts(sorted(TYPES), size=16))
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kinds", in_parts(sorted(TYPES), size=8))
 def test_vllm_builds_the_heads_that_check_reads_off_for_every_type(kinds, tmp_path):
     """A head's features are told by head_dim, or are shares of the hidden size; larger, smaller and equal."""
     folders: dict[str, Path] = {}
@@ -152,9 +152,8 @@ def test_vllm_builds_the_heads_that_check_reads_off_for_every_type(kinds, tmp_pa
             folder = tmp_path / f"{kind}-{width}-{size}"
             folders[str(folder)] = causal_lms.write_model(folder, causal_lms.tiny_config(kind, **changes))
     script = Path(__file__).parents[1] / "support" / "vllm_heads.py"
-    done = subprocess.run(
-        [sys.executable, str(script), *folders], capture_output=True, text=True, check=True, timeout=350
-    )
+    done = subprocess.run([sys.executable, str(script), *folders], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     wrong = {}
     for name, folder in folders.items():

@@ -138,7 +138,8 @@ def engines_of(job) -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_vllm_engines_stay_and_sample_what_the_amended_policy_says(tmp_path):
+def test_vllm_samples_what_the_amended_policy_says(tmp_path):
+    """Its engine ends with the worker that is amended; the next one's new engine has the amended settings."""
     told = Told(tmp_path, *VLLM)
     make_tiny_model_dir(told.inputs.model, init_std=0.5, head_dim=32)
     keys = (f"{ACTOR}.optim.lr=0.003", f"{ROLLOUT}.temperature=0.8")
@@ -146,9 +147,8 @@ def test_vllm_engines_stay_and_sample_what_the_amended_policy_says(tmp_path):
         wait_until(lambda: bool(engines_of(job)), job, told.console)
         before = engines_of(job)
         code, said = told.amend(job, *keys)
-        after = engines_of(job)
         assert code == 0 and "amended after step 1" in said, said
-    assert len(before) == 1 and after == before, "the engine is the same process"
+        assert len(before) == 1 and not before.items() & engines_of(job).items()
     run = Finished.read(told.out)
     assert run.values("actor/lr") == [0.01] + [0.003] * 7
     differences = run.values("actor/rollout_log_prob_diff")

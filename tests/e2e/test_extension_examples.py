@@ -19,7 +19,10 @@ EXAMPLES = {
         f"dag.custom_pipeline_fn={EXTEND}/dag.py:with_bonus",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     ],
-    "reward": [f"custom_reward_function.path={EXTEND}/reward.py", "custom_reward_function.name=digit_reward"],
+    "reward": [
+        *(f"custom_reward_function.path={EXTEND}/reward.py", "custom_reward_function.name=digit_reward"),
+        "data.max_response_length=1",  # of tokens drawn at random, one in six is a digit; eight have a letter
+    ],
 }
 SHOWN = {"policy_loss": "actor/weight", "dag": "bonus/mean", "reward": "reward/score"}
 

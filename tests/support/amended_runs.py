@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from job_harness import Finished, Inputs, overrides
-from killed_jobs import start, wait_until
+from killed_jobs import PATIENCE_S, start, wait_until
 
 from siirl.observe.amendments import ASKED
 
@@ -57,7 +57,7 @@ class Told:
         try:
             wait_until(lambda: (self.out / "status" / "rank_0").exists(), job, self.console)
             yield job
-            assert job.wait(200) == 0, self.console.read_text()
+            assert job.wait(PATIENCE_S) == 0, self.console.read_text()
         finally:
             job.kill()
             job.wait()
@@ -72,7 +72,7 @@ class Told:
             wait_until(lambda: not (self.out / ASKED).exists(), job, self.console)
             if holds_again:
                 self.hold.touch()
-        return command.wait(200), console.read_text()
+        return command.wait(PATIENCE_S), console.read_text()
 
     def by_hand(self, step: int, *keys: str, origin: Path | None = None) -> Finished:
         """The same run, resumed after a step by other settings. origin: the folder of its checkpoint."""
@@ -84,7 +84,7 @@ class Told:
         """The same run, to its end, in a folder of this name."""
         self.hold.unlink(missing_ok=True)
         out, console = self.folder / name, self.folder / f"console_{name}"
-        assert start(self.words(out, *keys), console).wait(300) == 0, console.read_text()
+        assert start(self.words(out, *keys), console).wait(PATIENCE_S) == 0, console.read_text()
         return Finished.read(out)
 
 

@@ -13,6 +13,9 @@ from job_harness import ROOT
 
 from siirl.observe.position import read_position
 
+PATIENCE_S = 600
+"""Beside other work a job takes many times as long as alone; what hangs ends by its test's time limit."""
+
 
 def start(words: Sequence[str], console: Path) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
@@ -33,7 +36,7 @@ def ranks_of(job: subprocess.Popen) -> dict[int, int]:
 
 
 def wait_until(what: Callable[[], bool], job: subprocess.Popen, console: Path) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + PATIENCE_S
     while not what():
         assert job.poll() is None and time.monotonic() < deadline, console.read_text()
         time.sleep(0.02)
@@ -58,7 +61,7 @@ def run_and_kill(
     at_steps: Sequence[int],
     victims: Sequence[int],
     number: int = signal.SIGKILL,
-    patience_s: float = 200,
+    patience_s: float = PATIENCE_S,
     restarts_s: list[float] | None = None,
 ) -> tuple[int, str]:
     """Signal these of two ranks when each of the steps is done; the exit code, and what the console shows.

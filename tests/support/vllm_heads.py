@@ -16,16 +16,20 @@ def built(folders: list[str]) -> dict[str, tuple[list[int], int, str]]:
     """Build the model of each folder and load its weights. The first is a mixture of experts, if any is."""
     import torch
     from safetensors.torch import load_file
+    from transformers import AutoConfig
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.model_loader.utils import initialize_model
 
+    from siirl.engines.rollout.vllm.arguments import values_read
+
     found = {}
     for folder in folders:
         options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True}
         options |= {"load_format": "dummy", "max_model_len": 64, "kv_cache_memory_bytes": 1 << 26}
+        options["hf_overrides"] = values_read(AutoConfig.from_pretrained(folder))
         vllm_config = EngineArgs(model=folder, **options).create_engine_config()
         with set_current_vllm_config(vllm_config):
             if not found:

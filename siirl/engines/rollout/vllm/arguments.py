@@ -69,7 +69,7 @@ def engine_arguments(
         # How much a vision tower takes of a GPU, with the largest image; a CPU has no such bound.
         "skip_mm_profiling": device.type == "cpu",
         "trust_remote_code": model.trust_remote_code,
-        "hf_overrides": {**model.override_config, **_values(hf_config)},
+        "hf_overrides": {**model.override_config, **values_read(hf_config)},
         "seed": cfg.trainer.seed,
     }
     if family_of(hf_config.model_type).has_states:
@@ -91,7 +91,7 @@ def engine_arguments(
     return arguments
 
 
-def _values(hf_config: PretrainedConfig) -> dict[str, Any]:
+def values_read(hf_config: PretrainedConfig) -> dict[str, Any]:
     """What vLLM is to read in the place of what config.json says, so that it computes what is trained."""
     values = dict(family_of(hf_config.model_type).vllm.values)
     if getattr(hf_config, "topk_method", None) == "greedy":  # vLLM reads the groups whatever this says
