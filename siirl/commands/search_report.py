@@ -143,7 +143,7 @@ def text_of(found: Search, best: list[Candidate], said: list[str]) -> str:
     refused = sum(map(len, found.refused.values()))
     fits = "" if found.fits(peak) or found.own_problem else f": more than {100 * ROOM:.0f}% of a device"
     lines = [
-        f"layouts for {world} x {kind} of {found.gib:g} GiB: {found.weighed} sizes weighed, "
+        f"layouts for {world} x {kind} of {found.gib:g} GiB: {found.weighed} sizes estimated, "
         f"{found.too_large} of them too large; {found.tried} layouts compiled, {refused} of them refused, "
         f"{found.without_room} too large, {len(found.fitting)} fit",
         f"as it is: {as_it_is}{fits}",

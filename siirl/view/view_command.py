@@ -65,7 +65,7 @@ def _serve(folders: list[Path], port: int) -> None:
     with PageServer(folders, port) as server:
         far = f"ssh -L {server.server_port}:{HOST}:{server.server_port} {socket.gethostname()}"
         print(
-            f"{server.url}\nopen it in a browser on this machine; from another one, run there first:\n"
+            f"{server.url}\nopen it in a browser on this machine. On another machine, first type there:\n"
             f"{far}\nCtrl-C ends.",
             flush=True,
         )

@@ -34,7 +34,7 @@ from siirl.dag.ops import LATER_OLD_LOG_PROB
 from siirl.parallel.placement import Ranks
 from siirl.spelling import GIB
 
-WAITING = "pipeline waits"
+WAITING = "pipeline bubble"
 Configs = Mapping[str, Config]
 
 

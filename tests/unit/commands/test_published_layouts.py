@@ -50,9 +50,9 @@ def test_the_published_layout_of_32b_trains_among_the_best(tmp_path):
 
 
 SAID = {
-    "Qwen3-30B-A3B, 0.4": r"as it is, against 1\.: \+[\d.]+ s \(messages \+",
+    "Qwen3-30B-A3B, 0.4": r"as it is, against 1\.: \+[\d.]+ s \(communication \+",
     "Llama-3.1-70B, 0.3": r"as it is, against 1\.: \+[\d.]+ s \(",
-    "Qwen3-235B-A22B, 0.4": r"as it is, against 1\.: \+[\d.]+ s \(messages between machines \+",
+    "Qwen3-235B-A22B, 0.4": r"as it is, against 1\.: \+[\d.]+ s \(communication between machines \+",
 }
 """Run -> why its layout is not the first: what takes longer."""
 

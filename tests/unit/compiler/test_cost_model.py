@@ -262,8 +262,8 @@ def test_a_stage_that_waits_and_the_fullest_one_decide_a_pipeline(model):
         for most in (81920, 5120)
     )
     computed = few.seconds - few.parts["to the host and back"]
-    assert few.parts["pipeline waits"] / computed == pytest.approx(1 / 5, rel=0.01)  # 4 micro-batches
-    assert many.parts["pipeline waits"] < 0.1 * few.parts["pipeline waits"]
+    assert few.parts["pipeline bubble"] / computed == pytest.approx(1 / 5, rel=0.01)  # 4 micro-batches
+    assert many.parts["pipeline bubble"] < 0.1 * few.parts["pipeline bubble"]
 
 
 def test_nodes_on_ranks_of_their_own_run_beside_others_and_a_lag_hides_the_rollout(model):
