@@ -8,10 +8,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from dist_harness import WorkerFailure
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Finished, Inputs, audited, overrides, run_job, three_steps, work
+from transformers import AutoModelForCausalLM
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LAG = [f"{ROLLOUT}.max_lag=2", f"{ROLLOUT}.surplus=1.5"]
@@ -250,11 +252,11 @@ def apart(folder: Path) -> list[str]:
     return workflow(folder, dag["nodes"])
 
 
-def while_it_trained(folder: Path) -> int:
-    """How often an environment has stepped while rank 0 slept in training."""
+def while_it_trained(folder: Path, what: str = "begun_stepped") -> int:
+    """How often something has happened while rank 0 slept in training; by default a step of environments."""
     slept = [tuple(map(float, line.split())) for line in (folder / "slept").read_text().splitlines()]
-    stepped = map(float, Path(f"{folder / 'begun'}_stepped").read_text().split())
-    return sum(any(began + 0.3 < at < ended for began, ended in slept) for at in stepped)
+    times = map(float, (folder / what).read_text().split())
+    return sum(any(began + 0.3 < at < ended for began, ended in slept) for at in times)
 
 
 def test_episodes_on_ranks_of_their_own_go_on_while_the_trainer_trains(inputs, tmp_path):
@@ -291,6 +293,99 @@ def test_episodes_go_on_while_the_trainer_trains_where_a_rank_plays_and_another_
     assert not any(run.values("agent_0/rollout/restarted"))
     begun = [(tmp_path / name / "begun").read_text().split() for name in ("plain", "lagging")]
     assert sorted(begun[0]) == sorted(begun[1]), "no environment is begun again"
+    audited(run)
+
+
+READ = ("prompt_ids", "prompt_length", "response_ids", "response_mask", "weight_version", "rollout_log_prob")
+NOTES = """
+import time
+from pathlib import Path
+
+import torch
+
+
+def post_process(text, episode):
+    with Path(FOLDER, "said").open("a") as file:
+        file.write(f"{time.time()}\\n")
+    return text
+
+
+def keep(ctx, rows):
+    torch.save({name: rows[name] for name in READ}, Path(FOLDER, f"step_{ctx.step}.rows"))
+    return rows.select()
+"""
+
+
+def answered_by_vllm(folder: Path) -> list[str]:
+    """As answered_elsewhere, and vLLM samples agent 1: its turns note when they are heard; rows are kept."""
+    answered_elsewhere(folder)
+    (folder / "notes.py").write_text(f"FOLDER, READ = {str(folder)!r}, {READ!r}\n{NOTES}")
+    nodes = yaml.safe_load((folder / "dag.yaml").read_text())["nodes"]
+    second = next(one for one in nodes if one["node_id"] == "talk_1")
+    second["config"] = {"rollout.name": "vllm", "rollout.max_num_seqs": 16}
+    second["agent_options"] = {"process_path": str(folder / "notes.py"), "post_process_kwargs": {}}
+    keeps = {
+        **{"node_id": "keep", "agent_group": 1, "node_type": "COMPUTE", "dependencies": ["game"]},
+        **{"executable_ref": f"{folder / 'notes.py'}:keep", "reads": list(READ), "writes": []},
+    }
+    return workflow(folder, [*nodes, keeps | {"placement": "0"}])
+
+
+def keeping_weights(rank, world_size, arguments, output):
+    """A worker; rank 0 keeps the weights of agent 1 that each sync brings."""
+    from siirl.dag_worker.worker import DAGWorker
+
+    sync = DAGWorker.sync_weights
+
+    def kept(worker, ins, step, validate=False):
+        if rank == 0 and ins.link == "agent_1.weights":
+            engine = worker.train_engines["agent_1.actor"]
+            weights = {name: tensor.clone() for name, tensor in engine.export_weights()}
+            torch.save(weights, f"{output}.weights_{engine.version}")
+        return sync(worker, ins, step, validate)
+
+    DAGWorker.sync_weights = kept
+    work(rank, world_size, arguments, output)
+
+
+def log_prob_errors(model: Path, folder: Path) -> dict[int, float]:
+    """Version -> how far the log-probs of the tokens that agent 1 sampled under it are from transformers'."""
+    found: dict[int, float] = {}
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    rows = [
+        row for file in sorted(folder.glob("*.rows")) for row in zip(*torch.load(file).values(), strict=True)
+    ]
+    for file in folder.glob("out.weights_*"):
+        version = int(file.name.rpartition("_")[2])
+        policy.load_state_dict(torch.load(file), strict=False)
+        for prompt, length, response, mask, versions, told in rows:
+            sampled = mask & (versions == version)
+            if sampled.any():
+                ids = torch.cat([prompt[len(prompt) - length :], response]).long()
+                with torch.no_grad():
+                    log_probs = policy(ids[None]).logits[0, length - 1 : -1].log_softmax(-1)
+                ours = log_probs.gather(-1, response[:, None].long())[:, 0]
+                found[version] = max(found.get(version, 0.0), float((ours - told)[sampled].abs().max()))
+    assert len(rows) == 5 * 8 * 2
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_vllm_answers_another_rank_while_the_trainer_trains(inputs, tmp_path):
+    """Its service is kept over steps, validations and new weights; each token is of the version it names."""
+    model = make_tiny_model_dir(tmp_path / "model", init_std=0.2, head_dim=32)
+    keys = [*answered_by_vllm(tmp_path), *LONG_TAIL, *LAG, f"actor_rollout_ref.model.path={model}"]
+    keys += ["trainer.deadline_s=240", "trainer.ledger=rows"]
+    run = run_job(3, overrides(inputs, tmp_path / "out", *keys), 600, run=keeping_weights)
+    assert while_it_trained(tmp_path, "said") > 8, "turns of vLLM while rank 0 slept in training"
+    assert max(run.values("agent_0/rollout/partial")) > 0, "weights come within episodes"
+    assert 0 < max(run.values("agent_1/rollout/token_staleness")) <= 2
+    assert 0 < max(run.values("agent_0/rollout/staleness_max")) <= 2
+    assert run.values("agent_0/rollout/in_flight")[-1] == 0
+    errors = log_prob_errors(model, tmp_path)
+    assert len(errors) >= 3 and max(errors.values()) < 1e-4, errors
+    assert min(run.values("agent_1/actor/grad_norm")) > 0
     audited(run)
 
 
