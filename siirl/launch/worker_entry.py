@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 CODE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 """Where torch looks for the folder of its compiled code."""
+KERNEL_CACHE = "TRITON_CACHE_DIR"
+"""Where Triton looks for that of its kernels, and of how it tuned them."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -175,16 +177,22 @@ def cuda_variables(plan: Plan, rank: int, env: Mapping[str, str]) -> dict[str, s
 
 
 def compile_cache(env: Mapping[str, str]) -> dict[str, str]:
-    """Where torch keeps the code that it compiles, unless env says it: a folder that is this user's alone.
+    """Where torch and Triton keep the code that they compile, unless env says it: folders that are this
+    user's alone.
 
     Torch takes a folder of a known name in that for temporary files, whoever has made it, and runs what is
-    in it.
+    in it. Triton's is its own, said beforehand: torch would give each device another one as soon as it
+    compiles, and what was tuned before, or by other ranks, would be tuned again.
     """
-    if CODE_CACHE in env:
-        return {}
-    names = [Path(tempfile.gettempdir()), Path.home() / ".cache"]
-    own = own_folder(*(folder / f"torchinductor_{user_id()}" for folder in names))
-    return {CODE_CACHE: str(own or tempfile.mkdtemp(prefix="siirl-compiled-"))}
+    found = {}
+    if CODE_CACHE not in env:
+        names = [Path(tempfile.gettempdir()), Path.home() / ".cache"]
+        own = own_folder(*(folder / f"torchinductor_{user_id()}" for folder in names))
+        found[CODE_CACHE] = str(own or tempfile.mkdtemp(prefix="siirl-compiled-"))
+    if KERNEL_CACHE not in env:
+        kernels = own_folder(Path(env.get("TRITON_HOME") or Path.home(), ".triton", "cache"))
+        found[KERNEL_CACHE] = str(kernels or Path(env.get(CODE_CACHE) or found[CODE_CACHE], "triton"))
+    return found
 
 
 def user_id() -> str:

@@ -3,7 +3,9 @@
 The package itself runs on GPUs only: tests/gpu/test_shared_attention_gpu.py.
 """
 
+import json
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -173,8 +175,19 @@ def test_kernels_that_a_gpu_would_compute_wrongly_are_refused(monkeypatch, versi
     monkeypatch.setattr("siirl.engines.train.attention.fla_kernels", ours, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr("os.environ", env := {})
     if computes:
         assert state_kernels("fla") is ours
+        folder = env.get("FLA_CONFIG_DIR")
+        assert env == (
+            {"FLA_CACHE_MODE": "default", "FLA_CONFIG_DIR": folder} if capability == (9, 0) else {}
+        )
+        for file in Path(folder).iterdir() if folder else ():
+            read = json.loads(file.read_text())
+            assert read["kernel_name"] == file.stem and file.suffix == ".json"
+            assert read["default_config"].keys() == {"kwargs", "num_warps", "num_stages", "num_ctas"}
+        monkeypatch.setattr("os.environ", env := {"FLA_CACHE_MODE": "disabled"})
+        assert state_kernels("fla") is ours and env == {"FLA_CACHE_MODE": "disabled"}
         return
     with pytest.raises(ConfigError, match=r"needs Triton 3\.7\.1 or later, here is 3\.6\.0.*=torch"):
         state_kernels("fla")

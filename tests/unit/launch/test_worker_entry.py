@@ -34,13 +34,17 @@ def test_compiled_code_is_never_read_from_a_folder_that_somebody_else_has_made(n
     monkeypatch.setattr(worker_entry.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     default = tmp_path / "tmp" / f"torchinductor_{worker_entry.user_id()}"
-    assert worker_entry.compile_cache({worker_entry.CODE_CACHE: "/mine"}) == {}
-    assert worker_entry.compile_cache({}) == {worker_entry.CODE_CACHE: str(default)}
+    kernels = tmp_path / "home" / ".triton" / "cache"
+    told = {worker_entry.CODE_CACHE: "/mine", worker_entry.KERNEL_CACHE: "/mine"}
+    assert worker_entry.compile_cache(told) == {}
+    assert worker_entry.compile_cache({}) == dict(zip(told, (str(default), str(kernels)), strict=True))
     assert default.stat().st_mode & 0o077 == 0
-    default.rmdir()
-    FOREIGN_CACHES[name](default)
+    for folder in (default, kernels):
+        folder.rmdir()
+        FOREIGN_CACHES[name](folder)
     own = tmp_path / "home" / ".cache" / default.name
-    assert worker_entry.compile_cache({}) == {worker_entry.CODE_CACHE: str(own)} and own.is_dir()
+    assert worker_entry.compile_cache({}) == dict(zip(told, (str(own), f"{own}/triton"), strict=True))
+    assert own.is_dir()
 
 
 def test_the_folder_of_compiled_code_is_torchs_own_where_nobody_has_taken_it(monkeypatch):
@@ -48,3 +52,12 @@ def test_the_folder_of_compiled_code_is_torchs_own_where_nobody_has_taken_it(mon
 
     monkeypatch.delenv(worker_entry.CODE_CACHE, raising=False)
     assert worker_entry.compile_cache({})[worker_entry.CODE_CACHE] == default_cache_dir()
+
+
+def test_kernels_that_are_compiled_and_tuned_lie_where_triton_has_them_by_itself(monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton")
+    for at in (None, tmp_path):
+        monkeypatch.setenv("TRITON_HOME", str(at)) if at else monkeypatch.delenv("TRITON_HOME", raising=False)
+        monkeypatch.delenv(worker_entry.KERNEL_CACHE, raising=False)
+        found = worker_entry.compile_cache(dict(os.environ))
+        assert found[worker_entry.KERNEL_CACHE] == triton.knobs.cache.dir

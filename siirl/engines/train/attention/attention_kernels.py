@@ -1,5 +1,7 @@
 """Which kernels compute the attention of packed rows."""
 
+import os
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -11,6 +13,9 @@ from siirl.errors import ConfigError
 
 FLASH_4_CAPABILITY = (9, 0)
 """CUDA's compute capability from which FlashAttention 4 has the kernels."""
+TUNED = {(9, 0): Path(__file__).with_name("fla_hopper")}
+"""CUDA's compute capability -> a folder of what autotuning of fla-core 0.6 chose on such a GPU (an H200), a
+file for each kernel, as fla reads them."""
 
 
 def attention_by(kernels: str) -> str:
@@ -52,6 +57,7 @@ def state_kernels(kernels: str) -> ModuleType | None:
     """
     if kernels != FLA:
         return None
+    take_tuned(torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
     try:
         from siirl.engines.train.attention import fla_kernels
     except ImportError as error:
@@ -66,3 +72,13 @@ def state_kernels(kernels: str) -> ModuleType | None:
         if problem := why_not_fla(torch.cuda.get_device_capability(), triton.__version__):
             raise ConfigError(f"model.attention_kernels={FLA}: {problem}. Set attention_kernels=torch.")
     return fla_kernels
+
+
+def take_tuned(capability: tuple[int, int] | None) -> None:
+    """Have fla's kernels be those of TUNED, unless the environment says something of it, before its import.
+
+    Otherwise each would be compiled and timed in up to 25 ways, again for other numbers of tokens and types
+    of arguments. What is timed, of kernels without a file and on other GPUs, Triton keeps on its disk.
+    """
+    if capability in TUNED and not os.environ.keys() & {"FLA_CACHE_MODE", "FLA_CONFIG_DIR"}:
+        os.environ |= {"FLA_CACHE_MODE": "default", "FLA_CONFIG_DIR": str(TUNED[capability])}
