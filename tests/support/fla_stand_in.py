@@ -17,8 +17,11 @@ CALLS: list[str] = []
 """Names of the functions that were called."""
 
 
-def install() -> None:
-    """Have `import fla...` find this module's functions."""
+def install(modules: dict[str, Any] = sys.modules, saving: bool = False) -> None:
+    """Have `import fla...` find this module's functions, where it looks for modules.
+
+    saving: those that compute nothing, and save for a backward pass what fla's save.
+    """
     functions = {
         "fla.modules.causal_conv1d": causal_conv1d,
         "fla.modules.norm.fused_norm_gate": rms_norm_gated,
@@ -26,10 +29,10 @@ def install() -> None:
         "fla.ops.simple_gla": chunk_simple_gla,
     }
     for name in ("fla", "fla.modules", "fla.modules.norm", "fla.ops"):
-        sys.modules[name] = types.ModuleType(name)
+        modules[name] = types.ModuleType(name)
     for name, function in functions.items():
-        sys.modules[name] = types.ModuleType(name)
-        setattr(sys.modules[name], function.__name__, function)
+        modules[name] = types.ModuleType(name)
+        setattr(modules[name], function.__name__, SAVING[function.__name__] if saving else function)
 
 
 def _segments(x_1N: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None) -> Iterator[tuple[int, slice]]:
@@ -153,3 +156,47 @@ def _recurrent(
             outs.append(scale * (state * q[0, at].unsqueeze(-1)).sum(1))
         finals.append(state)
     return torch.stack(outs).unsqueeze(0), torch.stack(finals) if output_final_state else None
+
+
+class _Saved(torch.autograd.Function):
+    """Numbers that nobody has computed, of which a backward pass would need others."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, saved: tuple[Tensor | None, ...], *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*saved)
+        return torch.empty_like(out, memory_format=torch.contiguous_format)
+
+
+def _of_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Any = None, **_: Any):
+    """fla.modules.causal_conv1d.ops.CausalConv1dFunction."""
+    return _Saved.apply(x, (x, weight, bias, initial_state), x), None
+
+
+def _of_norm(x: Tensor, g: Tensor, weight: Tensor, bias: None, **_: Any):
+    """fla.modules.norm.fused_norm_gate.LayerNormGatedFunction."""
+    rstd = x.new_empty(len(x), dtype=torch.float32)
+    return _Saved.apply(x, (x.contiguous(), g.contiguous(), weight, rstd), x, g)
+
+
+def _of_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Any = None, **_: Any):
+    """fla.ops.gated_delta_rule.chunk.ChunkGatedDeltaRuleFunction: norms of q and k, sums of g in a chunk, and
+    of each of its 64 tokens a number to each."""
+    inverse = v.new_empty(*v.shape[:3], 64)
+    norms = [x.new_empty(x.shape[:3], dtype=torch.float32) for x in (q, k)]
+    saved = (q.clone(), k.clone(), v.contiguous(), g.float().clone(), beta.contiguous(), inverse, *norms)
+    return _Saved.apply(v, (*saved, initial_state), q, k, v, g, beta), None
+
+
+def _of_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Any = None, **_: Any):
+    """fla.ops.simple_gla.chunk.ChunkSimpleGLAFunction."""
+    saved = (*(x.contiguous() for x in (q, k, v)), g.clone(), initial_state)
+    return _Saved.apply(v, saved, q, k, v, g), None
+
+
+SAVING = {
+    "causal_conv1d": _of_convolution,
+    "rms_norm_gated": _of_norm,
+    "chunk_gated_delta_rule": _of_rule,
+    "chunk_simple_gla": _of_attention,
+}
+"""Of each function that one of fla 0.6, by whose source it saves what it saves."""

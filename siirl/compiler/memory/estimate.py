@@ -17,7 +17,7 @@ from siirl.compiler.memory import layer_params as of_config
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.config.batch import batch_of
-from siirl.config.common import FSDPConfig, ModelConfig
+from siirl.config.common import FLA, FSDPConfig, ModelConfig
 from siirl.config.resolve import get
 from siirl.config.roles import ROLES, role_group, role_model, token_budget, trained_group
 from siirl.config.teacher import SAMPLED, WHOLE
@@ -274,20 +274,21 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     lines.append(MemoryLine(name, "gathered layers", gathered * compute, COMPUTING))
     if sharded:
         lines += _sharded_lines(model, cfg, shape, compute)
-    fused, attended = role_model(cfg, model.role).fuses_layers, with_repeated_heads(shape, model.dims.cp)
+    keys, attended = role_model(cfg, model.role), with_repeated_heads(shape, model.dims.cp)
+    fused = keys.fuses_layers
     of_layer = kept_values(attended, fused)
-    if (
-        role_model(cfg, model.role).compile_layers and not shape.qk_norms
-    ):  # values come in one tensor with both
+    if keys.compile_layers and not shape.qk_norms:  # values come in one tensor with both
         of_layer += query_width(attended) + attended.kv_width
     if model.dims.cp > 1:  # what attention gives, before it is exchanged and after
         of_layer += query_width(shape)
     kept, passing, largest = of_layer * shape.attending, forward_values(shape, fused), of_layer
     if nets := shape.nets:
-        of_net = kept_beside_attention(shape, fused) + nets.values(nets.kept, compute)
+        row = longest_row(cfg, model.role) if keys.attention_kernels == FLA else None
+        of_net, through = nets.of_token(compute, row)
+        of_net += kept_beside_attention(shape, fused)
         kept, largest = kept + of_net * nets.layers, max(largest, of_net)
-        passing = max(passing, 4 * shape.hidden + nets.values(nets.passing, compute))
-    if role_model(cfg, model.role).enable_gradient_checkpointing:
+        passing = max(passing, 4 * shape.hidden + through)
+    if keys.enable_gradient_checkpointing:
         kept = shape.layers * shape.hidden + largest
     lines += activation_lines(model, cfg, kept, passing, compute)
     if model.head == "lm":

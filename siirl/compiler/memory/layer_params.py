@@ -15,7 +15,7 @@ _CHUNK = 64
 class StateNets:
     """What some layers of a model have in the place of attention: gated delta nets, or Mamba-2.
 
-    What they keep is measured of torch's kernels (tests/unit/compiler/test_state_net_memory.py).
+    What they keep is measured of torch's kernels, and of what fla's save (test_state_net_memory.py).
     """
 
     layers: int
@@ -29,10 +29,23 @@ class StateNets:
     """Numbers in fp32 that a net keeps of a token for its backward pass, computing in bfloat16."""
     passing: int
     """The same at the fullest point of a pass without gradient."""
+    kept_by_fla: int
+    """Numbers in bfloat16 that it keeps of a token with fla's kernels, which compute all else again."""
+    passing_by_fla: int
+    """The same at the fullest point of a pass without gradient."""
     in_fp32: float
     """So many times as many are kept where it computes in fp32: some are copied."""
     flops: int
     """Of a token, for each number of the state, in a forward pass."""
+
+    def of_token(self, width: int, row: int | None) -> tuple[int, int]:
+        """Values of a compute type's width that a net keeps, and those at the fullest point of a pass.
+
+        row: fla's kernels, and tokens of a row, each of which may start with the state of its prompt.
+        """
+        if row is not None:
+            return self.kept_by_fla + 2 * self.state // row, self.passing_by_fla
+        return self.values(self.kept, width), self.values(self.passing, width)
 
     def values(self, numbers: int, width: int) -> int:
         """So many numbers in fp32 as values of a compute type's width."""
@@ -49,7 +62,8 @@ def state_nets(raw: Mapping[str, Any]) -> StateNets | None:
 
 def _delta_nets(raw: Mapping[str, Any], layers: int) -> StateNets:
     """Kept: of each value head ten that are as wide as its keys, and as many as its values, the state of each
-    chunk, and what lies between its tokens."""
+    chunk, and what lies between its tokens. By fla: what the convolution reads, queries, keys and values,
+    what lies between the tokens of a chunk, and what the norm and the projection behind it read."""
     hidden, heads, key_heads = (
         raw[name] for name in ("hidden_size", "linear_num_value_heads", "linear_num_key_heads")
     )
@@ -65,6 +79,8 @@ def _delta_nets(raw: Mapping[str, Any], layers: int) -> StateNets:
         state=state_numbers(raw),
         kept=3 * keys // 2 + heads * (10 * (k + v) + k * v // _CHUNK + 300),
         passing=heads * (8 * k + 7 * v + 160),
+        kept_by_fla=keys + values + heads * (2 * k + 4 * v + _CHUNK + 14),
+        passing_by_fla=keys + values + heads * (7 * k + 6 * v + _CHUNK + k * v // _CHUNK),
         in_fp32=1.2,
         flops=7,
     )
@@ -72,7 +88,7 @@ def _delta_nets(raw: Mapping[str, Any], layers: int) -> StateNets:
 
 def _mamba2(raw: Mapping[str, Any], layers: int) -> StateNets:
     """Kept: of each head its keys and queries, which those of a group share, what lies between the tokens of
-    a chunk, and the state of each."""
+    a chunk, and the state of each; by fla no more than the first, and the norm's, which is torch's."""
     hidden, heads, size, chunk = (
         raw[name] for name in ("hidden_size", "mamba_n_heads", "mamba_d_state", "mamba_chunk_size")
     )
@@ -88,6 +104,8 @@ def _mamba2(raw: Mapping[str, Any], layers: int) -> StateNets:
         state=state_numbers(raw),
         kept=13 * wide + heads * (5 * size + 3 * chunk) + 2 * states + 4 * shared,
         passing=8 * wide + 3 * heads * (size + chunk) + 3 * states + 2 * shared,
+        kept_by_fla=made + channels + 11 * wide + heads * (2 * size + 9),
+        passing_by_fla=made + channels + 8 * wide + 2 * heads * size + wide * size // _CHUNK,
         in_fp32=1.1,
         flops=5,
     )

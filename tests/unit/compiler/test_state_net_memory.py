@@ -1,8 +1,11 @@
 """What gated delta nets and Mamba-2 take of memory: the estimate is near what a layer of transformers has."""
 
+import importlib.util
+import sys
 import weakref
 
 import causal_lms
+import fla_stand_in
 import pytest
 import torch
 from plan_cases import config
@@ -18,6 +21,7 @@ from siirl.compiler.memory.phases import memory_lines
 from siirl.data.rows import make_rows
 from siirl.engines.train.attention.packed_attention import PACKED_ATTENTION
 from siirl.engines.train.attention.state_layers import pin_state_layers
+from siirl.engines.train.hf_model import keep_float32
 from siirl.engines.train.packed.packing import pack_rows
 from siirl.models.sizes import state_layers
 
@@ -32,6 +36,8 @@ OTHERS = (
     {"linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
     {"linear_value_head_dim": 128, "linear_key_head_dim": 128},
 )
+CENTERED = ("qwen3_5_text",)
+"""Whose norms keep another copy in fp32 where nothing is fused."""
 SCANS = {
     **{"hidden_size": 128, "intermediate_size": 96, "shared_intermediate_size": 192, "vocab_size": 64},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 0, "num_experts_per_tok": 0},
@@ -88,6 +94,41 @@ def kept_of(layer: nn.Module, model: nn.Module, dtype: torch.dtype, length: int 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(hidden, position_embeddings=turned, attention_mask=None, sequence_bounds=at.bounds)
     return sum(found.values()) / tokens / dtype.itemsize
+
+
+@pytest.fixture
+def fla_kernels(monkeypatch):
+    """siirl's, over functions that save what fla's do."""
+    fla_stand_in.install(there := {}, saving=True)
+    for name, module in there.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    spec = importlib.util.find_spec("siirl.engines.train.attention.fla_kernels")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *(("qwen3_5_text", SIZES | sizes) for sizes in OTHERS),
+        *(("granitemoehybrid", SCANS | sizes) for sizes in OF_SCANS),
+    ],
+)
+def test_layers_by_fla_keep_what_is_estimated(kind, sizes, fla_kernels):
+    from transformers import AutoModelForCausalLM
+
+    made = causal_lms.tiny_config(kind, **sizes)
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, attn_implementation=PACKED_ATTENTION)
+    keep_float32(model)
+    pin_state_layers(model, fla_kernels)
+    shape = model_shape(made.to_dict())
+    found, torchs = (
+        kept_of(model.model.layers[0], model, torch.bfloat16),
+        shape.nets.values(shape.nets.kept, 2),
+    )
+    beside = kept_beside_attention(shape, False) + 2 * made.hidden_size * (kind in CENTERED)
+    assert found - beside == pytest.approx(shape.nets.kept_by_fla, rel=0.01)
+    assert found - beside < torchs / 2
 
 
 @with_dtypes(OTHERS)
