@@ -166,7 +166,7 @@ def _choose_kernels(draft: Draft, model: ModelPlan) -> None:
     kernels = {f"{group}.attention_kernels": FLASH_4}
     installed = FLASH_4_PACKAGE in machine.packages and machine.capability >= FLASH_4_SINCE
     whole = backend_of(model).kernels_of_parts or model.dims.cp == 1
-    proven = installed and whole and head_size(config) in FLASH_4_HEADS
+    proven = installed and whole and head_size(config) in FLASH_4_HEADS and not family.has_states
     if proven and draft.is_free(model, *kernels) and _is_accepted(draft, model, kernels):
         draft.take(model, kernels, f"{FLASH_4_PACKAGE} is installed")
 

@@ -429,6 +429,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_text": Family(
         vllm=_STATES_BESIDE_IMAGES,
+        compiled=True,
         counted=True,
         delta_nets=True,
         in_float32=_DECAYS,

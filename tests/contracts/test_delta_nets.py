@@ -15,9 +15,11 @@ from dist_harness import run_workers
 from some_cases import some
 from state_rows import ROWS, alone, gradients, packed, rows_of
 
+from siirl.engines.train import hf_model
 from siirl.engines.train.attention import state_layers
 from siirl.engines.train.attention.attention_kernels import state_kernels
 from siirl.engines.train.attention.packed_attention import PACKED_ATTENTION
+from siirl.engines.train.hf_model import compile_layers
 from siirl.engines.train.language_model import PackedLanguageModel, model_flops, run_packed
 from siirl.engines.train.packed.packing import pack_rows
 from siirl.models.families import types_with
@@ -35,12 +37,12 @@ def in_float64(kind: str) -> None:
     exec(compile(source.replace(".float()", ".double()"), origin, "exec"), module.__dict__)
 
 
-def small_model(kind: str, attention: str) -> torch.nn.Module:
+def small_model(kind: str, attention: str, **sizes: object) -> torch.nn.Module:
     """Whose states decay slowly and whose weights are large, so that a leak would show."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = causal_lms.tiny_config(kind, max_position_embeddings=512)
+    config = causal_lms.tiny_config(kind, max_position_embeddings=512, **sizes)
     config._experts_implementation = "eager"  # torch's grouped products have no float64
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=attention)
     for name, param in model.named_parameters():
@@ -83,6 +85,56 @@ def test_packed_rows_and_shared_prompts_are_rows_alone_to_the_last_bits_of_float
     *exact, leaking = run_workers(distances, 1, kind, deadline_s=100)[0]
     assert all(log_prob < 1e-12 and gradient < 1e-12 for log_prob, gradient in exact), exact
     assert leaking[0] > 0.01  # transformers' own way
+
+
+def compiled_distances(rank: int, world: int, kind: str) -> list[tuple[float, float]]:
+    """Of compiled layers by fla's kernels, rows alone and with shared prompts, as `distances`."""
+    in_float64(kind)
+    fla_stand_in.install()
+    torch.set_num_threads(1)
+    found, at = [], rows_of(*ROWS["short rows"])
+    whole, ours = small_model(kind, "sdpa"), small_model(kind, PACKED_ATTENTION)
+    state_layers.pin_state_layers(ours, state_kernels("fla"))
+    compile_layers(ours)
+    want = alone(whole, at)
+    theirs = gradients(whole, want)
+    for share in (False, True):
+        ours.zero_grad()
+        got = packed(ours, at, share)
+        own = gradients(ours, got)
+        gap = max(float((theirs[n] - own[n]).abs().max() / theirs[n].abs().max()) for n in theirs)
+        found.append((float((want - got).abs().max().detach()), gap))
+        assert set(fla_stand_in.CALLS) == {"causal_conv1d", "chunk_gated_delta_rule"}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("kind", types_with(lambda row: row.has_states and row.compiled))
+def test_compiled_layers_with_states_are_rows_alone_to_the_last_bits_of_float64(kind):
+    (exact,) = run_workers(compiled_distances, 1, kind, deadline_s=600)
+    assert all(log_prob < 1e-12 and gradient < 1e-12 for log_prob, gradient in exact), exact
+
+
+def graphs_of(rank: int, world: int, num_layers: int) -> list[int]:
+    """Of compiled layers, which are not made code of: after rows of other lengths and prompts each."""
+    torch.set_num_threads(1)
+    hf_model.compile_layer = lambda module, inputs: module.forward
+    kinds = ["linear_attention", "full_attention"] * (num_layers // 2)
+    ours = small_model("qwen3_5_text", PACKED_ATTENTION, num_hidden_layers=num_layers, layer_types=kinds)
+    state_layers.pin_state_layers(ours)
+    compile_layers(ours)
+    found = []
+    for share in (False, True):
+        for name in ("short rows", "shared prompts"):
+            packed(ours, rows_of(*ROWS[name]), share)
+            found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return found
+
+
+def test_layers_with_states_are_compiled_once_however_many_they_are_and_whatever_rows_come():
+    few, many = (run_workers(graphs_of, 1, num, deadline_s=100)[0] for num in (2, 6))
+    assert 0 < few[0] == few[-1] == many[-1]
 
 
 def test_kernels_that_happen_to_be_installed_are_not_taken(monkeypatch):

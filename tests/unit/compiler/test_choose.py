@@ -212,9 +212,20 @@ def test_states_are_computed_by_fla_where_it_is_installed_and_has_kernels(tmp_pa
     why = "needs Triton 3.7.1 or later, here is" if machine.packages else "fla-core is not installed"
     slow = any(why in line and "slow" in line for line in choice_lines(plan))
     assert slow == (kernels == "torch")
+    assert chosen(plan).get(f"{MODEL}.compile_layers", False) == (machine.device == "cuda")
     assert f"{MODEL}.attention_kernels" not in chosen(
         planned(machine, model(tmp_path, **more), f"{ROLLOUT}.name=hf", f"{MODEL}.attention_kernels=torch")[0]
     )
+
+
+def test_with_fla_micro_batches_are_as_large_as_what_its_kernels_keep_lets_them_be(tmp_path):
+    more = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 32}
+    keys = (f"{ROLLOUT}.name=hf", "data.train_batch_size=128", f"{ROLLOUT}.n=8", f"{CHECKPOINTING}=false")
+    tokens = []
+    for kernels in ("torch", "fla"):
+        chooses = f"{MODEL}.attention_kernels={kernels}"
+        tokens.append(chosen(planned(H200, model(tmp_path, "1.7B", **more), *keys, chooses)[0])[TOKENS])
+    assert tokens[1] >= 2 * tokens[0]
 
 
 def test_a_model_of_unknown_memory_gets_micro_batches_of_one_of_the_longest_rows(tmp_path):

@@ -10,6 +10,7 @@ and V features of a head's keys and values.
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from fla.modules.causal_conv1d import causal_conv1d
 from fla.modules.norm.fused_norm_gate import rms_norm_gated
@@ -60,7 +61,12 @@ def rule(
 
 
 def gated_norm(norm: nn.Module, x_MV: Tensor, gate_MV: Tensor) -> Tensor:
-    """What a gated delta net gives its output projection: the norm of x, times the SiLU of its gate."""
+    """What a gated delta net gives its output projection: the norm of x, times the SiLU of its gate.
+
+    Of compiled layers torch's own, of which the compiler makes one kernel too; it does not look into fla's.
+    """
+    if torch.compiler.is_compiling():
+        return type(norm).forward(norm, x_MV, gate_MV)
     return rms_norm_gated(x_MV, gate_MV, norm.weight, None, activation="swish", eps=norm.variance_epsilon)
 
 

@@ -99,7 +99,7 @@ def packed_convolution(
     if shard is not None:
         x_NC = all_tokens(x_NC.unsqueeze(-1), shard).squeeze(-1)
         weight_CW = weight_CW.chunk(shard.group.size())[shard.group.rank()]
-    y_NC = _in_parts(bounds, lambda tokens, **part: by(x_NC[tokens], weight_CW, bias, activation, **part))
+    y_NC = _in_parts(bounds, lambda x, **part: by(x, weight_CW, bias, activation, **part), x_NC)
     y_NC = y_NC if shard is None else own_shares(y_NC.unsqueeze(-1), shard).squeeze(-1)
     return y_NC.T.unsqueeze(0)
 
@@ -124,8 +124,7 @@ def packed_rule(
     assert use_qk_l2norm_in_kernel
     given, shard = (query, key, value, g.unsqueeze(-1), beta.unsqueeze(-1)), bounds.shard
     given = [x.squeeze(0) if shard is None else all_tokens(x.squeeze(0), shard) for x in given]
-    q, k, v, decay, rate = *given[:3], *(x.squeeze(-1) for x in given[3:])
-    out_NHV = _in_parts(bounds, lambda at, **part: by(q[at], k[at], v[at], decay[at], rate[at], **part))
+    out_NHV = _in_parts(bounds, by, *given[:3], *(x.squeeze(-1) for x in given[3:]))
     return (out_NHV if shard is None else own_shares(out_NHV, shard)).unsqueeze(0), None
 
 
@@ -145,25 +144,30 @@ def packed_scan(
     """The scan of Mamba-2 within each row: inputs [1, N, H, V] and steps dt [1, N, H], before their softplus,
     keys B and queries C of each group [1, N, G, K], decays A [H] -> [1, N, H, V]."""
     assert bounds.shard is None, "ranks that share the tokens of rows have no scan"
-    x, step, b, c = (given[0] for given in (hidden_states, dt, B, C))
+    given = (x[0] for x in (hidden_states, dt, B, C))
     return _in_parts(
-        bounds, lambda at, **part: by(x[at], step[at], A, b[at], c[at], **part, **extra)
+        bounds, lambda x, step, b, c, **part: by(x, step, A, b, c, **part, **extra), *given
     ).unsqueeze(0)
 
 
-def _in_parts(bounds: SequenceBounds, of_part: Callable[..., tuple[Tensor, Tensor | None]]) -> Tensor:
+def _in_parts(
+    bounds: SequenceBounds, of_part: Callable[..., tuple[Tensor, Tensor | None]], *given_NX: Tensor
+) -> Tensor:
     """What a function gives of the shared prompts, and of all behind them, which start with its last states
-    of their prompts: [N, ...].
+    of their prompts: [N, ...]. Nothing is copied where all tokens are one part.
 
-    of_part: of the tokens, part, the state that each of its segments starts with, or None, and whether its
-    last states are wanted.
+    of_part: of what is given of a part's tokens, its bounds, the state that each of its segments starts with,
+    or None, and whether its last states are wanted.
     """
+    if bounds.shared is None:
+        return of_part(*given_NX, part=bounds, state=None, ends=False)[0]
     outs, state = [], None
-    for tokens, part in bounds.parts:
-        ends = bounds.shared is not None and state is None
-        out, last = of_part(tokens, part=part, state=state, ends=ends)
+    parts = [part for _, part in bounds.parts]
+    sizes = [len(part.padded_index) for part in parts]
+    for part, *own in zip(parts, *(x_NX.split(sizes) for x_NX in given_NX), strict=True):
+        out, last = of_part(*own, part=part, state=state, ends=state is None)
         outs.append(out)
-        if last is not None and ends:
+        if last is not None and state is None:
             state = bounds.started_by(last)
     return torch.cat(outs)
 
