@@ -50,7 +50,6 @@ CASES = {
 TRITON = f"+{ROLLOUT}.engine_kwargs.vllm.gdn_prefill_backend=triton"
 """Not FlashInfer's kernels, which a machine without a compiler of CUDA cannot make."""
 OLD = {
-    "qwen3_5_text": "this vLLM has no model of the texts of a Qwen3.5",
     "granitemoehybrid": "vLLM 0.24 does not know what transformers 5.17 calls the layers of Granite",
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm import ModelRegistry
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
@@ -44,6 +45,11 @@ OF_IMAGES = {
     "mm_device_do_normalize": False,  # from 0.32 on, vLLM would take pixels as the file has them
 }
 """Arguments of an engine that is given patches of images."""
+TEXTS = ("Qwen3_5ForCausalLM",)
+"""Classes of native_texts.py, which vLLM has from 0.32 on."""
+for name in TEXTS:  # by its name, as vLLM looks at a class in another process; its workers import this, too
+    if name not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(name, f"siirl.engines.rollout.vllm.native_texts:{name}")
 
 
 class NativeEngine:
