@@ -13,6 +13,7 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(siirl.__path__,
 NEEDS = {
     "siirl.engines.train.megatron.": "megatron.core",
     "siirl.engines.rollout.sglang.native": "sglang",
+    "siirl.engines.rollout.vllm.native_texts": "torchvision",
     "siirl.engines.train.attention.fla_kernels": "fla",
     "siirl.engines.train.attention.flash_four": "flash_attn.cute",
     "siirl.engines.train.triton_kernels": "triton",
