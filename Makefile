@@ -70,7 +70,7 @@ test: .venv/.dev  ## the test suite (its minutes: CONTRIBUTING.md)
 test-fast: .venv/.dev  ## what needs no processes, for the inner loop (under 90 s on 2 cores)
 	$(PYTEST) -n 2 -m 'not slow and not gpu and not heavy' tests/unit tests/plan
 
-# Its commands import for themselves, as a user's do; those of `make test` are forks (tests/support/forked_starts.py).
+# Commands of tests/e2e import for themselves, as a user's do; all others are forks (tests/support/forked_starts.py).
 test-all: .venv/.verifiers .venv/.tinker .venv/.mini-swe-agent  ## the slower tests too
 	SIIRL_TEST_STARTS=real $(PYTEST) -n $(or $(WORKERS),2) --timeout 900
 

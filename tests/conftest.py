@@ -86,13 +86,22 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    """With the mark `real_starts`, the commands that a test starts, or a fixture for it, are no forks; with
+    SIIRL_TEST_STARTS=real those of tests/e2e are none either."""
+    as_a_user = os.environ.get("SIIRL_TEST_STARTS") == "real" and item.path.parent.name == "e2e"
+    asks.real = as_a_user or item.get_closest_marker("real_starts") is not None
+    try:
+        return (yield)
+    finally:
+        asks.real = False
+
+
 @pytest.fixture(autouse=True)
-def starts_import_where_they_are_told_to(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With the mark `real_starts`, the commands that a test starts are no forks."""
-    asks.real = request.node.get_closest_marker("real_starts") is not None
+def variables_of_a_test_are_set_back() -> Iterator[None]:
     with variables_set_back():
         yield
-    asks.real = False
 
 
 @pytest.fixture(autouse=True, scope="module")

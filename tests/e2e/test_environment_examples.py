@@ -75,12 +75,14 @@ def test_an_agent_asks_a_tool_of_an_mcp_server(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_agent_learns_in_an_environment_of_verifiers(tmp_path):
+    """A quarter of the example's steps, of 256 episodes each."""
     if not (Path(sys.prefix) / "verifiers").exists():
         pytest.skip("make setup installs verifiers in an environment of its own")
-    run_example(tmp_path, "verifiers", example="environments", timeout_s=1700)
+    steps = "trainer.total_training_steps=20"
+    run_example(tmp_path, "verifiers", steps, example="environments", timeout_s=1700)
     finished = Finished.read(tmp_path / "verifiers/run")
     worth = finished.values("val/interaction/env_reward")
-    assert worth[0] < 0.35 and worth[-1] > 0.5, worth  # 0.64 is the most that there is
+    assert worth[0] < 0.2 and worth[-1] > 0.35, worth  # 0.64 is the most that there is
     assert set(finished.values("interaction/failed")) == {0}
     assert max(finished.values("actor/rollout_log_prob_diff_max")) < 1e-3
 

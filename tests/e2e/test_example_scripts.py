@@ -31,6 +31,7 @@ SMALL = {
     "trainer.logger": "[]",
     "trainer.total_training_steps": 2,
     "trainer.deadline_s": 400,
+    "trainer.max_restarts": 0,
 }
 """What makes any script small; its other keys are its own."""
 LENGTHS = {f"{ROLLOUT}.prompt_length": 32, f"{ROLLOUT}.response_length": 8}

@@ -5,8 +5,8 @@ its own Python, that is asked of a nursery below it; all else, and what differs 
 started as ever. The new process is a child of who asked, with the descriptors, the session, the folder, the
 variables and the command line that it would have, in /proc too. It starts others in the same way.
 
-SIIRL_TEST_STARTS=real, or the mark `real_starts` of a test, lets all of them import for themselves. Which
-others did, and why, is in what SIIRL_TEST_CPU writes (cpu_seconds.py).
+The mark `real_starts` of a test, or SIIRL_TEST_STARTS=real in tests/e2e, lets all of its starts import for
+themselves. Which others did, and why, is in what SIIRL_TEST_CPU writes (cpu_seconds.py).
 """
 
 import atexit
@@ -137,8 +137,7 @@ def install(environment: Mapping[str, str]) -> None:
 
 def may_fork() -> bool:
     """Whether commands are forked here. Not beside GPUs: who has imported vLLM may hold one, and not fork."""
-    asked = os.environ.get("SIIRL_TEST_STARTS") != "real" and not asks.real
-    return asked and sys.platform == "linux" and not any(Path("/dev").glob("nvidia[0-9]*"))
+    return not asks.real and sys.platform == "linux" and not any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class ForkingPopen(REAL):
