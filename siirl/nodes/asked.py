@@ -115,11 +115,13 @@ class Service:
             self.desk.answer([(ticket, Refused(problem), None)])
         return problem is not None
 
-    def start(self) -> None:
+    def start(self, speaks: bool) -> None:
         """Listen, and say where; then go on where an earlier server was killed. Idempotent. ConfigError for a
-        key or an address that cannot be, and for models that cannot go on with the configuration."""
+        key or an address that cannot be, and for models that cannot go on with the configuration. speaks: see
+        Sampler.sample."""
         if self._is_started:
             return
+        self.sampler.prepare(speaks)
         for one in self.tenants.on_first(self._listen):
             self._restore(one)
         self._is_started = True
@@ -215,7 +217,7 @@ def asked(ctx: OpContext, rows: TensorDict, service: Service) -> TensorDict:
 
     Waiting for clients is no stall. What a request is refused for, or fails of, is its own answer.
     """
-    service.start()
+    service.start(ctx.is_shard_leader)
     stepped = False
     while not stepped:
         tickets, commands = service.next()

@@ -285,6 +285,8 @@ class Desk:
         left_s = {lane: self._back_s(lane, PATIENCE) - now_s for lane in self._soon(PATIENCE)}
         active = {self._lanes[lane].tenant for lane in left_s}
         active |= {name for name, one in self._tenants.items() if one.num_waiting}
+        if len(active) == 1 and self._are_samples(next(iter(active))):
+            return 0.0  # nobody else has a share, and no training pass would have them
         if len(active) > 1:  # a tenant that asks has its share of the pass, with all of its lanes or some
             left_s = {
                 lane: one
@@ -292,6 +294,11 @@ class Desk:
                 if not self._tenants[self._lanes[lane].tenant].num_waiting
             }
         return max(left_s.values(), default=0.0)
+
+    def _are_samples(self, tenant: str) -> bool:
+        """Whether all that it asks for next are samples."""
+        firsts = (self._lanes[lane].first() for lane in self._tenants[tenant].lanes)
+        return all(isinstance(one.command, Sample) for one in firsts if one is not None)
 
     def _back_s(self, lane: str, times: float) -> float:
         """When it will have asked again, if it does not take so many times as long as usually."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
-from siirl.data.completions import Request
+from siirl.data.completions import Request, SamplingParams
 from siirl.engines.rollout.base import DRAIN_S, RolloutEngine
 from siirl.engines.train.adapters.adapted_layers import Adapter
 from siirl.engines.train.adapters.lora import adapter_name
@@ -49,6 +49,15 @@ class Sampler:
     def most_requests(self) -> int:
         """So many commands are decoded together at most."""
         return self._cfg.actor_rollout_ref.rollout.max_num_seqs
+
+    def prepare(self, speaks: bool) -> None:
+        """Have the engine load the base, and sample from it once, so that no client waits for that."""
+        longest = self._cfg.data.max_prompt_length + self._cfg.data.max_response_length
+        params = SamplingParams(max_tokens=min(2, longest - 1), ignore_eos=True)
+        prompt = [0] * min(16, longest - params.max_tokens)
+        (found,) = self.sample([Sample(BASE, prompt, params, num_samples=1, seed=0)], speaks)
+        if isinstance(found, Refused):
+            raise found
 
     def sample(self, commands: Sequence[Sample], speaks: bool) -> list[Sampled | Refused]:
         """Answers to commands of one source, decoded together. Refused, for all, if there is no such
@@ -224,7 +233,10 @@ def _widened(name: str, snapshot: Snapshot | None, shape: tuple[int, ...], rank:
 
     Both are scaled by alpha / rank, so B is what makes up for the larger rank.
     """
-    found, whole = None if snapshot is None else snapshot.weights.get(name), torch.zeros(shape)
+    found = None if snapshot is None else snapshot.weights.get(name)
+    if found is not None and found.shape == shape:
+        return found
+    whole = torch.zeros(shape)
     if found is None or snapshot is None:
         return whole
     part = found.float() * (rank / snapshot.rank if ".lora_B" in name else 1.0)

@@ -5,8 +5,9 @@ import threading
 
 import pytest
 
+from siirl.data.completions import SamplingParams
 from siirl.service import desk as desk_module
-from siirl.service.commands import Datum, ForwardBackward, Refused, Release
+from siirl.service.commands import Datum, ForwardBackward, Refused, Release, Sample
 from siirl.service.desk import BURST_S, MOST_WAITING, ComeBack, Desk
 
 
@@ -269,6 +270,22 @@ def test_clients_who_ask_again_at_once_are_in_one_pass_and_who_is_slow_or_gone_i
     before_s = gone.now_s
     gone.run(10)
     assert gone.sizes[-9:] == [1] * 9 and gone.now_s - before_s < 10 * 1.3
+
+
+def test_samples_of_the_only_tenant_wait_for_no_client_that_trains():
+    now = [0.0]
+    desk = Desk(clock=lambda: now[0])
+    desk.open_lane("a:train", 1, "a")
+    desk.open_lane("a:sample", None, "a")
+    for number in (1, 2):
+        desk.submit("a:train", number, tokens(8))
+        ticket = desk.take(0.0)
+        now[0] += 0.2
+        desk.done(ticket, b"")
+        now[0] += 0.1
+    assert desk._soon(1.5) == ["a:train"], "it is waited for by others that train"
+    desk.submit("a:sample", 0, lambda: Sample("", [1], SamplingParams(max_tokens=1), 1, 0))
+    assert desk.take(0.0).id == "a:sample:0"
 
 
 def test_a_client_that_paused_is_soon_waited_for_again():

@@ -294,8 +294,22 @@ def sampled(service, source: str, **more):
 @pytest.mark.parametrize("only_forward", [True, False])
 def test_the_base_is_given_to_samplers_after_any_pass(service, tenants, only_forward):
     created(tenants, "a:train:0")
-    train(tenants, ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), only_forward))
-    assert all(one.isfinite().all() for _, one in service.sampler._base.export_weights())
+    asked, base = (
+        ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), only_forward),
+        service.sampler._base,
+    )
+    before = {name: one.clone() for name, one in base.export_weights()}
+    first, again = train(tenants, asked), train(tenants, asked)
+    assert all(torch.equal(before[name], one) for name, one in base.export_weights())
+    after = train(tenants, asked)  # the weights are gathered anew
+    assert first.loss == again.loss == after.loss
+    assert all(map(np.array_equal, first.log_probs, after.log_probs))
+
+
+def test_a_sampler_that_is_prepared_loads_nothing_for_its_first_client(service, monkeypatch):
+    service.sampler.prepare(speaks=True)
+    monkeypatch.delattr(type(service.sampler._engine), "load_weights")
+    assert sampled(service, BASE).sequences
 
 
 def test_samples_are_of_the_snapshot_that_is_asked_for_and_so_are_their_log_probs(service, tenants):

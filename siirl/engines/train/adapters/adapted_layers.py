@@ -3,8 +3,8 @@
 A pass has the tokens of several segments, one behind the other; a segment has an adapter, or none. On a CPU
 each segment is multiplied by itself, so that what comes of it, to the last bit, is what comes of it alone:
 how a product rounds depends on its number of rows. Elsewhere the base multiplies all tokens at once, and so
-do the adapters, side by side in one matrix of their ranks together, of which a token keeps the columns of its
-own (Chen et al., "Punica" (2023), has kernels for the same sum).
+do the adapters of several segments, side by side in one matrix of their ranks together, of which a token
+keeps the columns of its own (Chen et al., "Punica" (2023), has kernels for the same sum).
 
 Legend: N tokens of a pass, r rank of an adapter, R ranks of all adapters of a pass.
 """
@@ -42,14 +42,15 @@ class Adapter:
         }
         self.vector = torch.zeros(sum(map(math.prod, self._shapes.values())), device=device)
         self._cast: dict[torch.dtype, Pairs] = {}
-        self._scratch: tuple[Tensor, Pairs] | None = None
+        self._gradient: Gradient | None = None
 
     def parts(self, vector: Tensor) -> dict[str, Tensor]:
         """Name -> its matrix in a vector like that of the weights, in the same memory."""
         pieces = vector.split([math.prod(shape) for shape in self._shapes.values()])
         return {n: one.view(s) for (n, s), one in zip(self._shapes.items(), pieces, strict=True)}
 
-    def _pairs(self, vector: Tensor) -> Pairs:
+    def pairs(self, vector: Tensor) -> Pairs:
+        """The same, by layer."""
         matrices = iter(self.parts(vector).items())
         return {
             name.removesuffix(".lora_A.weight"): (a, b)
@@ -59,16 +60,15 @@ class Adapter:
     def weights(self, dtype: torch.dtype) -> Pairs:
         """In the type that a pass computes in."""
         if dtype not in self._cast:
-            self._cast[dtype] = self._pairs(self.vector.to(dtype))
+            self._cast[dtype] = self.pairs(self.vector.to(dtype))
         return self._cast[dtype]
 
-    def gradient(self) -> tuple[Tensor, Pairs]:
-        """Zeros for the gradient of a request, and its matrices; until the next one."""
-        if self._scratch is None:
-            vector = torch.zeros_like(self.vector)
-            self._scratch = vector, self._pairs(vector)
-        self._scratch[0].zero_()
-        return self._scratch
+    def gradient(self) -> "Gradient":
+        """Zeros for the gradient of a request, until the next one."""
+        if self._gradient is None:
+            self._gradient = Gradient(self)
+        self._gradient.clear()
+        return self._gradient
 
     def changed(self) -> None:
         """The vector has other numbers."""
@@ -91,14 +91,43 @@ class Adapter:
         self.changed()
 
 
+class Gradient:
+    """Of an adapter: a sum over passes in fp32. Within a pass it is in the type that is computed in, so that
+    a product is added where it is made; all of them go into the sum at once."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.sum = torch.zeros_like(adapter.vector)
+        self._adapter = adapter
+        self._of_type = {self.sum.dtype: (self.sum, adapter.pairs(self.sum))}
+
+    def clear(self) -> None:
+        """All zeros."""
+        for vector, _ in self._of_type.values():
+            vector.zero_()
+
+    def pair(self, layer: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Where the gradients of A and B are added to in a pass."""
+        if dtype not in self._of_type:
+            vector = torch.zeros_like(self.sum, dtype=dtype)
+            self._of_type[dtype] = vector, self._adapter.pairs(vector)
+        return self._of_type[dtype][1][layer]
+
+    def end_pass(self) -> None:
+        """Add what a pass has made."""
+        for vector, _ in self._of_type.values():
+            if vector is not self.sum:
+                self.sum.add_(vector)
+                vector.zero_()
+
+
 @dataclass(frozen=True)
 class Segment:
     """Tokens of a pass, and the adapter that they are computed with."""
 
     tokens: slice
     adapter: Adapter | None
-    gradient: Pairs | None
-    """Where gradients are added to, in fp32. None in a pass without gradient."""
+    gradient: Gradient | None
+    """None in a pass without gradient."""
 
     def pair(self, layer: str, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """(A, B), if the layer is adapted."""
@@ -125,14 +154,6 @@ class Segments(list[Segment]):
                 at += adapter.rank
             self._own[adapted] = own_NR
         return self._own[adapted]
-
-
-def _add(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """total += scale * left @ right."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right, alpha=scale)
-    else:
-        total.add_(left @ right, alpha=scale)
 
 
 class AdaptedLayers:
@@ -167,7 +188,7 @@ class _Adapted(torch.autograd.Function):
         layer: str,
         segments: Segments,
     ) -> Tensor:
-        x_NI, apart = x.reshape(-1, x.shape[-1]), not x.is_cuda
+        x_NI, apart = x.reshape(-1, x.shape[-1]), not x.is_cuda or len(segments) == 1
         found = _forward_apart if apart else _forward_packed
         out_NO, low = found(x_NI, weight, bias, layer, segments)
         ctx.save_for_backward(x_NI, weight, *low)
@@ -218,10 +239,11 @@ def _backward_apart(
             torch.mm(grad, weight, out=into)
         if pair := segment.pair(layer, x_NI.dtype):
             assert segment.adapter is not None and segment.gradient is not None
-            (of_a, of_b), scale = segment.gradient[layer], segment.adapter.scale
+            of_a, of_b = segment.gradient.pair(layer, own.dtype)
+            scale = segment.adapter.scale
             back = add_gradient(into, grad, pair, scale)
-            _add(of_a, back.t(), own, scale)
-            _add(of_b, grad.t(), next(lows), scale)
+            of_a.addmm_(back.t(), own, alpha=scale)
+            of_b.addmm_(grad.t(), next(lows), alpha=scale)
     return grad_NI
 
 
@@ -247,7 +269,7 @@ def _forward_packed(
     if beside is None:
         return out_NO, []
     a_RI, b_OR, own_NR = beside
-    low_NR = (x_NI @ a_RI.t()).mul_(own_NR)
+    low_NR = linear(x_NI, a_RI).mul_(own_NR)
     return out_NO.addmm_(low_NR, b_OR.t()), [low_NR, a_RI, b_OR, own_NR]
 
 
@@ -260,16 +282,17 @@ def _backward_packed(
     segments: Segments,
     wanted: bool,
 ) -> Tensor | None:
-    grad_NI = grad_NO @ weight if wanted else None
+    grad_NI = torch.mm(grad_NO, weight) if wanted else None
     if not low:
         return grad_NI
     low_NR, a_RI, b_OR, own_NR = low
-    back_NR = (grad_NO @ b_OR).mul_(own_NR)
+    back_NR = torch.mm(grad_NO, b_OR).mul_(own_NR)
     if grad_NI is not None:
         grad_NI.addmm_(back_NR, a_RI)
-    of_a, of_b = back_NR.t() @ x_NI, grad_NO.t() @ low_NR
+    of_a, of_b = torch.mm(back_NR.t(), x_NI), torch.mm(grad_NO.t(), low_NR)
     adapted = [one for one in segments if one.pair(layer, x_NI.dtype) is not None]
     ranks = [one.adapter.rank for one in adapted if one.adapter is not None]
+    into = [one.gradient.pair(layer, x_NI.dtype) for one in adapted if one.gradient]
     for part, found in enumerate((of_a.split(ranks), of_b.split(ranks, 1))):  # a call for all of them
-        torch._foreach_add_([one.gradient[layer][part] for one in adapted if one.gradient], list(found))
+        torch._foreach_add_([pair[part] for pair in into], list(found))
     return grad_NI

@@ -20,14 +20,14 @@ Pair = tuple[Tensor, Tensor]
 
 def add_adapter(out_NO: Tensor, x_NI: Tensor, pair: Pair, scale: float) -> Tensor:
     """Add scale * B A x to the output; x A, [N, R], for the gradient of B."""
-    low_NR = x_NI @ pair[0].t()
+    low_NR = linear(x_NI, pair[0])
     out_NO.addmm_(low_NR, pair[1].t(), alpha=scale)
     return low_NR
 
 
 def add_gradient(grad_NI: Tensor | None, grad_NO: Tensor, pair: Pair, scale: float) -> Tensor:
     """Add the adapter's part of an input's gradient, if there is one; B of the output's, [N, R]."""
-    back_NR = grad_NO @ pair[1]
+    back_NR = torch.mm(grad_NO, pair[1])
     if grad_NI is not None:
         grad_NI.addmm_(back_NR, pair[0], alpha=scale)
     return back_NR

@@ -21,10 +21,9 @@ from torch.optim.adamw import adamw
 from siirl.algorithms.log_probs import linear_log_prob_entropy
 from siirl.algorithms.top_log_probs import linear_drawn_log_probs, linear_log_probs_of, linear_top_log_probs
 from siirl.compiler.memory.estimate import LOGITS_CHUNK
-from siirl.engines.train.adapters.adapted_layers import AdaptedLayers, Adapter, Pairs, Segment, Segments
+from siirl.engines.train.adapters.adapted_layers import AdaptedLayers, Adapter, Gradient, Segment, Segments
 from siirl.engines.train.base import AdamStep
 from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
-from siirl.engines.train.fsdp.fsdp_model import fsdp_modules
 from siirl.engines.train.kept_logits import kept_logits_bytes
 from siirl.engines.train.language_model import seen_back
 from siirl.engines.train.packed.micro_batches import MicroBatchLimit
@@ -204,12 +203,10 @@ class AdapterEngine:
         passes = [self._passes(works, rank) for rank in range(self.group.size())]
         mine = passes[self.group.rank()]
         mine += [[] for _ in range(max(map(len, passes)) - len(mine))]
-        with torch.set_grad_enabled(gradients):
+        with self._base.passing(), torch.set_grad_enabled(gradients):
             for pieces in mine:
                 self._pass(works, pieces, computed, sums)
-        for module in fsdp_modules(self._model):
-            module.reshard()  # gathered weights are not those that samplers are given
-        return list(zip(self._together(computed), [one and one[0] for one in sums], strict=True))
+        return list(zip(self._together(computed), [one and one.sum for one in sums], strict=True))
 
     def _together(self, computed: list[Computed]) -> list[Computed]:
         """Of all ranks, in their order."""
@@ -264,7 +261,7 @@ class AdapterEngine:
         works: Sequence[Work],
         pieces: Sequence[_Piece],
         computed: Sequence[Computed],
-        sums: Sequence[tuple[Tensor, Pairs] | None],
+        sums: Sequence[Gradient | None],
     ) -> None:
         """Run the base on some pieces; none: on a token that keeps this rank in step with the others."""
         rows = [work.rows[row] for work, own in _of(works, pieces) for row in own] or [[0]]
@@ -281,29 +278,33 @@ class AdapterEngine:
         sizes = [sum(len(work.rows[row]) for row in own) for work, own in _of(works, pieces)] or [1]
         segments = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
         adapters = [works[piece.number].adapter for piece in pieces] or [None]
-        gradients = [(one := sums[piece.number]) and one[1] for piece in pieces] or [None]
+        gradients = [sums[piece.number] for piece in pieces] or [None]
         self.layers.segments = Segments(map(Segment, segments, adapters, gradients))
         self._pieces = [(works[piece.number], piece) for piece in pieces]
         index_N = torch.arange(len(ids_N), device=self.device)
         found = self._model(
             ids_N.unsqueeze(0), place_N.unsqueeze(0), bounds, index_N, ids_N, 1.0, ("log_prob",)
         )
-        total = [value.sum() * 0.0 for value in found.values()] if not pieces else []
+        losses = [value.sum() * 0.0 for value in found.values()] if not pieces else []
         for number, (work, piece) in enumerate(self._pieces):
-            log_prob = found[f"{number}"]
+            if work.loss is not None:
+                losses.append(work.loss(found[f"{number}"].double(), piece.rows))
+        if torch.is_grad_enabled():
+            torch.stack([one.double() for one in losses]).sum().backward()
+            for gradient in filter(None, gradients):
+                gradient.end_pass()
+        of_pieces = iter(torch.stack([one.detach() for one in losses]).tolist() if losses else ())
+        for number, (work, piece) in enumerate(self._pieces):  # read when all of the pass is queued
             whole = computed[piece.number]
             if work.loss is not None:
-                total.append(work.loss(log_prob.double(), piece.rows))
-                whole.losses.append(float(total[-1].detach()))
+                whole.losses.append(next(of_pieces))
             sizes = [len(work.rows[row]) for row in piece.rows]
-            told = [one.numpy() for one in log_prob.detach().float().cpu().split(sizes)]
+            told = [one.numpy() for one in found[f"{number}"].detach().float().cpu().split(sizes)]
             whole.log_probs |= zip(piece.rows, told, strict=True)
             if work.top_k:
                 top = [found[f"{number}.{kind}"].cpu().split(sizes) for kind in ("top", "words")]
                 pairs = [(a.numpy(), b.numpy()) for a, b in zip(*top, strict=True)]
                 whole.top |= zip(piece.rows, pairs, strict=True)
-        if torch.is_grad_enabled():
-            torch.stack([one.double() for one in total]).sum().backward()
         self.layers.segments, self._pieces = Segments(), []
 
     def _head(

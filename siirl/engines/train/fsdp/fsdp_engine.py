@@ -27,9 +27,11 @@ from siirl.engines.train.fsdp.fsdp_model import (
     compute_dtype,
     fsdp_modules,
     group_of,
+    leave_gathered,
     lies_whole,
     mesh_of,
     reduce_dtype,
+    shard_again,
 )
 from siirl.engines.train.fsdp.fsdp_state import (
     base_names,
@@ -124,6 +126,8 @@ class FSDPEngine(SteppingEngine):
     """
 
     _live: LiveWeights | None = None
+    _is_gathered = False
+    """See passing."""
 
     def __init__(
         self,
@@ -216,9 +220,32 @@ class FSDPEngine(SteppingEngine):
 
     @property
     def frozen_model(self) -> PackedModel:
-        """The sharded model, of which nothing is trained, for passes that are not over rows."""
+        """The sharded model, of which nothing is trained, for passes that are not over rows: `passing`."""
         assert self._optimizer is None, f"{self.name} is trained"
         return self._model
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Around passes of frozen_model. On one rank its weights stay gathered until they are asked for."""
+        units = fsdp_modules(self._model)
+        if self._mesh.size() == 1 and not self._is_gathered:
+            for unit in units:
+                leave_gathered(unit)
+            self._is_gathered = True
+        yield
+        if not self._is_gathered:
+            for unit in units:
+                unit.reshard()  # gathered weights are not those that samplers are given
+
+    def _require_on_device(self, *parts: str) -> None:
+        super()._require_on_device(*parts)
+        self._shard_again()
+
+    def _shard_again(self) -> None:
+        if self._is_gathered:
+            for unit in fsdp_modules(self._model):
+                shard_again(unit)
+            self._is_gathered = False
 
     def _train(
         self,
@@ -362,6 +389,7 @@ class FSDPEngine(SteppingEngine):
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
         if params:
             self._settle()
+            self._shard_again()
         if params and self.device.type != "cpu":
             self._base.offload(self.name)
         super().offload(params=params, grads=grads, optimizer=optimizer)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -154,6 +155,25 @@ def _shard(
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """Every unit of sharding, the root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def leave_gathered(unit: FSDPModule) -> None:
+    """Gather the weights of a unit, and have FSDP look no more before and after each of its passes whether
+    there is something to gather. For frozen weights on one rank, until `shard_again`."""
+    state: Any = unit._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    unit.unshard()
+
+
+def shard_again(unit: Any) -> None:
+    """Undo `leave_gathered`."""
+    state = unit._get_fsdp_state()
+    state._pre_forward_hook_handle = unit.register_forward_pre_hook(
+        state._pre_forward, prepend=True, with_kwargs=True
+    )
+    state._post_forward_hook_handle = unit.register_forward_hook(state._post_forward)
+    unit.reshard()
 
 
 def lies_whole(model: nn.Module, settings: EngineSettings, mesh: DeviceMesh) -> bool:
