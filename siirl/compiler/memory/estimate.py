@@ -271,7 +271,8 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
             lines.append(MemoryLine(name, "gradients of a layer", whole_layer, ("update",)))
     if not whole:
         gathered = 2 * (shape.layer_params - sharded) + shape.embedding_params
-    lines.append(MemoryLine(name, "gathered layers", gathered * compute, COMPUTING))
+    stays = cfg.service.enable and len(model.ranks) == 1  # FSDPEngine.passing
+    lines.append(MemoryLine(name, "gathered layers", gathered * compute, ALWAYS if stays else COMPUTING))
     if sharded:
         lines += _sharded_lines(model, cfg, shape, compute)
     keys, attended = role_model(cfg, model.role), with_repeated_heads(shape, model.dims.cp)

@@ -180,6 +180,17 @@ def test_a_small_model_has_whole_gradients_where_ranks_share_them(world, more, t
     assert ("whole gradients" in held) == more
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_base_of_a_service_stays_gathered_on_one_rank(world, tmp_path):
+    write_config(tmp_path, grpo_gpu.SHAPES["A"])
+    keys = [f"actor_rollout_ref.model.path={tmp_path}/model", "actor_rollout_ref.model.lora_rank=8"]
+    cfg = load_config(keys, "serve")
+    plan, configs = compile_plan(load_dag(cfg), cfg, world)
+    (line,) = (x for x in memory_lines(plan, configs)["agent_0.actor"] if x.what == "gathered layers")
+    assert ("generate" in line.during) == (world == 1)
+    assert line.num_bytes == 2 * read_shape(cfg, "actor").params or world > 1
+
+
 def test_phases_that_do_not_coexist_are_not_added_up(tmp_path):
     write_config(tmp_path, grpo_gpu.SHAPES["A"])
     keys = [

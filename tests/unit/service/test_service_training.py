@@ -306,8 +306,9 @@ def test_the_base_is_given_to_samplers_after_any_pass(service, tenants, only_for
     assert all(map(np.array_equal, first.log_probs, after.log_probs))
 
 
-def test_a_sampler_that_is_prepared_loads_nothing_for_its_first_client(service, monkeypatch):
-    service.sampler.prepare(speaks=True)
+def test_a_service_that_listens_loads_nothing_for_its_first_client(service, monkeypatch):
+    monkeypatch.setattr(service.tenants, "on_first", lambda _: [])  # nobody listens
+    service.start(speaks=True)
     monkeypatch.delattr(type(service.sampler._engine), "load_weights")
     assert sampled(service, BASE).sequences
 
