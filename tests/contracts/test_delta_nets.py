@@ -15,7 +15,9 @@ from dist_harness import run_workers
 from some_cases import some
 from state_rows import ROWS, alone, gradients, packed, rows_of
 
+from siirl.config.common import ModelConfig
 from siirl.engines.train import hf_model
+from siirl.engines.train.adapters.lora import add_lora
 from siirl.engines.train.attention import state_layers
 from siirl.engines.train.attention.attention_kernels import state_kernels
 from siirl.engines.train.attention.packed_attention import PACKED_ATTENTION
@@ -117,12 +119,15 @@ def test_compiled_layers_with_states_are_rows_alone_to_the_last_bits_of_float64(
 
 
 def graphs_of(rank: int, world: int, num_layers: int) -> list[int]:
-    """Of compiled layers, which are not made code of: after rows of other lengths and prompts each."""
+    """Of compiled layers with adapters, by fla's kernels, which are not made code of: after rows of other
+    lengths and prompts each."""
+    fla_stand_in.install()
     torch.set_num_threads(1)
     hf_model.compile_layer = lambda module, inputs: module.forward
     kinds = ["linear_attention", "full_attention"] * (num_layers // 2)
     ours = small_model("qwen3_5_text", PACKED_ATTENTION, num_hidden_layers=num_layers, layer_types=kinds)
-    state_layers.pin_state_layers(ours)
+    state_layers.pin_state_layers(ours, state_kernels("fla"))
+    add_lora(ours, ModelConfig(path="unused", lora_rank=4), 0)
     compile_layers(ours)
     found = []
     for share in (False, True):
@@ -133,7 +138,8 @@ def graphs_of(rank: int, world: int, num_layers: int) -> list[int]:
 
 
 def test_layers_with_states_are_compiled_once_however_many_they_are_and_whatever_rows_come():
-    few, many = (run_workers(graphs_of, 1, num, deadline_s=100)[0] for num in (2, 6))
+    """And once more the first of each kind, whose input has no gradient where all but adapters is frozen."""
+    few, many = (run_workers(graphs_of, 1, num, deadline_s=100)[0] for num in (4, 6))
     assert 0 < few[0] == few[-1] == many[-1]
 
 

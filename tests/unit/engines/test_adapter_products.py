@@ -23,7 +23,8 @@ def adapted(dtype, products):
         if ".lora_" in name or name.endswith("bias"):
             param.data.normal_(0, 0.2)
     for module in [] if products else hf.modules():
-        vars(module).pop("forward", None)
+        if hasattr(module, "lora_A"):
+            module.__class__ = type(module).__base__
     return hf.to(dtype)
 
 

@@ -7,12 +7,13 @@ is scaled in a compiled layer are the R numbers of a token.
 Legend: N tokens, I inputs, O outputs, R rank.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from siirl.engines.train.layer_compiler import compute_by
 
 Pair = tuple[Tensor, Tensor]
 """A [R, I] and B [O, R]."""
@@ -60,9 +61,13 @@ class _AdaptedLinear(torch.autograd.Function):
 
 def add_in_products(model: nn.Module, adapter: str) -> None:
     """Have peft's adapted linear layers of a model compute so."""
+
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        return _forward(layer, adapter, x)
+
     for module in model.modules():
         if isinstance(getattr(module, "base_layer", None), nn.Linear):
-            module.forward = partial(_forward, module, adapter)
+            compute_by(module, forward)
 
 
 def _forward(layer: Any, adapter: str, x: Tensor) -> Tensor:

@@ -64,9 +64,10 @@ def gated_norm(norm: nn.Module, x_MV: Tensor, gate_MV: Tensor) -> Tensor:
     """What a gated delta net gives its output projection: the norm of x, times the SiLU of its gate.
 
     Of compiled layers torch's own, of which the compiler makes one kernel too; it does not look into fla's.
+    The module's class is one that was made for this.
     """
     if torch.compiler.is_compiling():
-        return type(norm).forward(norm, x_MV, gate_MV)
+        return super(type(norm), norm).forward(x_MV, gate_MV)
     return rms_norm_gated(x_MV, gate_MV, norm.weight, None, activation="swish", eps=norm.variance_epsilon)
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from siirl.engines.train.attention.ulysses import all_tokens, own_shares
+from siirl.engines.train.layer_compiler import compute_by
 from siirl.engines.train.packed.sequence_bounds import SequenceBounds
 
 CONVOLUTION, RULE, SCAN = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
@@ -47,12 +48,14 @@ def pin_state_layers(model: nn.Module, kernels: ModuleType | None = None) -> Non
         for kind in KERNELS:
             if hasattr(sys.modules[name], kind):
                 _pin(sys.modules[name], kind)
-    for layer in layers if kernels is not None else ():  # it hands keywords on, as those of a decoder
+    if kernels is None:
+        return
+    for layer in layers:  # it hands keywords on, as those of a decoder
         layer.register_forward_pre_hook(
             lambda _, args, kwargs: (args, kwargs | {"kernels": kernels}), with_kwargs=True
         )
         if hasattr(sys.modules[type(layer).__module__], RULE):  # Mamba-2 norms what is gated already
-            layer.norm.forward = functools.partial(kernels.gated_norm, layer.norm)
+            compute_by(layer.get_submodule("norm"), kernels.gated_norm)
 
 
 @functools.cache
