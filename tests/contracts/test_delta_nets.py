@@ -138,8 +138,7 @@ def graphs_of(rank: int, world: int, num_layers: int) -> list[int]:
 
 
 def test_layers_with_states_are_compiled_once_however_many_they_are_and_whatever_rows_come():
-    """And once more the first of each kind, whose input has no gradient where all but adapters is frozen."""
-    few, many = (run_workers(graphs_of, 1, num, deadline_s=100)[0] for num in (4, 6))
+    few, many = (run_workers(graphs_of, 1, num, deadline_s=100)[0] for num in (2, 6))
     assert 0 < few[0] == few[-1] == many[-1]
 
 

@@ -266,12 +266,16 @@ def compile_layers(model: PreTrainedModel) -> None:
     Those of a vision tower stay as they are: they have few of the tokens. Before the model is sharded, as
     what gathers weights stays outside. The attention of packed rows is not compiled: it is an operation of
     its own to the compiler. Numbers of tokens are no constants of the code. Linear layers of one input are
-    merged.
+    merged. All layers get inputs with gradients, also the first where only adapters train: with one without
+    it would be compiled for itself.
     """
     tower = tower_of(model)
     seeing = set(tower.modules()) if tower is not None else set()
     for layer in filter(lambda layer: layer not in seeing, decoder_layers(model)):
         layer.forward = torch.compile(layer.forward, backend=compile_layer, dynamic=True)
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, __, states: states.requires_grad_() if torch.is_grad_enabled() else None
+    )
 
 
 def use_liger_kernels(model: PreTrainedModel) -> None:
