@@ -3,11 +3,12 @@
     python benchmarks/weight_link.py [--sources 2] [--targets 2] [--mib 512] [--syncs 5] [--gpu]
 
 Each rank is a process with one thread. Trainer ranks have the rows of fp32 tensors, as FSDP2 cuts them, and
-send bf16. Two ways take turns, a sync each: `headers`, as every first sync goes (tensors are gathered, one
-rank sends, each bucket is announced), and `shards`, as later ones go, in which a target keeps its share of
-each tensor's rows, as tensor parallel engines do, and gets them from who has them. Told are the seconds of
-the slowest rank, and the bytes that each rank wrote to its sockets (/proc/self/io). All bytes that arrive
-are compared. --gpu: a GPU for each rank, over NCCL, whose bytes are not counted. Writes
+send bf16. Three ways take turns, a sync each: `headers`, as every first sync goes (tensors are gathered, one
+rank sends, each bucket is announced), `shards`, as later ones go, in which a target keeps its share of
+each tensor's rows, as tensor parallel engines do, and gets them from who has them, and `wire`: as many bytes
+in bf16, a share for each target, in one message from one trainer rank, with nothing else done. Told are the
+seconds of the slowest rank, and the bytes that each rank wrote to its sockets (/proc/self/io). All weights
+that arrive are compared. --gpu: a GPU for each rank, over NCCL, whose bytes are not counted. Writes
 benchmarks/results/weight_link_<device>.json (--out for another place), after every turn (report_file.py).
 """
 
@@ -34,7 +35,7 @@ from siirl.engines.weights.shard_sync import ShardSync, boxes_of
 from siirl.parallel.process_groups import ProcessGroupManager, connect_when_used
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-WAYS = ("headers", "shards")
+WAYS = ("headers", "shards", "wire")
 LAYER = {"q": 4, "k": 2, "v": 2, "o": 4, "gate": 12, "up": 12, "down": 12, "norm": 0}
 """Matrices of a layer, by their share of it; the norm has one row."""
 WIDTH = 2048
@@ -175,7 +176,12 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     pieces = [engine.pieces() if engine is not None else {} for engine in mine]
     kept = {name: ("torch.bfloat16", boxes) for name, boxes in boxes_of(pieces[1]).items()}
     shards = ShardSync(pieces[0], kept, groups.get(everyone), device.type)
-    pushes: dict[str, Callable[[], Any]] = {"headers": link.push, "shards": partial(shards.run, *pieces)}
+    share = torch.zeros(bf16_bytes(args.mib) // args.targets // 2, dtype=torch.bfloat16, device=device)
+    pushes: dict[str, Callable[[], Any]] = {
+        "headers": link.push,
+        "shards": partial(shards.run, *pieces),
+        "wire": partial(pass_on, share, rank, args.sources, args.targets),
+    }
     found: dict[str, Any] = {way: {"seconds": [], "sent": []} for way in WAYS}
     told: list[Any] = [None] * world
     version = 0
@@ -185,7 +191,7 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
             if trainer is not None:
                 trainer.move(version)
             seconds, sent = timed(push, device)
-            if mine[1] is not None:
+            if mine[1] is not None and way != "wire":
                 mine[1].weight_version = version
                 mine[1].check(way == "shards")
             if turn:  # the first one connects
@@ -194,6 +200,19 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
         dist.all_gather_object(told, found)
         if rank == 0 and turn:
             write(Path(folder, "found"), json.dumps(told))
+
+
+def bf16_bytes(mib: int) -> int:
+    return sum(2 * math.prod(shape) for shape in shapes(mib).values())
+
+
+def pass_on(share: Tensor, rank: int, sources: int, targets: int) -> None:
+    """A target's share of the bytes, to each from one of the sources."""
+    pairs = [(target % sources, sources + target) for target in range(targets)]
+    sends = [dist.P2POp(dist.isend, share, to) for by, to in pairs if by == rank]
+    receives = [dist.P2POp(dist.irecv, share, by) for by, to in pairs if to == rank]
+    for work in dist.batch_isend_irecv([*sends, *receives]) if sends or receives else ():
+        work.wait()
 
 
 def timed(push: Callable[[], Any], device: torch.device) -> tuple[float, int]:

@@ -44,8 +44,7 @@ MODULES: dict[str, str | None] = {
     "multiprocessing.spawn": "starts",
     "prepare.py": "starts",
     **dict.fromkeys(("deepscaler.py", "gsm8k.py", "math.py")),  # of examples/data_preprocess
-    "mcp_server.py": None,
-    "a test's own": None,
+    **dict.fromkeys(("mcp_server.py", "fresh_vllm.py", "vllm_heads.py", "a test's own")),
     "pytest": "starts",
     "execnet": "orders",
 }
