@@ -20,13 +20,21 @@ KEY = "actor_rollout_ref.model.compile_layers=True"
 KEPT = "actor_rollout_ref.model.enable_gradient_checkpointing=False"
 
 
-@pytest.mark.parametrize("kind", COMPILED)
+LAYOUTS = {
+    "two_kept": (2, (KEPT,)),
+    "alone_recomputed": (1, ()),
+    "alone_kept": (1, (KEPT,)),
+    "two_recomputed": (2, ()),
+}
+
+
 @pytest.mark.parametrize(
-    ("world", "more"),
-    [(1, ()), (1, (KEPT,)), (2, ()), (2, (KEPT,))],
-    ids=["alone_recomputed", "alone_kept", "two_recomputed", "two_kept"],
+    ("kind", "layout"),
+    [*((kind, "two_kept") for kind in COMPILED), *(("qwen3", name) for name in list(LAYOUTS)[1:])],
 )
-def test_each_type_computes_what_transformers_does(kind, world, more):
+def test_each_type_computes_what_transformers_does(kind, layout):
+    """Each on two ranks, and one in all layouts: what a layout changes is around the layers."""
+    world, more = LAYOUTS[layout]
     compiled = Scenario("", world, overrides=(KEY, *more))
     for found in run_workers(results, world, [kind], compiled, deadline_s=600):
         assert found == {}
