@@ -184,7 +184,11 @@ def megatron(role: str = "actor", **sizes: int) -> dict[str, Any]:
     }
 
 
-def expect_same(ours: Finished, theirs: Finished, models: tuple[str, ...], tolerance: float) -> None:
+def expect_same(
+    ours: Finished, theirs: Finished, models: tuple[str, ...], tolerance: float, but: float = 0.0
+) -> None:
+    """but: the share of weights that may be farther apart: Adam makes of a gradient near 0 a step in the
+    direction of its rounding."""
     for agent in (0, 1):
         for name in ("reward/score", "actor/grad_norm", "reward/total"):
             name = f"agent_{agent}/{name}"
@@ -194,8 +198,7 @@ def expect_same(ours: Finished, theirs: Finished, models: tuple[str, ...], toler
         one, other = ours.weights(model), theirs.weights(model)
         assert one.keys() == other.keys()
         gaps = torch.cat([(one[name] - other[name]).abs().flatten() for name in other])
-        # of a gradient near 0 Adam makes a step whose sign is that of its rounding
-        assert float((gaps > tolerance).float().mean()) < 1e-3 and gaps.median() < tolerance / 10, model
+        assert float((gaps > tolerance).float().mean()) <= but, model
 
 
 def expect_a_game(finished: Finished) -> None:
@@ -222,7 +225,7 @@ def test_a_critic_on_megatron_values_the_turns_of_an_agent_on_fsdp(inputs, tmp_p
     theirs = play(inputs, tmp_path / "fsdp", critic=on_fsdp)
     cut = {"critic.optim.lr": 1e-2, **megatron("critic", tensor_model_parallel_size=2)}
     ours = play(inputs, tmp_path / "megatron", critic=cut)
-    expect_same(ours, theirs, ("agent_0.actor", "agent_1.actor"), 2e-4)
+    expect_same(ours, theirs, ("agent_0.actor", "agent_1.actor"), 2e-4, but=2e-4)
     for name in ("agent_1/critic/value_loss", "agent_1/critic/grad_norm"):
         assert ours.values(name) == pytest.approx(theirs.values(name), rel=1e-3), name
 

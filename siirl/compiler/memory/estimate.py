@@ -32,7 +32,6 @@ from siirl.spelling import GIB
 
 SMALL_MODEL_BYTES = 2 << 30
 """Up to so many bytes of fp32 weights a model stays whole under FSDP2 (stays_whole)."""
-
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 LOGITS_CHUNK = 1 << 28
 """Logits that a log-prob head works on at a time: 1 GiB in fp32."""

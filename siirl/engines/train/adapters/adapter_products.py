@@ -7,6 +7,8 @@ is scaled in a compiled layer are the R numbers of a token.
 Legend: N tokens, I inputs, O outputs, R rank.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,13 +63,15 @@ class _AdaptedLinear(torch.autograd.Function):
 
 def add_in_products(model: nn.Module, adapter: str) -> None:
     """Have peft's adapted linear layers of a model compute so."""
-
-    def forward(layer: Any, x: Tensor) -> Tensor:
-        return _forward(layer, adapter, x)
-
     for module in model.modules():
         if isinstance(getattr(module, "base_layer", None), nn.Linear):
-            compute_by(module, forward)
+            compute_by(module, _forward_of(adapter))
+
+
+@functools.cache
+def _forward_of(adapter: str) -> Callable[[Any, Tensor], Tensor]:
+    """One for all models of a process, which share what the compiler makes of alike layers."""
+    return lambda layer, x: _forward(layer, adapter, x)
 
 
 def _forward(layer: Any, adapter: str, x: Tensor) -> Tensor:
