@@ -247,12 +247,13 @@ class Run:
         return lines[-1]["step"] if lines else 0
 
     def _workers(self) -> dict[int, psutil.Process]:
-        """By rank; the launcher's children that have one, and do not stand by for the next attempt."""
-        found = {}
-        for child in psutil.Process(self._job.pid).children():
+        """By rank; the launcher's children that have one, and do not stand by for the next attempt. Of a rank
+        the older: what will stand by does not say so yet as it starts."""
+        found: dict[int, psutil.Process] = {}
+        for child in sorted(psutil.Process(self._job.pid).children(), key=psutil.Process.create_time):
             with contextlib.suppress(psutil.Error, KeyError):
                 if child.name() != STANDBY:
-                    found[int(child.environ()["RANK"])] = child
+                    found.setdefault(int(child.environ()["RANK"]), child)
         return found
 
     def _wait_until(self, what: Callable[[], bool]) -> None:

@@ -401,11 +401,12 @@ class Kills:
             self._kill(rows[-1]["step"])
 
     def _kill(self, step: int) -> None:
-        workers = {}
-        for child in psutil.Process(self._pid).children(recursive=True):
+        workers: dict[int, psutil.Process] = {}
+        children = psutil.Process(self._pid).children(recursive=True)
+        for child in sorted(children, key=psutil.Process.create_time):  # what starts does not stand by yet
             with contextlib.suppress(psutil.Error, KeyError):
                 if child.name() != STANDBY and "worker_entry" in " ".join(child.cmdline()):
-                    workers[int(child.environ()["RANK"])] = child
+                    workers.setdefault(int(child.environ()["RANK"]), child)
         rank = self._draw.choice(sorted(workers))
         self._waiting = {"after_step": step, "rank": rank, "killed_s": time.time()}
         workers[rank].send_signal(signal.SIGKILL)

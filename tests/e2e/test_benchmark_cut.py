@@ -19,7 +19,7 @@ LINK = ("weight_link.py", "--mib", "16", "--syncs", "100000", "--sources", "1", 
     ("words", "out", "file", "counted"),
     [
         (SPEED, "", "speed_tiny_1_tp1.json", ["fsdp"]),
-        (LINK, "link.json", "link.json", ["headers", "shards"]),
+        (LINK, "link.json", "link.json", ["headers", "shards", "wire"]),
     ],
     ids=["a job of siirl", "ranks of its own"],
 )

@@ -32,7 +32,19 @@ def digests(folder: str, rank: int, ranks: int, store: str, arguments: dict[str,
         init_distributed_environment(ranks, rank, f"file://{store}", rank, "gloo")
         ensure_model_parallel_initialized(ranks, 1)
         model = get_model(vllm_config=vllm_config)
-    return {name: digest(tensor) for name, tensor in model.named_parameters()}
+    return {name: digest(as_read(model, name)) for name, _ in model.named_parameters()}
+
+
+def as_read(model: Any, name: str) -> Any:
+    """A parameter, or, of a CPU kernel that reads a packed copy alone, its product with the identity."""
+    import torch
+
+    layer, param = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
+    if param.numel() or not hasattr(layer, "cpu_linear"):
+        return param
+    inputs = getattr(layer, "input_size_per_partition", layer.input_size)
+    eye = torch.eye(inputs, dtype=param.dtype)
+    return layer.cpu_linear(eye, param, None).t()
 
 
 if __name__ == "__main__":

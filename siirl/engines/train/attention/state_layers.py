@@ -4,13 +4,13 @@ prompt ended.
 transformers hands the keywords of a decoder down to the convolution and the rule, or scan, of each such
 layer, so the bounds of packed rows arrive there: two functions of the modules that define a model are
 replaced, and which kernels compute the others is not left to what happens to be installed. Packed rows are
-computed by torch's kernels, padded, or by fla's (model.attention_kernels, `fla_kernels.py`). Where rows share
-a prompt, its last state and the last inputs of its convolution start each of its responses, and gradients
-flow back through both. Sources: Yang et al., "Gated Delta Networks" (2024); Dao and Gu, "Transformers are
-SSMs" (2024).
+computed by torch's kernels, padded, or by fla's (model.attention_kernels, `fla_kernels.py`); the convolution
+of compiled layers is code of their graph (`traced_convolution`). Where rows share a prompt, its last state
+and the last inputs of its convolution start each of its responses, and gradients flow back through both.
+Sources: Yang et al., "Gated Delta Networks" (2024); Dao and Gu, "Transformers are SSMs" (2024).
 
-Legend: N packed tokens, S segments, L the longest, C channels of the convolution, W its width, H value heads,
-K and V features of a head's keys and values.
+Legend: N packed tokens, M the first ones behind shared prompts, S segments, L the longest, C channels of the
+convolution, W its width, H value heads, K and V features of a head's keys and values.
 """
 
 import functools
@@ -21,11 +21,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from siirl.engines.train.attention.ulysses import all_tokens, own_shares
 from siirl.engines.train.layer_compiler import compute_by
-from siirl.engines.train.packed.sequence_bounds import SequenceBounds
+from siirl.engines.train.packed.sequence_bounds import SequenceBounds, taps_of
 
 CONVOLUTION, RULE, SCAN = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
 KERNELS = {
@@ -48,6 +49,9 @@ def pin_state_layers(model: nn.Module, kernels: ModuleType | None = None) -> Non
         for kind in KERNELS:
             if hasattr(sys.modules[name], kind):
                 _pin(sys.modules[name], kind)
+    for block in model.modules():
+        if any(child in layers for child in block.children()):
+            block.register_forward_pre_hook(_tabulate, with_kwargs=True)
     if kernels is None:
         return
     for layer in layers:  # it hands keywords on, as those of a decoder
@@ -56,6 +60,13 @@ def pin_state_layers(model: nn.Module, kernels: ModuleType | None = None) -> Non
         )
         if hasattr(sys.modules[type(layer).__module__], RULE):  # Mamba-2 norms what is gated already
             compute_by(layer.get_submodule("norm"), kernels.gated_norm)
+
+
+def _tabulate(block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Have what a graph's convolution reads be there: a graph computes no tables of its own."""
+    if (bounds := kwargs.get("sequence_bounds")) is not None and bounds.taps is None:
+        widths = {module.weight.shape[-1] for module in block.modules() if isinstance(module, nn.Conv1d)}
+        bounds.taps = taps_of(bounds, max(widths))
 
 
 @functools.cache
@@ -70,7 +81,7 @@ def _packed_or(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
     ours, by_torch = PACKED[name]
 
     @torch.compiler.disable
-    def call(
+    def apart(
         *args: Any,
         sequence_bounds: SequenceBounds | None = None,
         kernels: ModuleType | None = None,
@@ -81,7 +92,51 @@ def _packed_or(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
         by = functools.partial(by_torch, theirs) if kernels is None else getattr(kernels, by_torch.__name__)
         return ours(*args, by=by, bounds=sequence_bounds, **kwargs)
 
+    def call(*args: Any, sequence_bounds: SequenceBounds | None = None, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() or sequence_bounds is None or sequence_bounds.shard is not None:
+            return apart(*args, sequence_bounds=sequence_bounds, **kwargs)
+        if name == CONVOLUTION:
+            return traced_convolution(*args, bounds=sequence_bounds, **kwargs)
+        # Heads are cut out of the convolution's channels: the compiler copies these faster than fla has it.
+        args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
+        return apart(*args, sequence_bounds=sequence_bounds, **kwargs)
+
     return call
+
+
+def traced_convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    bounds: SequenceBounds,
+    **extra: object,
+) -> Tensor:
+    """`packed_convolution` as operations that a compiler makes one kernel of, forward and backward: each tap
+    is the inputs, so many tokens later, where these are of the same segment. In float32 at least.
+
+    The first tokens behind a shared prompt are computed once more by themselves, as they read its last ones.
+    """
+    assert activation in (None, "silu", "swish") and bounds.taps is not None
+    x_NC, taps = hidden_states[0].T, bounds.taps
+    wide = torch.promote_types(x_NC.dtype, torch.float32)
+    inputs_NC, weight_WC = x_NC.to(wide), weight.to(wide).T.flip(0)
+
+    def finished(sum_XC: Tensor) -> Tensor:
+        sum_XC = sum_XC if bias is None else sum_XC + bias.to(wide)
+        return (sum_XC if activation is None else F.silu(sum_XC)).to(x_NC.dtype)
+
+    y_NC = inputs_NC * weight_WC[0]
+    for back in range(1, weight.shape[1]):
+        before_NC = F.pad(inputs_NC, (0, 0, back, 0))[:-back]
+        y_NC = y_NC + torch.where(taps.place_N1 >= back, before_NC, 0.0) * weight_WC[back]
+    y_NC = finished(y_NC)
+    if taps.begin_M is not None:
+        read_WMC = inputs_NC[taps.source_WM.clamp(min=0)] * (taps.source_WM >= 0).unsqueeze(-1)
+        y_MC = finished((read_WMC * weight_WC.unsqueeze(1)).sum(0))
+        y_NC = y_NC.index_copy(0, taps.begin_M, y_MC)
+    return y_NC.T.unsqueeze(0)
 
 
 def packed_convolution(

@@ -112,6 +112,18 @@ class RowKeys:
         return torch.searchsorted(token_M, token_N, out_int32=True), place_M
 
 
+@dataclass(eq=False)
+class Taps:
+    """What a convolution of so many tokens reads."""
+
+    place_N1: Tensor
+    """int32: tokens before each in its segment."""
+    begin_M: Tensor | None = None
+    """int64: the tokens that read some of a shared prompt before their segment."""
+    source_WM: Tensor | None = None
+    """int64: the token so many before each of them in its row; -1 where there is none."""
+
+
 @dataclass(frozen=True)
 class SequenceShard:
     """The tokens of a packed batch that this rank has, of several that share it in equal parts."""
@@ -148,6 +160,8 @@ class SequenceBounds:
     alike: tuple[tuple[Tensor, "SequenceBounds"], ...] = ()
     """The tokens and bounds of rows that are padded together, if what is computed of a row shall not depend
     on how long the others are."""
+    taps: Taps | None = None
+    """Of models with convolutions, while their layers compute."""
 
     @property
     def num_sequences(self) -> int:
@@ -201,6 +215,24 @@ class SequenceBounds:
         return torch.cat([x_GX, torch.zeros_like(x_GX[:1])]).index_select(0, self._prompt_of)
 
 
+def taps_of(bounds: SequenceBounds, width: int) -> Taps:
+    """What a convolution of so many tokens reads. The host waits for nothing."""
+    place_N1 = (bounds.padded_index % bounds.max_length).to(torch.int32).unsqueeze(1)
+    shared = bounds.shared
+    if shared is None or width == 1:
+        return Taps(place_N1)
+    counts = torch.tensor([len(lengths) for lengths in shared.response_lengths])
+    prompt_G, own_S = torch.tensor(shared.prompt_lengths), torch.tensor([*chain(*shared.response_lengths)])
+    prompt_S, end_S = (x.repeat_interleave(counts) for x in (prompt_G, prompt_G.cumsum(0)))
+    begin_S = own_S.cumsum(0) - own_S + prompt_G.sum()
+    place, segment = (own_S > torch.arange(width - 1).unsqueeze(1)).nonzero().unbind(1)
+    begin_M, back_W1 = begin_S[segment] + place, torch.arange(width).unsqueeze(1)
+    before_WM = back_W1 - place  # of the prompt, from its end
+    of_prompt_WM = torch.where(before_WM <= prompt_S[segment], end_S[segment] - before_WM, -1)
+    source_WM = torch.where(before_WM > 0, of_prompt_WM, begin_M - back_W1)
+    return Taps(place_N1, *(sent(x, bounds.cu_seqlens.device) for x in (begin_M, source_WM)))
+
+
 def with_segment(bounds: SequenceBounds, length: int) -> SequenceBounds:
     """The bounds with one more segment at the end, which shares nothing."""
     longest = max(bounds.max_length, length)
@@ -211,6 +243,7 @@ def with_segment(bounds: SequenceBounds, length: int) -> SequenceBounds:
         cu_seqlens=torch.cat([bounds.cu_seqlens, bounds.cu_seqlens[-1:] + length]),
         padded_index=torch.cat([segment_N * longest + inside_N, more]),
         max_length=longest,
+        taps=None,
     )
 
 
