@@ -58,7 +58,7 @@ def dialects_here(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[Spoke
 
 def dialect_lines(policy: str, dialect: Dialect) -> list[str]:
     """What a policy's turns are made of: five lines, and one for each finding."""
-    stops = ", ".join(f"{x.text or x.id} ({', '.join(x.sources)})" for x in dialect.stops) or "no token"
+    named = [f"{_seen(x.text) or x.id} ({', '.join(x.sources)})" for x in dialect.stops]
     marks = dialect.reasoning
     reasoning = "none" if marks is None else f"{marks.begin} ... {marks.end}{_opening(dialect)}"
     tools = "not shown to the model" if dialect.tools_by is None else f"shown by the {dialect.tools_by}"
@@ -66,13 +66,18 @@ def dialect_lines(policy: str, dialect: Dialect) -> list[str]:
     history = "kept" if not dialect.drops_reasoning else "reasoning of turns before the last question skipped"
     date = "today's date (data.template_date)" if dialect.dated else "no date"
     return [
-        f"{policy} ends a turn by: {stops}",
+        f"{policy} ends a turn by: {', '.join(named) or 'no token'}",
         f"  reasoning: {reasoning}",
         f"  tools: {tools}; {calls}",
         f"  history: {history}",
         f"  prompt: {date}",
         *(f"  note: {finding}" for finding in dialect.findings),
     ]
+
+
+def _seen(text: str) -> str:
+    """A token as one can see it: white space as Python writes it."""
+    return text if text.isprintable() and not text.isspace() else repr(text)
 
 
 def _opening(dialect: Dialect) -> str:
