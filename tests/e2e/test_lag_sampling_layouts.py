@@ -25,7 +25,6 @@ Group = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """(prompt, response) of each sample."""
 SAMPLED = (*LAG[2:], "actor_rollout_ref.rollout.n=2")
 """How responses are sampled with and without a lag."""
-STOPS = (5, 6, 7, 8)  # of LAG
 NOTE = '''
 import json
 import os
@@ -100,9 +99,8 @@ def trained(folder: Path, step: int) -> list[tuple[Row, list[float], list[int]]]
 
 
 def score(tokenizer, response: Sequence[int]) -> float:
-    """What COIN says of a response: the token that stopped it is not scored."""
-    said = tokenizer.decode(response[:-1] if response[-1] in STOPS else response)
-    return float(sum(letter.isdigit() for letter in said) % 2 == 0)
+    """What COIN says of a response, with the token of the key that stopped it."""
+    return float(sum(letter.isdigit() for letter in tokenizer.decode(response)) % 2 == 0)
 
 
 def whole_groups(folder: Path, steps: range) -> list[Group]:
