@@ -92,10 +92,12 @@ def check_both_learn(finished: Finished) -> None:
 
 
 @pytest.mark.timeout(450)
-def test_adapters_of_two_agents_on_one_vllm_engine(inputs, tmp_path):
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "CUDA graphs"])
+def test_adapters_of_two_agents_on_one_vllm_engine(eager, inputs, tmp_path):
     rank = "actor_rollout_ref.model.lora_rank"
     config = {1: {rank: 8, "rollout.agent.share_instance": 0}}
-    finished = run(inputs, tmp_path, 1, config, {}, f"{rank}=16")
+    graphs = f"actor_rollout_ref.rollout.enforce_eager={eager}"
+    finished = run(inputs, tmp_path, 1, config, {}, f"{rank}=16", graphs)
     check_both_learn(finished)
     logs = [path.name for path in (tmp_path / "out/logs").glob("vllm_*")]
     assert logs == ["vllm_agent_0.rollout_rank_0.log"]
