@@ -63,8 +63,10 @@ def sampled(kind: str) -> str:
 
 def adapted(kind: str) -> str:
     """What of a type may have LoRA adapters."""
-    if family_of(kind).latent or family_of(kind).sees_images:
+    if family_of(kind).latent:
         return NONE
+    if family_of(kind).sees_images:
+        return "text part"
     config = {"model_type": kind, "num_experts": 8 if family_of(kind).experts else 0}
     for targets, text in (("all-linear", "all"), (ADAPTED, "attention")):
         if not why_not_adapted(config, targets, ""):

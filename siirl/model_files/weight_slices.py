@@ -117,15 +117,18 @@ def write_adapter(
     """Write an adapter into an existing folder.
 
     tensors: "<module>.lora_A.weight" [rank, in] and "<module>.lora_B.weight" [out, rank] of each module.
-    base: directory or name of the model that it belongs to.
+    base: directory or name of the model that it belongs to. The text part of a model that sees images is
+    named module by module, as others of its layers may end in the same names.
     """
+    modules = {name.rpartition(".lora_")[0] for name in tensors}
+    apart = any(".language_model." in module for module in modules)
     about = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": alpha,
-        "target_modules": sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}),
+        "target_modules": sorted(modules if apart else {module.rpartition(".")[2] for module in modules}),
         "bias": "none",
     }
     named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}

@@ -19,6 +19,7 @@ from torch import Tensor
 from train_engine_cases import Scenario
 
 from siirl.data.rows import take_rows
+from siirl.model_files.weight_slices import write_adapter
 
 VLM = ("data.dataset_type=vlm",)
 ROWS_1 = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",)
@@ -46,6 +47,16 @@ LAYERS_COMPILED = (
     Scenario("compiled", 1, overrides=(*VLM, *COMPILED)),
     Scenario("compiled, activations kept", 1, overrides=(*VLM, *COMPILED, *KEPT)),
     Scenario("frozen tower, compiled", 1, overrides=(*VLM, *COMPILED, *KEPT, *FROZEN)),
+)
+
+LORA = (
+    f"actor_rollout_ref.model.lora_rank={cases.LORA_RANK}",
+    f"actor_rollout_ref.model.lora_alpha={cases.LORA_ALPHA}",
+)
+ADAPTED = (
+    Scenario("adapters", 1, overrides=(*VLM, *LORA)),
+    Scenario("adapters, compiled", 1, overrides=(*VLM, *LORA, *COMPILED, *KEPT)),
+    Scenario("adapters, two shards", 2, overrides=(*VLM, *LORA, *ROWS_1)),
 )
 
 
@@ -161,6 +172,81 @@ def test_ranks_of_other_layouts_agree(folder):
 def test_compiled_layers_compute_the_same(folder):
     """Those of the text; the tower's stay."""
     check(folder, LAYERS_COMPILED, deadline_s=600)
+
+
+def adapted(rank: int, world: int, scenarios: list[Scenario], folder: str) -> dict[str, dict[str, Tensor]]:
+    """The merged weights after two steps of a text part with adapters."""
+    rows, found = vision.vision_rows(Path(folder)), {}
+    for scenario in scenarios:
+        engine, _ = cases.build_engine(scenario, folder)
+        mine = take_rows(rows, cases.rows_of_rank(engine.dp_rank, engine.dp_size, scenario.split))
+        for _ in range(2):
+            engine.train_mini_batch(mine, cases.policy_loss, ("log_prob", "entropy"), cases.TEMPERATURE)
+        found[scenario.name] = {name: x.clone() for name, x in engine.export_weights(torch.float32)}
+    return found if rank == 0 else {}
+
+
+def adapted_by_peft(folder: Path) -> dict[str, Tensor]:
+    model = vision.hf_model(folder)
+    before = {in_files(name, folder): p.detach().clone() for name, p in model.named_parameters()}
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    ours = cases.plain_lora(model, [name for name in linear if "language_model" in name])
+    trained = [p for p in ours.parameters() if p.requires_grad]
+    adamw = torch.optim.AdamW(
+        trained, lr=cases.LR, betas=(cases.BETA1, 0.999), eps=cases.EPS, weight_decay=cases.WEIGHT_DECAY
+    )
+    rows = vision.vision_rows(folder)
+    mask_BT = rows["response_mask"]
+    for _ in range(2):
+        outputs = vision.hf_outputs(ours.get_base_model(), folder, rows, cases.TEMPERATURE)
+        loss_BT = -rows["advantage"] * outputs[0] - cases.ENTROPY_COEFF * outputs[1]
+        ((loss_BT * mask_BT).sum() / mask_BT.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(trained, cases.CLIP)
+        adamw.step()
+        adamw.zero_grad()
+    merged = ours.merge_and_unload().named_parameters()
+    after = {in_files(name, folder): p.detach() for name, p in merged}
+    moved = {name for name in after if float((after[name] - before[name]).abs().max()) > 1e-3}
+    assert len(moved) == len([name for name in linear if "language_model" in name])
+    return {name: tensor for name, tensor in after.items() if "embed_tokens" not in name}  # see TWIN
+
+
+@pytest.mark.parametrize(
+    ("scenarios", "folder"),
+    [
+        *((ADAPTED[:1], kind) for kind in vision.KINDS),
+        pytest.param(ADAPTED[1:], vision.KINDS[1], marks=(pytest.mark.slow, pytest.mark.timeout(700))),
+    ],
+    indirect=["folder"],
+    ids=[*vision.KINDS, "compiled, and two ranks"],
+)
+def test_adapters_train_on_the_text_part_as_those_of_peft(scenarios, folder):
+    wanted = adapted_by_peft(folder)
+    for world in sorted({scenario.world for scenario in scenarios}):
+        some_of = [scenario for scenario in scenarios if scenario.world == world]
+        (found, *_) = run_workers(adapted, world, some_of, str(folder), deadline_s=600)
+        for name, weights in found.items():
+            assert wanted.keys() < weights.keys(), name
+            gap = {key: float((weights[key] - wanted[key]).abs().max()) for key in wanted}
+            assert max(gap.values()) < 1e-5, (name, max(gap, key=lambda key: gap[key]))
+
+
+def test_an_exported_adapter_is_one_of_the_text_part_alone_to_peft(tmp_path):
+    """Layers of the tower of a Qwen2.5-VL end in the same names."""
+    from peft import PeftModel
+
+    folder = vision.make_vision_model(tmp_path / "qwen2_5_vl", "qwen2_5_vl")
+    ours = cases.plain_lora(vision.hf_model(folder), r".*language_model.*\.(q|gate)_proj")
+    tensors = {
+        name.removeprefix("base_model.model.").replace(".default.", "."): p.detach()
+        for name, p in ours.named_parameters()
+        if ".lora_" in name
+    }
+    (tmp_path / "adapter").mkdir()
+    write_adapter(tmp_path / "adapter", tensors, cases.LORA_RANK, cases.LORA_ALPHA)
+    read = PeftModel.from_pretrained(vision.hf_model(folder), tmp_path / "adapter")
+    found = {name for name, module in read.named_modules() if hasattr(module, "lora_A")}
+    assert len(found) == 2 * 3 and all("language_model" in name for name in found)
 
 
 def graphs_after_each_step(rank: int, world: int, folder: str) -> list[int]:

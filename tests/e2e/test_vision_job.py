@@ -74,15 +74,25 @@ def model_of(arguments: list[str]) -> Path:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("sampler", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
-def test_two_ranks_train_on_images_and_a_frozen_tower_stays_bit_equal(arguments, tmp_path, sampler):
-    keys = [f"{ACTOR}.freeze_vision_tower=true", f"{ROLLOUT}.name={sampler}"]
-    job = run_job(2, [*arguments, *keys, f"trainer.output_dir={tmp_path}"], deadline_s=500)
+@pytest.mark.parametrize(
+    ("sampler", "trained"),
+    [
+        ("hf", "the text part"),
+        pytest.param("vllm", "the text part", marks=pytest.mark.slow),
+        pytest.param("hf", "adapters", marks=pytest.mark.slow),
+        pytest.param("vllm", "adapters", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_train_on_images_and_what_is_frozen_stays_bit_equal(arguments, tmp_path, sampler, trained):
+    keys = [f"{ROLLOUT}.name={sampler}", f"trainer.output_dir={tmp_path}"]
+    keys += [f"{ACTOR}.freeze_vision_tower=true" if trained == "the text part" else f"{MODEL}.lora_rank=4"]
+    job = run_job(2, [*arguments, *keys], deadline_s=500)
     assert max(job.values("actor/rollout_log_prob_diff")) < 1e-5
     before, after = weights(model_of(arguments)), weights(tmp_path / "hf_model")
     assert before.keys() == after.keys()
-    tower = {name for name in before if "visual." in name}
-    assert tower and {name for name in before if torch.equal(before[name], after[name])} == tower
+    parts = ("language_model.", "lm_head") if trained == "the text part" else ("_proj.weight",)
+    wanted = {name for name in before if any(part in name for part in parts) and "visual." not in name}
+    assert wanted and {name for name in before if not torch.equal(before[name], after[name])} == wanted
     for name in ("preprocessor_config.json", "config.json", "tokenizer.json"):
         assert (tmp_path / "hf_model" / name).is_file()
     config = json.loads((tmp_path / "hf_model" / "config.json").read_text())

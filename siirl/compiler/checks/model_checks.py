@@ -172,8 +172,14 @@ def _has_its_images(one: ModelOfRole) -> Iterator[UserError]:
             f"a {one.type} with data.dataset_type={data.dataset_type}: a vision model is trained on prompts "
             "that may have images. Set data.dataset_type=vlm; rows without images have null in their column."
         )
-    if model.lora_rank:
-        yield one.refused(f"LoRA adapters on a {one.type}. Set {one.keys}.lora_rank=0.")
+    rollout = one.cfg.actor_rollout_ref.rollout
+    shared = rollout.agent.share_instance is not None
+    if model.lora_rank and (shared or not rollout.merge_lora):
+        key = "agent.share_instance" if shared else "merge_lora=false"
+        yield one.refused(
+            f"rollout.{key} with a {one.type}: engines were not seen to take adapters alone of a model that "
+            "sees images. Give each agent a model of its own, and leave merge_lora at true."
+        )
     if model.use_liger:
         yield one.refused(f"Liger kernels in a {one.type}. Set {one.keys}.use_liger=false.")
     yield from _has_its_kernels(one)

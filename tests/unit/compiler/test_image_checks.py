@@ -58,7 +58,11 @@ REFUSED = {
         (VLM, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"),
         "tensor_model_parallel_size=2: .*do not take patches. Set .*size=1",
     ),
-    "lora": ("qwen3_vl", (VLM, f"{MODEL}.lora_rank=4"), "LoRA adapters on a qwen3_vl. Set .*lora_rank=0"),
+    "adapters alone": (
+        "qwen3_vl",
+        (VLM, f"{MODEL}.lora_rank=4", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.merge_lora=false"),
+        "rollout.merge_lora=false with a qwen3_vl: .*leave merge_lora at true",
+    ),
     "liger": ("qwen2_5_vl", (VLM, f"{MODEL}.use_liger=true"), "Liger kernels.*use_liger=false"),
     "megatron": ("qwen3_vl", (VLM, f"{ACTOR}.strategy=megatron"), "a vision_config.*Set strategy=fsdp"),
     "a critic": ("qwen3_vl", (VLM, "algorithm.adv_estimator=gae"), "a value head, which transformers does"),

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from siirl.config.common import ModelConfig
 from siirl.engines.train.adapters.adapter_products import add_in_products
 from siirl.engines.train.experts.expert_lora import ADAPTER, ExpertAdapter, add_expert_adapters
+from siirl.engines.train.vision.tower import tower_of
 from siirl.errors import ConfigError
 from siirl.models.adapter_targets import expert_targets
 
@@ -16,8 +17,9 @@ from siirl.models.adapter_targets import expert_targets
 def add_lora(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
     """Insert adapters in place and freeze everything else but a value head; does nothing when lora_rank is 0.
 
-    The caller's RNG state is untouched. ConfigError if target_modules matches nothing, the output head, or
-    what is no nn.Linear: adapters of others (GPT-2's turned matrices, embeddings) do not merge by B A.
+    A model that sees images gets them on its text part. The caller's RNG state is untouched. ConfigError if
+    target_modules matches nothing, the output head, or what is no nn.Linear: adapters of others (GPT-2's
+    turned matrices, embeddings) do not merge by B A.
     """
     if cfg.lora_rank <= 0:
         return
@@ -55,6 +57,9 @@ def _add_to_linear_layers(
         if not targets:
             model.requires_grad_(False)
             return
+    elif (tower := tower_of(model)) is not None:
+        seeing = set(tower.modules())
+        targets = [name for name in linear_layers(model, targets) if model.get_submodule(name) not in seeing]
     lora = LoraConfig(
         r=cfg.lora_rank,
         lora_alpha=cfg.lora_alpha,
