@@ -83,12 +83,13 @@ def template_of(cfg: Config) -> str:
     """The file in dag_templates/ that fits the algorithm."""
     if cfg.service.enable:
         return "serve.yaml"
-    if cfg.actor_rollout_ref.rollout.gives_data:
-        if cfg.reward_model.enable:
-            return "reward_training.yaml"
-        return "dpo.yaml" if cfg.actor_rollout_ref.actor.loss.pairs else "sft.yaml"
-    if cfg.actor_rollout_ref.actor.loss.distills:
+    loss, gives_data = cfg.actor_rollout_ref.actor.loss, cfg.actor_rollout_ref.rollout.gives_data
+    if gives_data and cfg.reward_model.enable:
+        return "reward_training.yaml"
+    if loss.distills:
         return "distill.yaml"
+    if gives_data:
+        return "dpo.yaml" if loss.pairs else "sft.yaml"
     if cfg.algorithm.filter_groups.enable or cfg.algorithm.workflow_type == "dapo":
         return "dapo.yaml"
     if cfg.algorithm.estimator.uses_greedy:

@@ -390,9 +390,14 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "Set {}.distill.enable=false.",
         ),
         Contradiction(
-            lambda actor: actor.loss.pairs and (actor.use_kl_loss or actor.entropy_coeff),
-            "{use_kl_loss=} or {entropy_coeff=} with {policy_loss.loss_mode=}, which keeps the policy close "
-            "to the reference by {}.policy_loss.dpo_beta alone. Remove them.",
+            lambda actor: actor.loss.pairs and actor.use_kl_loss,
+            "{use_kl_loss=} with {policy_loss.loss_mode=}, which keeps the policy close to the reference by "
+            "{}.policy_loss.dpo_beta alone. Remove it.",
+        ),
+        Contradiction(
+            lambda actor: actor.loss.pairs and actor.entropy_coeff,
+            "{entropy_coeff=} with {policy_loss.loss_mode=}, which is a loss of pairs of responses, and has "
+            "no entropy. Remove it.",
         ),
         Contradiction(
             lambda actor: actor.router_replay.mode == "R2" and not actor.recompute_old_log_prob,

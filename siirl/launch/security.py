@@ -98,7 +98,7 @@ def listens(run: Subject) -> Iterator[Line]:
             yield _socket("endpoint of programs", "127.0.0.1", False, "the token of an episode")
     for node in run.plan.nodes.values():
         if node.spec.is_asked:
-            asks = "the server's key; all who have it may read and load what any of them saved"
+            asks = "a tenant's key, or the server's; all who have one may load what any of them saved"
             yield _http("training service", run.node_cfgs[node.name].service.address, asks)
     backends = {model.backend for model in run.plan.models.values()}
     if "vllm" in backends:

@@ -120,7 +120,7 @@ def test_a_type_with_adapters_on_its_attention_has_them_and_one_without_has_none
                 compile_plan(load_dag(cfg), cfg, 1)
         else:
             compile_plan(load_dag(cfg), cfg, 1)
-    assert family_table["qwen3_vl"]["LoRA"] == "-"  # tests/unit/compiler has its refusal
+    assert family_table["qwen3_vl"]["LoRA"] == "text part"  # tests/contracts/test_vision_engine.py
 
 
 ASKED_LIMITS = [one for one in family_limits.limits() if one.values or one.keys or one.what == "training"]

@@ -24,8 +24,8 @@ def check_given(kept: Workflow) -> Iterator[UserError]:
                 yield DagError(
                     f"{trainer} trains the responses of a dataset ({rollout}) by "
                     f"actor.policy_loss.loss_mode={actor.loss_name}, which is for responses that the policy "
-                    "has sampled. Set loss_mode=sft or dpo, or distill with distill.top_k=-1; or "
-                    "sample: rollout.name=vllm."
+                    "has sampled. Set loss_mode=sft or dpo, or distill with distill.top_k=64, for one, or "
+                    "-1; or sample: rollout.name=vllm."
                 )
             elif actor.loss.pairs and rollout.shares is not None:
                 yield NotSupportedError(

@@ -49,6 +49,11 @@ def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
             f"{images} of episodes that a program plays (actor_rollout_ref.serve): its messages are texts. "
             "Let an environment or tools show the images, or remove actor_rollout_ref.serve."
         )
+    elif node.op.gives_data:
+        yield NotSupportedError(
+            f"{images} with rollout.name={rollout.name}: SFT, DPO and what else trains on responses "
+            "of a dataset have texts alone. Remove the images, or let the policy sample by rollout.name=vllm."
+        )
     elif rollout.name not in taking:
         yield NotSupportedError(
             f"{images} with rollout.name={rollout.name}, which is given tokens alone. Set rollout.name to "

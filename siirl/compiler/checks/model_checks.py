@@ -223,13 +223,6 @@ def _is_sampled_by_vllm(one: ModelOfRole) -> Iterator[UserError]:
     yield one.refused(f"a {one.type} in vLLM: {problem}. {fix}")
 
 
-def _compresses_as_asked(one: ModelOfRole) -> Iterator[UserError]:
-    if one.family.latent is not None and one.model.lora_rank:
-        yield one.refused(
-            f"LoRA adapters on compressed keys and values ({one.type}). Set {one.keys}.lora_rank=0."
-        )
-
-
 def _has_kernels_of_its_heads(one: ModelOfRole) -> Iterator[UserError]:
     if one.rules == "fsdp" and one.family.latent is not None:
         yield from _has_its_kernels(one)
@@ -383,8 +376,13 @@ def _is_compiled_as_asked(one: ModelOfRole) -> Iterator[UserError]:
 
 
 def _is_adapted_as_asked(one: ModelOfRole) -> Iterator[UserError]:
-    model = one.model
-    if model.lora_rank and (problem := why_not_adapted(one.config, model.target_modules, one.keys)):
+    if not one.model.lora_rank:
+        return
+    if one.family.latent is not None:
+        yield one.refused(
+            f"LoRA adapters on compressed keys and values ({one.type}). Set {one.keys}.lora_rank=0."
+        )
+    elif problem := why_not_adapted(one.config, one.model.target_modules, one.keys):
         yield one.refused(problem)
 
 
@@ -401,7 +399,7 @@ def _turns_rows_alike(one: ModelOfRole) -> Iterator[UserError]:
 
 
 MODEL_CHECKS = (
-    *(_has_its_images, _adds_no_loss_of_micro_batches, _is_sampled_by_vllm, _compresses_as_asked),
+    *(_has_its_images, _adds_no_loss_of_micro_batches, _is_sampled_by_vllm),
     *(_has_kernels_of_its_heads, _has_kernels_of_its_logits, _has_experts_as_asked, _divides_its_experts),
     *(_divides_its_heads, _has_its_states, _multiplies_in_float8, _is_compiled_as_asked),
     *(_is_adapted_as_asked, _is_built, _turns_rows_alike),
