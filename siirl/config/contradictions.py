@@ -247,6 +247,14 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
     ),
     (ROLLOUT,): (
         Contradiction(
+            lambda rollout: (
+                rollout.reasoning_marks
+                and (len(rollout.reasoning_marks) != 2 or "" in rollout.reasoning_marks)
+            ),
+            "{reasoning_marks=}: it is what begins the reasoning and what ends it. Set "
+            "{}.reasoning_marks=[<think>,</think>], for one, or [] for a model that does not reason.",
+        ),
+        Contradiction(
             lambda rollout: rollout.n > 1 and not rollout.do_sample,
             "{n=} with {do_sample=}: all {n} greedy responses of a prompt would be the same. Set "
             "{}.do_sample=true.",

@@ -80,8 +80,13 @@ REFUSED = {
     ),
     "a KL beside that of the loss": (
         lambda: load_dag_file(TEMPLATES / "dpo.yaml"),
-        (*DPO, "actor_rollout_ref.actor.entropy_coeff=0.1"),
+        (*DPO, "actor_rollout_ref.actor.use_kl_loss=true"),
         "keeps the policy close to the reference by .*dpo_beta alone",
+    ),
+    "an entropy of pairs": (
+        lambda: load_dag_file(TEMPLATES / "dpo.yaml"),
+        (*DPO, "actor_rollout_ref.actor.entropy_coeff=0.1"),
+        "entropy_coeff=0.1 with .*loss_mode=dpo, which is a loss of pairs",
     ),
     "pairs that a shuffle would part": (
         lambda: load_dag_file(TEMPLATES / "dpo.yaml"),

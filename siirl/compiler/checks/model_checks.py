@@ -175,10 +175,15 @@ def _has_its_images(one: ModelOfRole) -> Iterator[UserError]:
     rollout = one.cfg.actor_rollout_ref.rollout
     shared = rollout.agent.share_instance is not None
     if model.lora_rank and (shared or not rollout.merge_lora):
-        key = "agent.share_instance" if shared else "merge_lora=false"
+        key, fix = "merge_lora=false", "Set actor_rollout_ref.rollout.merge_lora=true."
+        if shared:
+            key, fix = (
+                "agent.share_instance",
+                "Remove rollout.agent.share_instance: it then has its own model.",
+            )
         yield one.refused(
             f"rollout.{key} with a {one.type}: engines were not seen to take adapters alone of a model that "
-            "sees images. Give each agent a model of its own, and leave merge_lora at true."
+            f"sees images. {fix}"
         )
     if model.use_liger:
         yield one.refused(f"Liger kernels in a {one.type}. Set {one.keys}.use_liger=false.")

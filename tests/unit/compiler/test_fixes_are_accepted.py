@@ -143,8 +143,9 @@ REFUSED = [
     ("qwen", [IMAGES]),
     *(
         ("sees images", [IMAGES, more])
-        for more in (f"{MODEL}.lora_rank=8", f"{MODEL}.use_liger=true", f"{ENGINE}=2", f"{ULYSSES}=2", FLASH)
+        for more in (f"{MODEL}.use_liger=true", f"{ENGINE}=2", f"{ULYSSES}=2", FLASH)
     ),
+    ("sees images", [IMAGES, f"{MODEL}.lora_rank=8", f"{ROLLOUT}.merge_lora=false"]),
     ("sees images", [IMAGES, "data.truncation=left"]),
     # Megatron
     *((name, [*MEGATRON, f"{TP}={tp}"]) for name, tp in (("twelve heads", 8), ("28 heads", 8))),

@@ -61,7 +61,7 @@ REFUSED = {
     "adapters alone": (
         "qwen3_vl",
         (VLM, f"{MODEL}.lora_rank=4", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.merge_lora=false"),
-        "rollout.merge_lora=false with a qwen3_vl: .*leave merge_lora at true",
+        "rollout.merge_lora=false with a qwen3_vl: .*Set .*merge_lora=true",
     ),
     "liger": ("qwen2_5_vl", (VLM, f"{MODEL}.use_liger=true"), "Liger kernels.*use_liger=false"),
     "megatron": ("qwen3_vl", (VLM, f"{ACTOR}.strategy=megatron"), "a vision_config.*Set strategy=fsdp"),

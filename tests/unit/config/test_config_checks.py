@@ -137,6 +137,7 @@ def test_mini_batches_follow_the_batch_that_was_set_alone():
             [f"{ACTOR}.policy_loss.{k}" for k in ("loss_mode=clip_cov", "clip_cov_lb=6", "clip_cov_ub=6")],
             ("clip_cov_lb=6", "clip_cov_ub=6"),
         ),
+        ([f"{ROLLOUT}.reasoning_marks=[<think>]"], ("reasoning_marks=[<think>]", "what ends it")),
         ([f"{ROLLOUT}.top_k=0"], ("top_k=0", "-1")),
         ([f"{ROLLOUT}.val_kwargs.top_p=1.5"], ("val_kwargs.top_p=1.5",)),
         ([f"{ROLLOUT}.temperature=0"], ("temperature=1.0",)),
