@@ -203,6 +203,8 @@ def export_folder(
     with files.reading(folder):
         dtype = declared_dtype(folder / "hf")
         kind = json.loads((folder / "hf" / "config.json").read_text()).get("model_type")
+    if not isinstance(kind, str | None):
+        raise CheckpointError(f"{folder}/hf/config.json is corrupted: model_type={kind!r} names no type.")
     weights = _weights(folder, partial(_typed, dtype, own_type(kind)), base)
     changes = released.config if released else NO_CHANGES
     save_hf(released.again(weights) if released else weights, str(folder / "hf"), out, 0, changes)

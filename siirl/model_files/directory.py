@@ -64,7 +64,7 @@ def check_config_file(path: Path) -> None:
     config = _read_json(path / "config.json")
     if "model_type" not in config:
         raise DataError(
-            f"{_here()}: {path / 'config.json'} has no model_type: it describes no model. "
+            f"{_here()}: {path / 'config.json'} has no model_type that is a name: it describes no model. "
             "Save the model with save_pretrained()."
         )
 
@@ -412,6 +412,8 @@ def _read_json(path: Path) -> dict:
         raise DataError(f"{_here()}: {path} cannot be read: {error}. Restore the file.") from None
     if not isinstance(content, dict):
         raise DataError(f"{_here()}: {path} holds no JSON object. Restore the file.")
+    if not isinstance(content.get("model_type"), str):
+        content.pop("model_type", None)  # tables are asked for it; see check_config_file
     return content
 
 

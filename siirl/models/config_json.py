@@ -34,7 +34,9 @@ def config_json(model: NamedModel, file: str = "config.json") -> dict[str, Any]:
         return {}
     if not isinstance(raw, dict):
         return {}
-    if (kind := raw.get("model_type")) in OTHER_NAMES:
+    if not isinstance(kind := raw.get("model_type"), str):
+        raw.pop("model_type", None)  # the directory is refused for it
+    elif kind in OTHER_NAMES:
         raw.pop("auto_map", None)
         raw["model_type"] = OTHER_NAMES[kind]
     return raw

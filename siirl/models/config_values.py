@@ -24,12 +24,18 @@ def _table() -> dict[str, dict[str, Any]]:
     return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
+def _row(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the table has of a config.json's type, in whose place a file may have anything."""
+    kind = config.get("model_type")
+    return _table().get(kind) if isinstance(kind, str) else None
+
+
 def as_read(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a decoder's config.json says, with the default of each key that it does not have.
 
     A key with two names has both. Of types that the table does not have: as it is.
     """
-    row = _table().get(config.get("model_type") or "")
+    row = _row(config)
     if row is None:
         return config
     renamed = {own: config[name] for name, own in row["aliases"].items() if name in config}
@@ -43,7 +49,7 @@ def without_value(config: Mapping[str, Any]) -> str:
     """Which key of an accepted type's config.json, as read, has no value that transformers computes with, and
     the fix; empty if none."""
     kind = config.get("model_type")
-    row = _table().get(kind or "", {"defaults": {}, "null": ()})
+    row = _row(config) or {"defaults": {}, "null": ()}
     absent = (x for x in row["defaults"] if config[x] is None and x not in row["null"])
     name = next((name for name in absent if not _unread(name, config)), "")
     return name and (
@@ -58,7 +64,7 @@ def why_not_built(written: Mapping[str, Any]) -> str:
 
     What is absent is judged in whole files only: a model has a vocab_size.
     """
-    row, config = _table().get(written.get("model_type") or ""), as_read(written)
+    row, config = _row(written), as_read(written)
     if row is None:
         return ""
     if "vocab_size" not in written and all(value is not None for value in written.values()):

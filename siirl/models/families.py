@@ -481,7 +481,8 @@ UNKNOWN = Family(strategies=())
 
 def family_of(model_type: str | None) -> Family:
     """The row of a model_type; UNKNOWN for one that has none."""
-    return FAMILIES.get(OTHER_NAMES.get(model_type or "", model_type or ""), UNKNOWN)
+    kind = model_type if isinstance(model_type, str) else ""  # a file may have anything there
+    return FAMILIES.get(OTHER_NAMES.get(kind, kind), UNKNOWN)
 
 
 def types_with(has: Callable[[Family], object]) -> tuple[str, ...]:

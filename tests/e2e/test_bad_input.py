@@ -357,7 +357,14 @@ DAMAGES = {
         lambda model: (model / "config.json").write_text("{"),
         "config.json cannot be read",
     ),
-    "config of no model": (lambda model: (model / "config.json").write_text("{}"), "has no model_type"),
+    "config of no model": (
+        lambda model: (model / "config.json").write_text("{}"),
+        "has no model_type that is a name",
+    ),
+    "a type that is a list": (
+        lambda model: (model / "config.json").write_text('{"model_type": [null]}'),
+        "has no model_type that is a name",
+    ),
 }
 
 
