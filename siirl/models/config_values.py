@@ -111,8 +111,14 @@ def _misfits(config: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[str]
         yield f"num_experts_per_tok={chosen} with {experts} experts"
     if row["pads"] and words and pad >= words:
         yield f"pad_token_id={pad} with vocab_size={words}: the embedding has no such token"
+    mlps, layers = config.get("mlp_layer_types"), config.get("num_hidden_layers")
+    if (
+        isinstance(mlps, list)
+        and "mlp_layer_types" in row["defaults"]
+        and len(mlps) < size("num_hidden_layers")
+    ):
+        yield f"mlp_layer_types of {len(mlps)} layers with num_hidden_layers={layers}"
     if isinstance(kinds, list) and "layer_types" in row["defaults"]:
-        layers = config.get("num_hidden_layers")
         if isinstance(layers, int) and len(kinds) != layers:
             yield f"layer_types of {len(kinds)} layers with num_hidden_layers={layers}"
         for name, none in (("sliding_window", None), ("use_sliding_window", False)):
