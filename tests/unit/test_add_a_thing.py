@@ -141,7 +141,7 @@ def liked(ctx, rows):
 @pytest.mark.timeout(600)
 def test_an_op_with_a_model_of_a_role_of_its_own_takes_three_files(tree):
     """Its code, its row among ops, its row among roles of models: checked, planned, and run a step."""
-    ops, last = tree / "siirl/dag/ops.py", "FILTER, CUSTOM),\n"
+    ops, last = tree / "siirl/dag/ops.py", "SERVICE, CUSTOM),\n"
     (tree / "siirl/nodes/style.py").write_text(STYLE_CODE)
     change(ops, "ACTOR_TRAIN = OpSpec(", f"{STYLE_OP}\nACTOR_TRAIN = OpSpec(")
     change(ops, last, last.replace("CUSTOM", "CUSTOM, STYLE"))
