@@ -175,6 +175,8 @@ def test_teachers_that_nobody_learns_from_cost_nothing():
 def test_the_loss_has_a_template():
     cfg = config(PATH, f"{LOSS}=distill")
     assert template_of(cfg) == "distill.yaml"
+    given = config("actor_rollout_ref.rollout.name=dataset", f"{ACTOR}.policy_loss.loss_mode=distill")
+    assert template_of(given) == "distill.yaml", "sft.yaml has no teacher"
     plan = compiled(load_dag_file(TEMPLATES / "distill.yaml"), 2, PATH)
     assert set(runs(plan)) == {"rollout", "reward", "teacher", "train"}
 

@@ -172,18 +172,16 @@ def _has_its_images(one: ModelOfRole) -> Iterator[UserError]:
             f"a {one.type} with data.dataset_type={data.dataset_type}: a vision model is trained on prompts "
             "that may have images. Set data.dataset_type=vlm; rows without images have null in their column."
         )
-    rollout = one.cfg.actor_rollout_ref.rollout
-    shared = rollout.agent.share_instance is not None
-    if model.lora_rank and (shared or not rollout.merge_lora):
-        key, fix = "merge_lora=false", "Set actor_rollout_ref.rollout.merge_lora=true."
-        if shared:
-            key, fix = (
-                "agent.share_instance",
-                "Remove rollout.agent.share_instance: it then has its own model.",
-            )
+    rollout, of_images = one.cfg.actor_rollout_ref.rollout, "adapters alone go to no engine with images"
+    if model.lora_rank and rollout.agent.share_instance is not None:
         yield one.refused(
-            f"rollout.{key} with a {one.type}: engines were not seen to take adapters alone of a model that "
-            f"sees images. {fix}"
+            f"rollout.agent.share_instance with a {one.type}: {of_images}. Remove it: the agent then has a "
+            "model of its own."
+        )
+    elif model.lora_rank and not rollout.merge_lora:
+        yield one.refused(
+            f"rollout.merge_lora=false with a {one.type}: {of_images}. Set "
+            "actor_rollout_ref.rollout.merge_lora=true."
         )
     if model.use_liger:
         yield one.refused(f"Liger kernels in a {one.type}. Set {one.keys}.use_liger=false.")
