@@ -61,7 +61,7 @@ def model_of(kind: str, dtype: torch.dtype, kernels: str, attention: str = PACKE
     """Alike for each dtype. Decays are slow, so that a leak would show."""
     from transformers import AutoModelForCausalLM
 
-    config = causal_lms.tiny_config(kind, **sizes)
+    config, states = causal_lms.tiny_config(kind, **sizes), state_kernels(kernels)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     for name, param in model.named_parameters():
@@ -69,7 +69,7 @@ def model_of(kind: str, dtype: torch.dtype, kernels: str, attention: str = PACKE
             param.data.uniform_(-4.0, 0.0)
     model = model.to(dtype).cuda()
     keep_float32(model)
-    pin_state_layers(model, state_kernels(kernels))
+    pin_state_layers(model, states)
     return model
 
 

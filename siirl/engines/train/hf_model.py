@@ -76,6 +76,7 @@ def build_skeleton(
     if head != "lm":
         config.num_labels = 1
     turn_off_noise(config)
+    states = state_kernels(attention_kernels)  # before transformers imports their package
     with torch.device("meta"):
         model = model_class(config, head).from_config(
             config,
@@ -85,7 +86,7 @@ def build_skeleton(
             trust_remote_code=trust_remote_code,
         )
     prepare_tower(model)
-    pin_state_layers(model, state_kernels(attention_kernels))
+    pin_state_layers(model, states)
     keep_float32(model)
     check_architecture(model, head)
     return model

@@ -4,6 +4,8 @@ The package itself runs on GPUs only: tests/gpu/test_shared_attention_gpu.py.
 """
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -160,6 +162,32 @@ def test_a_package_that_is_not_there_is_a_config_error(monkeypatch):
     monkeypatch.delitem(sys.modules, "siirl.engines.train.attention.flash_four", raising=False)
     with pytest.raises(ConfigError, match=r"flash-attn-4 is not installed.*attention_kernels=torch"):
         attention_by("flash_attn_4")
+
+
+TELLS = "import os\nprint('imported:', os.environ.get('FLA_CACHE_MODE'))"
+BUILT = """
+import causal_lms
+from siirl.engines.train import hf_model
+from siirl.engines.train.attention.attention_kernels import take_tuned
+hf_model.state_kernels = lambda kernels: take_tuned((9, 0))
+hf_model.build_skeleton(causal_lms.tiny_config("qwen3_5_text"), hf_model.torch.float32, False, "lm", "fla")
+"""
+
+
+def test_fla_hears_what_was_tuned_before_transformers_imports_it(tmp_path):
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla/__init__.py").write_text(TELLS)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    env = {name: value for name, value in os.environ.items() if not name.startswith("FLA_")}
+    done = subprocess.run(
+        [sys.executable, "-c", BUILT],
+        env=env | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "imported: default" in done.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
