@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from siirl.algorithms.aggregate import aggregate_loss, prompt_shares
+from siirl.algorithms.aggregate import aggregate_loss, masked_row_mean, prompt_shares
 from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.groups import is_varied
 from siirl.algorithms.kl import (
@@ -333,6 +333,18 @@ MASK = torch.tensor([[True, True, False], [True, True, True]])
 def test_the_importance_ratio_is_taken_at_its_level(level, want):
     got = importance_ratio(torch.tensor(RATIOS).log(), MASK, level)
     torch.testing.assert_close(got, torch.tensor(want))
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, 7.0])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_what_stands_at_tokens_that_are_not_trained_moves_no_ratio_or_mean(level, junk):
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    log_ratio = torch.tensor([[0.3, junk, -0.1], [junk, junk, junk]])
+    got = importance_ratio(log_ratio, mask, level)
+    clean = importance_ratio(log_ratio.masked_fill(~mask, 0), mask, level)
+    torch.testing.assert_close(got, clean)
+    assert got[~mask].tolist() == [1.0] * 4 and not got[mask].eq(1).any()
+    torch.testing.assert_close(masked_row_mean(log_ratio, mask), torch.tensor([0.1, 0.0]))
 
 
 def test_weights_are_truncated_or_masked_at_their_bounds():
