@@ -116,7 +116,8 @@ class Family:
     """The parameters of its layers are known to the memory estimate: what follows describes them."""
 
     scales: tuple[str, ...] = ()
-    """Keys by which config.json scales or caps its logits, or those of attention, that fsdp computes."""
+    """Keys by which config.json scales or caps its logits, those of attention, what is embedded and what a
+    layer adds, that the strategies compute."""
     delta_nets: bool = False
     """Some of its layers are gated delta nets (layer_types, "linear_attention")."""
     mamba2: bool = False
@@ -220,7 +221,7 @@ _SINKS = InVLLM(
     copied=(".sinks",),
     since=32,
 )
-_DIVIDED = ("logits_scaling",)
+_SCALES = tuple(_TINY_SCALES)
 _STATES = InVLLM(cpu_dtype="bfloat16", on_gpu=False, since=32)
 _STATES_BESIDE_IMAGES = replace(_STATES, package="torchvision")
 _DECAYS = ("linear_attn.A_log",)
@@ -316,12 +317,12 @@ FAMILIES: dict[str, Family] = {
         experts=Experts(width="intermediate_size", biases=True),
     ),
     "gpt_neox": Family(vllm=_NOT_SEEN, shares_hidden=True),
-    "granite": Family(float8=True, scales=_DIVIDED, tiny=_TINY_SCALES),
-    "granitemoe": Family(vllm=_CUT, scales=_DIVIDED, experts=Experts(), tiny=_TINY_SCALES),
-    "granitemoeshared": Family(vllm=_CUT, scales=_DIVIDED, experts=Experts(), tiny=_TINY_SCALES),
+    "granite": Family(BOTH, float8=True, counted=True, scales=_SCALES, tiny=_TINY_SCALES),
+    "granitemoe": Family(vllm=_CUT, scales=_SCALES, experts=Experts(), tiny=_TINY_SCALES),
+    "granitemoeshared": Family(vllm=_CUT, scales=_SCALES, experts=Experts(), tiny=_TINY_SCALES),
     "granitemoehybrid": Family(
         vllm=InVLLM(only={"mamba_n_groups": 1}, on_gpu=False, since=32),
-        scales=_DIVIDED,
+        scales=_SCALES,
         mamba2=True,
         in_float32=("mamba.A_log",),
         counted=True,

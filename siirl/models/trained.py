@@ -86,7 +86,7 @@ def _traits(config: Mapping[str, Any], strategy: str) -> Iterator[str]:
         yield f"time_step_limit={config['time_step_limit']} (steps that are never 0, so that padding decays)"
     if kinds:
         yield f"layers of kind {', '.join(sorted(kinds))} (their state would leak between packed rows)"
-    computed = family_of(config.get("model_type")).scales if strategy == "fsdp" else ()
+    computed = family.scales if strategy in family.strategies else ()
     for name in (*FACTORS, *CAPS):
         if config.get(name) is None or (name in FACTORS and config[name] == 1):
             continue

@@ -46,7 +46,7 @@ YARN = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9},
     "original_max_position_embeddings": 32,
 }
-OTHERWISE = {"deepseek_v2_lite": "deepseek_v2", "moonlight": "deepseek_v3"}
+OTHERWISE = {"deepseek_v2_lite": "deepseek_v2", "moonlight": "deepseek_v3", "granite_plain": "granite"}
 """Models with other parts of a type, by names of our own."""
 KINDS = (*known_types("megatron"), *OTHERWISE)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -88,6 +88,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "topk_group": 2,
             "routed_scaling_factor": 2.5,
         },
+    },
+    "granite": {"residual_multiplier": 0.22, "tie_word_embeddings": True, "pad_token_id": None},
+    "granite_plain": {
+        **{"logits_scaling": 1.0, "attention_multiplier": 1.0},
+        **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
     },
     "qwen3_moe": {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
 }

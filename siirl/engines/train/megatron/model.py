@@ -40,7 +40,7 @@ from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, run
 from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token, scale_embedding
 from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.stage_routers import GroupRouter
-from siirl.engines.train.megatron.weights import entries, family_of, tied_head
+from siirl.engines.train.megatron.weights import embedding_scale, entries, family_of, tied_head
 from siirl.errors import DataError
 from siirl.model_files.directory import check_weight_files
 from siirl.model_files.weight_slices import SafetensorsFolder
@@ -73,8 +73,11 @@ def build_stages(
         stage.num_words = hf.vocab_size
         if family_of(hf).outer_norms:
             _add_outer_norms(stage, config)
-        if stage.pre_process and family_of(hf).scales_embedding:
-            scale_embedding(stage, hf.hidden_size**0.5)
+        if "residual_multiplier" in family_of(hf).scales:
+            _scale_parts(stage, hf.residual_multiplier)
+        scale = embedding_scale(hf, config.params_dtype)
+        if stage.pre_process and scale != 1:
+            scale_embedding(stage, scale)
         if stage.pre_process and hf.pad_token_id is not None:
             freeze_padding_token(stage, hf.pad_token_id)
         stages.append(stage)
@@ -121,6 +124,17 @@ def _add_outer_norms(stage: Stage, config: TransformerConfig) -> None:
         for part in (layer.self_attention, layer.mlp):
             part.add_module("outer_norm", RMSNorm(config, config.hidden_size, config.layernorm_epsilon))
             part.register_forward_hook(norm)
+
+
+def _scale_parts(stage: Stage, scale: float) -> None:
+    """Multiply what attention and MLP give by a number, before the residual is added."""
+
+    def scaled(module: nn.Module, given: Any, found: tuple[Tensor, Tensor | None]) -> Any:
+        return found[0] * scale, found[1]
+
+    for layer in stage.decoder.layers:
+        for part in (layer.self_attention, layer.mlp):
+            part.register_forward_hook(scaled)
 
 
 def adapt_stages(

@@ -6,6 +6,7 @@ here only if its blocks differ from all of these.
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -108,6 +109,8 @@ def family_options(config: PretrainedConfig) -> dict[str, Any]:
         found["activation_func"] = gelu_by_tanh
     if family.query_scale:
         found["softmax_scale"] = getattr(config, family.query_scale) ** -0.5
+    if "attention_multiplier" in family.scales:
+        found["softmax_scale"] = config.attention_multiplier
     if family.centered_norms:
         found["layernorm_zero_centered_gamma"] = True
     if family.experts is not None:
@@ -142,6 +145,14 @@ def _expert_options(config: PretrainedConfig, row: Experts) -> dict[str, Any]:
             "moe_router_dtype": "fp32",  # as transformers has it
         }
     return found
+
+
+def embedding_scale(config: PretrainedConfig, dtype: torch.dtype) -> float:
+    """What embedded tokens are multiplied by, in activations of a type: a root is rounded to it."""
+    family = family_of(config)
+    if family.scales_embedding:
+        return float(torch.tensor(config.hidden_size**0.5, dtype=dtype))
+    return config.embedding_multiplier if "embedding_multiplier" in family.scales else 1.0
 
 
 def gelu_by_tanh(x: Tensor) -> Tensor:
