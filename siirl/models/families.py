@@ -144,7 +144,7 @@ class Family:
     fused_mlp: bool = False
     """The files have gate and up in one tensor."""
     mlp_norm: str = "post_attention_layernorm"
-    """What the files call the norm of what the MLP is given."""
+    """What the files call the norm of what the MLP is given; "": neither it nor attention is given norms."""
     outer_norms: tuple[str, ...] = ()
     """What the files call norms of what attention and MLP give; none in most."""
     centered_norms: bool = False
@@ -226,6 +226,14 @@ _STATES = InVLLM(cpu_dtype="bfloat16", on_gpu=False, since=32)
 _STATES_BESIDE_IMAGES = replace(_STATES, package="torchvision")
 _DECAYS = ("linear_attn.A_log",)
 _DENSE = Family(float8=True)
+_NORMED_AFTER = Family(
+    BOTH,
+    float8=True,
+    counted=True,
+    qk_norm="whole",
+    mlp_norm="",
+    outer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+)
 _OF_ANY_HEAD = Family(any_head=True, float8=True)
 
 FAMILIES: dict[str, Family] = {
@@ -359,10 +367,14 @@ FAMILIES: dict[str, Family] = {
         windows=True,
     ),
     "olmo": _DENSE,
-    "olmo2": _DENSE,
-    "olmo3": _DENSE,
+    "olmo2": _NORMED_AFTER,
+    "olmo3": replace(_NORMED_AFTER, windows=True),
     "olmoe": Family(
-        vllm=_CUT, counted=True, experts=Experts(width="intermediate_size", adapted=True), qk_norm="whole"
+        BOTH,
+        vllm=_CUT,
+        counted=True,
+        experts=Experts(width="intermediate_size", adapted=True),
+        qk_norm="whole",
     ),
     "opt": Family(float8=True, shares_hidden=True),
     "persimmon": Family(any_head=True, float8=True, vllm=_NO_MODEL, shares_hidden=True),

@@ -152,6 +152,8 @@ def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:
     for name in ("attention_bias", "attention_out_bias", "mlp_bias"):
         if config.get(name) and not (name == "attention_bias" and of_qkv):
             yield f"{name}={config[name]}"
+    if config.get("clip_qkv") is not None:
+        yield f"clip_qkv={config['clip_qkv']}"
     if family.gelu:
         if config["hidden_activation"] != "gelu_pytorch_tanh":
             yield f"hidden_activation={config['hidden_activation']}"

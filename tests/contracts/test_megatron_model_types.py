@@ -36,6 +36,7 @@ from siirl.models.trained import OWN_TYPE
 from siirl.parallel.process_groups import ProcessGroupManager
 
 LATENT = types_with(lambda row: row.latent)
+NORMED_WHOLE = types_with(lambda row: row.qk_norm == "whole")
 
 MODEL = "actor_rollout_ref.model"
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -94,6 +95,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"logits_scaling": 1.0, "attention_multiplier": 1.0},
         **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
     },
+    "olmo2": {"num_key_value_heads": 4, "pad_token_id": None},
+    "olmo3": {
+        **{"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            "full_attention": YARN,
+        },
+    },
     "qwen3_moe": {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
 }
 """What sets a type apart, in some layers where it may be; of llama what transformers does not read."""
@@ -118,9 +127,9 @@ def layout(world: int, *overrides: str, **sizes: int) -> Scenario:
     return Scenario(name, world, "", overrides=overrides, strategy="megatron", sizes=tuple(used.items()))
 
 
-def layouts(world: int, experts: bool) -> list[Scenario]:
+def layouts(world: int, experts: bool, within_heads: bool = True) -> list[Scenario]:
     """Every choice of sizes 1 and 2 that takes all ranks; with tensor parallelism the sequence is cut, too,
-    in every second one, and always where there are experts."""
+    in every second one, and always where there are experts. within_heads: ranks share key-value heads."""
     found: list[Scenario] = []
     for tp, pp, cp, ep, etp, vpp in product((1, 2), (1, 2), (1, 2), (1, 2), (1, 2), (1, 2)):
         experts_fit = world % (ep * etp * pp) == 0 if experts else ep == etp == 1
@@ -129,7 +138,7 @@ def layouts(world: int, experts: bool) -> list[Scenario]:
         cut = tp > 1 and (experts or len(found) % 2 == 0)
         options = (SEQUENCE_PARALLEL,) if cut else ()
         found.append(layout(world, *options, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, vpp=vpp))
-    return found + [layout(world, tp=world)] * (world == 4 and not experts)
+    return found + [layout(world, tp=world)] * (world == 4 and not experts and within_heads)
 
 
 @dataclass
@@ -166,7 +175,8 @@ def results(rank: int, world: int, kind: str, expected: Reference) -> dict[str, 
     """Layout -> what is wrong."""
     found: dict[str, str] = {}
     saved: Path | None = None
-    for scenario in layouts(world, has_experts(kind)):
+    within_heads = kind not in NORMED_WHOLE or model_config(kind).num_key_value_heads >= world
+    for scenario in layouts(world, has_experts(kind), within_heads):
         gaps: dict[str, float] = {}
         problem, saved = wrong(scenario, expected, saved, gaps)
         case = case_of(OTHERWISE.get(kind, kind), scenario, f"as {kind}" if kind in OTHERWISE else TRAINING)

@@ -155,6 +155,11 @@ def _attention(model: MegatronModel) -> Iterator[UserError]:
         yield model.wrong(
             f"{shape.heads} attention heads do not divide over tp({tp}) ranks. Set {key}={fits}."
         )
+    elif tp > shape.kv_heads and family_of(shape.family).qk_norm == "whole":
+        yield model.wrong(
+            f"tp({tp}) is more than the {shape.kv_heads} KV heads of a {shape.family}, whose norm spans all "
+            f"of them: it is not split within a head. Set {key}={fits}."
+        )
     elif shape.kv_heads % tp and tp % shape.kv_heads:
         yield model.wrong(
             f"tp({tp}) is neither a divisor nor a multiple of the {shape.kv_heads} KV heads: they can be "
@@ -342,7 +347,8 @@ def _fitting(model: MegatronModel, axis: str) -> str:
         if not any(width % fewer for width in cut) and dims.world % (fewer * beside) == 0
     ]
     if axis == "tp":
-        fits = [fewer for fewer in fits if shape.kv_heads % fewer == 0 or fewer % shape.kv_heads == 0]
+        within = family_of(shape.family).qk_norm != "whole"
+        fits = [x for x in fits if shape.kv_heads % x == 0 or (within and x % shape.kv_heads == 0)]
     return "|".join(map(str, fits or [1]))
 
 

@@ -162,7 +162,7 @@ class Heads(NamedTuple):
     """Of the norms of queries and keys, where there are some."""
 
 
-def _of_groups(mixed: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def heads_of_groups(mixed: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [N, K, H / K, D], keys and values [N, K, 1, D] of a product [N, 1, W]."""
     every = mixed.view(len(mixed), groups, -1, size)
     return every.split([every.shape[2] - 2, 1, 1], dim=2)
@@ -183,7 +183,7 @@ def _heads(
 ) -> tuple[Tensor | None, ...]:
     """Queries, keys, and what their norms multiplied with."""
     found, inverses = [], []
-    for part, weight_D in zip(_of_groups(mixed, groups, size), (query_D, key_D), strict=False):
+    for part, weight_D in zip(heads_of_groups(mixed, groups, size), (query_D, key_D), strict=False):
         x, inverse = part.float(), None
         if weight_D is not None:
             unit, inverse = _unit(x, eps)
@@ -214,7 +214,7 @@ def _heads_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Of the product, and of the weights of the norms where they are trained."""
     found, of_weights = [], []
-    parts = _of_groups(mixed, groups, size)
+    parts = heads_of_groups(mixed, groups, size)
     norms = ((query_D, of_queries), (key_D, of_keys))
     for part, (weight_D, inverse), grad in zip(parts, norms, (of_query, of_key), strict=False):
         back = _unrotated(grad.view(part.shape).float(), cos_NR.float(), sin_NR.float(), neighbours)
@@ -247,7 +247,7 @@ class TurnedHeads(torch.autograd.Function):
         query, key, *inverses = _heads(mixed, cos_NR, sin_NR, query_D, key_D, *how)
         ctx.save_for_backward(mixed, cos_NR, sin_NR, query_D, key_D, *inverses)
         ctx.how = how
-        return query, key, _of_groups(mixed, how.groups, how.size)[2].squeeze(2)
+        return query, key, heads_of_groups(mixed, how.groups, how.size)[2].squeeze(2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

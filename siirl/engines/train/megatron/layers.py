@@ -94,6 +94,17 @@ class LayerNorm(RMSNorm):
         return self.with_stream(x, stream)
 
 
+class NoNorm(nn.Module):
+    """In the place of LayerNorm where a part is given the stream as it is."""
+
+    def __init__(self, *_: Any, **__: Any):
+        super().__init__()
+
+    def forward(self, x: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if stream is None else stream + x
+        return total, total
+
+
 class HeadNorm(RMSNorm):
     """Of queries or keys."""
 
@@ -184,7 +195,8 @@ class PackedAttention(nn.Module):
     def turned(self, heads: tuple[Tensor, Tensor], rows: PackedRows) -> tuple[Tensor, ...]:
         """Heads [N, H, D] with the rotary embedding of their tokens."""
         rotate = _rotated if heads[0].is_cuda else rotated
-        return tuple(rotate(x, *rows.ropes[self.is_narrow], self.turns_neighbours) for x in heads)
+        turned = (rotate(x, *rows.ropes[self.is_narrow], self.turns_neighbours) for x in heads)
+        return tuple(x.type_as(head) for x, head in zip(turned, heads, strict=True))
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
         """Of heads that are turned already."""

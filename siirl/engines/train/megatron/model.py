@@ -27,6 +27,7 @@ from siirl.engines.train.megatron.layers import (
     HeadNorm,
     Layer,
     LayerNorm,
+    NoNorm,
     PackedAttention,
     RMSNorm,
 )
@@ -41,9 +42,11 @@ from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_pa
 from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.stage_routers import GroupRouter
 from siirl.engines.train.megatron.weights import embedding_scale, entries, family_of, tied_head
+from siirl.engines.train.megatron.whole_norms import WholeNormAttention
 from siirl.errors import DataError
 from siirl.model_files.directory import check_weight_files
 from siirl.model_files.weight_slices import SafetensorsFolder
+from siirl.models.families import Family
 from siirl.parallel.dims import ParallelDims
 
 
@@ -60,7 +63,7 @@ def build_stages(
     for chunk in range(dims.vpp):
         stage = STAGES[head](
             config=config,
-            transformer_layer_spec=_block_spec(config, chunk if dims.vpp > 1 else None, place),
+            transformer_layer_spec=_block_spec(family_of(hf), config, chunk if dims.vpp > 1 else None, place),
             vocab_size=padded_vocab,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=place == 0 and chunk == 0,
@@ -84,17 +87,21 @@ def build_stages(
     return stages
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None, place: int) -> TransformerBlockSubmodules:
+def _block_spec(
+    family: Family, config: TransformerConfig, vp_stage: int | None, place: int
+) -> TransformerBlockSubmodules:
     """megatron-core's own layers without Transformer Engine, with our norm and attention in them."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=place)
     number = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=place)
     every = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    specs = {kind: _layer_spec(config, config.num_moe_experts if kind else None) for kind in set(every)}
+    specs = {
+        kind: _layer_spec(family, config, config.num_moe_experts if kind else None) for kind in set(every)
+    }
     layers = [specs[kind] for kind in every[first : first + number]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _layer_spec(family: Family, config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     """One layer, with experts or without."""
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
@@ -104,11 +111,12 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
         parts.mlp.submodules.experts.module = GroupedExperts
     if num_experts and config.moe_router_topk_scaling_factor is not None:
         parts.mlp.submodules.router = GroupRouter
-    parts.input_layernorm = parts.pre_mlp_layernorm = LayerNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = LayerNorm if family.mlp_norm else NoNorm
     if isinstance(config, MLATransformerConfig):
         parts.self_attention = ModuleSpec(module=LatentAttention)
         return layer
-    parts.self_attention.module, attention = Attention, parts.self_attention.submodules
+    kind = WholeNormAttention if family.qk_norm == "whole" else Attention
+    parts.self_attention.module, attention = kind, parts.self_attention.submodules
     attention.core_attention = PackedAttention
     attention.q_layernorm = attention.k_layernorm = HeadNorm if config.qk_layernorm else None
     return layer

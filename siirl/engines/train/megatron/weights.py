@@ -237,9 +237,10 @@ def _layer(config: PretrainedConfig, layer: int) -> list[Entry]:
             f"{own}.{name}.weight", (Block(f"{hf}.{hf_name}.weight", 0, length),), None, "whole", layer
         )
 
-    found = [vector("input_layernorm", "input_layernorm", hidden)]
+    found = [vector("input_layernorm", "input_layernorm", hidden)] if family.mlp_norm else []
     found += latent_entries(config, layer) if family.latent is not None else _attention(config, layer)
-    found.append(vector("pre_mlp_layernorm", family.mlp_norm, hidden))
+    if family.mlp_norm:
+        found.append(vector("pre_mlp_layernorm", family.mlp_norm, hidden))
     for part, name in zip(("self_attention", "mlp"), family.outer_norms, strict=bool(family.outer_norms)):
         found.append(vector(f"{part}.outer_norm", name, hidden))
     return found + _mlp(config, layer)
@@ -255,9 +256,11 @@ def _attention(config: PretrainedConfig, layer: int) -> list[Entry]:
         blocks = _qkv_blocks(config, hf, kind)
         found.append(Entry(f"{own}.linear_qkv.{kind}", blocks, columns, "rows", layer))
     if has_qk_norm(said):
-        for x in "qk":
-            norm = (Block(f"{hf}.{x}_norm.weight", 0, size),)
-            found.append(Entry(f"{own}.{x}_layernorm.weight", norm, None, "whole", layer))
+        whole = family_of(config).qk_norm == "whole"
+        own_name, cut = ("norm", "rows") if whole else ("layernorm", "whole")
+        for x, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+            norm = (Block(f"{hf}.{x}_norm.weight", 0, size * (heads if whole else 1)),)
+            found.append(Entry(f"{own}.{x}_{own_name}.weight", norm, None, cut, layer))
     output = (Block(f"{hf}.o_proj.weight", 0, hidden),)
     return [*found, Entry(f"{own}.linear_proj.weight", output, heads_size, "columns", layer)]
 
