@@ -19,8 +19,13 @@ class Experts:
 
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """What the files call the gate, up and down matrix of an expert."""
+    stacked: tuple[str, str] | None = None
+    """What the files call the tensors of all experts of a layer, where they have such: of gates and ups, and
+    of downs."""
     module: str = "mlp"
     """Where they stand in a layer."""
+    router: str = "gate"
+    """What the files call their router there."""
     width: str = "moe_intermediate_size"
     """The key of config.json that says how wide an expert is."""
     normed_by: str = "norm_topk_prob"
@@ -326,7 +331,20 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_neox": Family(vllm=_NOT_SEEN, shares_hidden=True),
     "granite": Family(BOTH, float8=True, counted=True, scales=_SCALES, tiny=_TINY_SCALES),
-    "granitemoe": Family(vllm=_CUT, scales=_SCALES, experts=Experts(), tiny=_TINY_SCALES),
+    "granitemoe": Family(
+        BOTH,
+        vllm=_CUT,
+        counted=True,
+        scales=_SCALES,
+        experts=Experts(
+            stacked=("input_linear.weight", "output_linear.weight"),
+            module="block_sparse_moe",
+            router="router.layer",
+            width="intermediate_size",
+            normed_by="",
+        ),
+        tiny=_TINY_SCALES,
+    ),
     "granitemoeshared": Family(vllm=_CUT, scales=_SCALES, experts=Experts(), tiny=_TINY_SCALES),
     "granitemoehybrid": Family(
         vllm=InVLLM(only={"mamba_n_groups": 1}, on_gpu=False, since=32),
@@ -362,7 +380,11 @@ FAMILIES: dict[str, Family] = {
         mbridge=True,
         counted=True,
         experts=Experts(
-            ("w1", "w3", "w2"), "block_sparse_moe", "intermediate_size", normed_by="", adapted=True
+            ("w1", "w3", "w2"),
+            module="block_sparse_moe",
+            width="intermediate_size",
+            normed_by="",
+            adapted=True,
         ),
         windows=True,
     ),

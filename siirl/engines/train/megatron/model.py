@@ -299,7 +299,8 @@ def read_parameter(
         if run.hf in fresh and not files.has(run.hf):
             target.copy_(fresh[run.hf][slice(*rows)][..., slice(*(columns or (None, None)))])
         else:
-            target.copy_(files.read(run.hf, shapes[run.hf], rows, columns))
+            expert = entry.expert if entry.stacked else None
+            target.copy_(files.read(run.hf, shapes[run.hf], rows, columns, expert))
 
 
 def all_agree(problem: Exception | None, group: dist.ProcessGroup, what: str) -> None:

@@ -75,14 +75,18 @@ def _mixture(config: PretrainedConfig, layer: int, row: Experts) -> list[Entry]:
     """The experts of a layer and their router, what all tokens pass, and the bias of the router."""
     hidden, wide, num = config.hidden_size, getattr(config, row.width), num_experts(config)
     hf, own = f"model.layers.{layer}.{row.module}", f"decoder.layers.{layer}.mlp"
-    gate = (Block(f"{hf}.gate.weight", 0, num),)
+    gate = (Block(f"{hf}.{row.router}.weight", 0, num),)
     found = [Entry(f"{own}.router.weight", gate, hidden, "whole", layer)]
     for expert in range(num):
         local, parts = f"{own}.experts.local_experts.{expert}", f"{hf}.experts.{expert}"
         gate_up = tuple(Block(f"{parts}.{name}.weight", 0, wide) for name in row.matrices[:2])
         down = (Block(f"{parts}.{row.matrices[2]}.weight", 0, hidden),)
-        found.append(Entry(f"{local}.linear_fc1.weight", gate_up, hidden, "each block", layer, expert))
-        found.append(Entry(f"{local}.linear_fc2.weight", down, wide, "columns", layer, expert))
+        if row.stacked:
+            gate_up = tuple(Block(f"{hf}.{row.stacked[0]}", first, wide) for first in (0, wide))
+            down = (Block(f"{hf}.{row.stacked[1]}", 0, hidden),)
+        of = {"layer": layer, "expert": expert, "stacked": row.stacked is not None}
+        found.append(Entry(f"{local}.linear_fc1.weight", gate_up, hidden, "each block", **of))
+        found.append(Entry(f"{local}.linear_fc2.weight", down, wide, "columns", **of))
     if row.shared == "gated":
         one = Block(f"{hf}.shared_expert_gate.weight", 0, 1)
         found += _swiglu(config, layer, _shared_width(config, row), ".shared_expert", ".shared_experts")
