@@ -38,7 +38,8 @@ class Experts:
     choice_bias: bool = False
     """Its router has a bias that is not trained (e_score_correction_bias)."""
     biases: bool = False
-    """Experts and router have biases."""
+    """Experts and router have biases; matrices of experts are stored as [in, out], each gate beside its up,
+    and their gated unit is clamped (swiglu_limit)."""
     adapted: bool = False
     """LoRA adapters are put on them, too: on those of families without a shared expert, of whose adapters
     peft would lose a part."""
@@ -322,12 +323,20 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(turned=True, shares_hidden=True),
     "gpt_bigcode": Family(float8=True, shares_hidden=True, tiny={"num_key_value_heads": 1}),
     "gpt_oss": Family(
+        BOTH,
         any_head=True,
         vllm=_SINKS,
         mxfp4=True,
         counted=True,
         sinks=True,
-        experts=Experts(width="intermediate_size", biases=True),
+        experts=Experts(
+            stacked=("experts.gate_up_proj", "experts.down_proj"),
+            router="router",
+            width="intermediate_size",
+            normed_by="",
+            biases=True,
+        ),
+        windows=True,
     ),
     "gpt_neox": Family(vllm=_NOT_SEEN, shares_hidden=True),
     "granite": Family(BOTH, float8=True, counted=True, scales=_SCALES, tiny=_TINY_SCALES),

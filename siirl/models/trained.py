@@ -150,7 +150,7 @@ def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:
     family = family_of(config.get("model_type"))
     of_qkv = family.qkv_bias == "attention_bias" and not family.output_bias
     for name in ("attention_bias", "attention_out_bias", "mlp_bias"):
-        if config.get(name) and not (name == "attention_bias" and of_qkv):
+        if config.get(name) and not (name == "attention_bias" and (of_qkv or family.sinks)):
             yield f"{name}={config[name]}"
     if config.get("clip_qkv") is not None:
         yield f"clip_qkv={config['clip_qkv']}"

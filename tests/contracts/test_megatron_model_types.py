@@ -37,6 +37,7 @@ from siirl.parallel.process_groups import ProcessGroupManager
 
 LATENT = types_with(lambda row: row.latent)
 NORMED_WHOLE = types_with(lambda row: row.qk_norm == "whole")
+SINKS = types_with(lambda row: row.sinks)
 
 MODEL = "actor_rollout_ref.model"
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -95,6 +96,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"logits_scaling": 1.0, "attention_multiplier": 1.0},
         **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
     },
+    "gpt_oss": {"sliding_window": 5, "swiglu_limit": 0.7, "swiglu_alpha": 1.3},
     "olmo2": {"num_key_value_heads": 4, "pad_token_id": None},
     "olmo3": {
         **{"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -127,12 +129,14 @@ def layout(world: int, *overrides: str, **sizes: int) -> Scenario:
     return Scenario(name, world, "", overrides=overrides, strategy="megatron", sizes=tuple(used.items()))
 
 
-def layouts(world: int, experts: bool, within_heads: bool = True) -> list[Scenario]:
+def layouts(world: int, experts: bool, within_heads: bool = True, shares_rows: bool = True) -> list[Scenario]:
     """Every choice of sizes 1 and 2 that takes all ranks; with tensor parallelism the sequence is cut, too,
-    in every second one, and always where there are experts. within_heads: ranks share key-value heads."""
+    in every second one, and always where there are experts. within_heads: ranks share key-value heads; shares_rows: and rows."""
     found: list[Scenario] = []
     for tp, pp, cp, ep, etp, vpp in product((1, 2), (1, 2), (1, 2), (1, 2), (1, 2), (1, 2)):
         experts_fit = world % (ep * etp * pp) == 0 if experts else ep == etp == 1
+        if cp > 1 and not shares_rows:
+            continue
         if tp * pp * cp != world or not experts_fit or vpp > pp:
             continue
         cut = tp > 1 and (experts or len(found) % 2 == 0)
@@ -176,7 +180,7 @@ def results(rank: int, world: int, kind: str, expected: Reference) -> dict[str, 
     found: dict[str, str] = {}
     saved: Path | None = None
     within_heads = kind not in NORMED_WHOLE or model_config(kind).num_key_value_heads >= world
-    for scenario in layouts(world, has_experts(kind), within_heads):
+    for scenario in layouts(world, has_experts(kind), within_heads, kind not in SINKS):
         gaps: dict[str, float] = {}
         problem, saved = wrong(scenario, expected, saved, gaps)
         case = case_of(OTHERWISE.get(kind, kind), scenario, f"as {kind}" if kind in OTHERWISE else TRAINING)

@@ -291,3 +291,35 @@ def gated_unit(both: Tensor, bias: None, *_: Any) -> Tensor:
     """In the place of megatron-core's function, whose backward reads everything twice."""
     assert bias is None, "an MLP with biases"
     return GatedUnit.apply(both)
+
+
+@compiled
+def _clamped(both: Tensor, alpha: float, limit: float) -> Tensor:
+    gate, up = both.float().unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1.0) * gate * torch.sigmoid(alpha * gate)).type_as(both)
+
+
+@compiled
+def _clamped_backward(grad: Tensor, both: Tensor, alpha: float, limit: float) -> Tensor:
+    whole_gate, whole_up = both.float().unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up, wide = whole_gate.clamp(max=limit), whole_up.clamp(-limit, limit), grad.float()
+    share = torch.sigmoid(alpha * gate)
+    of_gate = wide * (up + 1.0) * share * (1.0 + alpha * gate * (1.0 - share)) * (whole_gate <= limit)
+    of_up = wide * gate * share * (whole_up.abs() <= limit)
+    return torch.stack([of_gate, of_up], dim=-1).flatten(-2).type_as(both)
+
+
+class ClampedUnit(torch.autograd.Function):
+    """(each gate beside its input, [..., 2F], alpha, limit) -> [..., F]: (input + 1) gate sigmoid(alpha gate)
+    of what no limit is passed of. Source: OpenAI, "gpt-oss-120b & gpt-oss-20b model card" (2025), 2.2."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(both)
+        ctx.how = alpha, limit
+        return _clamped(both, alpha, limit)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _clamped_backward(grads[0], *ctx.saved_tensors, *ctx.how), None, None

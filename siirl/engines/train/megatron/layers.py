@@ -114,6 +114,17 @@ class HeadNorm(RMSNorm):
         return self.weight if x is None else super().forward(x)
 
 
+class Vector(nn.Module):
+    """One number for each of this rank's heads, or their features. (Why a module: see HeadNorm.)"""
+
+    def __init__(self, config: Any, length: int):
+        super().__init__()
+        self.weight = new_parameter(config, (length,))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
 class Layer(TransformerLayer):
     """A layer without dropout and biases: what a part of it gives is added to the stream as it is normed."""
 
@@ -176,6 +187,7 @@ class PackedAttention(nn.Module):
         )
         self.window = config.window_size[0] + 1 if self.is_narrow else None
         self.turns_neighbours = config.rotary_interleaved
+        self.sink: Vector | None = None
 
     def forward(
         self,
@@ -201,6 +213,7 @@ class PackedAttention(nn.Module):
     def attended(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
         """Of heads that are turned already."""
         assert rows.bounds is not None
+        assert rows.context is None or self.sink is None, "sinks with context parallelism"
         if rows.context is not None:
             return context_attention(query, key, value, rows.context, self.scale, self.window)
         out, _ = packed_attention(
@@ -210,6 +223,7 @@ class PackedAttention(nn.Module):
             sequence_bounds=rows.bounds,
             scaling=self.scale,
             sliding_window=self.window,
+            s_aux=None if self.sink is None else self.sink(),
             flash=rows.flash,
         )
         return out.squeeze(0)

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
+from siirl.engines.train.megatron.clamped_experts import BiasedRouter, ClampedExperts, SinkAttention
 from siirl.engines.train.megatron.fused import gated_unit
 from siirl.engines.train.megatron.latent_attention import LatentAttention
 from siirl.engines.train.megatron.layers import (
@@ -46,7 +47,6 @@ from siirl.engines.train.megatron.whole_norms import WholeNormAttention
 from siirl.errors import DataError
 from siirl.model_files.directory import check_weight_files
 from siirl.model_files.weight_slices import SafetensorsFolder
-from siirl.models.families import Family
 from siirl.parallel.dims import ParallelDims
 
 
@@ -63,7 +63,7 @@ def build_stages(
     for chunk in range(dims.vpp):
         stage = STAGES[head](
             config=config,
-            transformer_layer_spec=_block_spec(family_of(hf), config, chunk if dims.vpp > 1 else None, place),
+            transformer_layer_spec=_block_spec(hf, config, chunk if dims.vpp > 1 else None, place),
             vocab_size=padded_vocab,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=place == 0 and chunk == 0,
@@ -88,21 +88,22 @@ def build_stages(
 
 
 def _block_spec(
-    family: Family, config: TransformerConfig, vp_stage: int | None, place: int
+    hf: PretrainedConfig, config: TransformerConfig, vp_stage: int | None, place: int
 ) -> TransformerBlockSubmodules:
     """megatron-core's own layers without Transformer Engine, with our norm and attention in them."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=place)
     number = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=place)
     every = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     specs = {
-        kind: _layer_spec(family, config, config.num_moe_experts if kind else None) for kind in set(every)
+        kind: _layer_spec(hf, config, config.num_moe_experts if kind else None) for kind in set(every)
     }
     layers = [specs[kind] for kind in every[first : first + number]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer_spec(family: Family, config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _layer_spec(hf: PretrainedConfig, config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     """One layer, with experts or without."""
+    family = family_of(hf)
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -111,11 +112,15 @@ def _layer_spec(family: Family, config: TransformerConfig, num_experts: int | No
         parts.mlp.submodules.experts.module = GroupedExperts
     if num_experts and config.moe_router_topk_scaling_factor is not None:
         parts.mlp.submodules.router = GroupRouter
+    if num_experts and family.experts.biases:
+        clamp = {"alpha": hf.swiglu_alpha, "limit": hf.swiglu_limit}
+        parts.mlp.submodules.experts = ModuleSpec(module=ClampedExperts, params=clamp)
+        parts.mlp.submodules.router = BiasedRouter
     parts.input_layernorm = parts.pre_mlp_layernorm = LayerNorm if family.mlp_norm else NoNorm
     if isinstance(config, MLATransformerConfig):
         parts.self_attention = ModuleSpec(module=LatentAttention)
         return layer
-    kind = WholeNormAttention if family.qk_norm == "whole" else Attention
+    kind = SinkAttention if family.sinks else WholeNormAttention if family.qk_norm == "whole" else Attention
     parts.self_attention.module, attention = kind, parts.self_attention.submodules
     attention.core_attention = PackedAttention
     attention.q_layernorm = attention.k_layernorm = HeadNorm if config.qk_layernorm else None

@@ -77,6 +77,9 @@ def _mixture(config: PretrainedConfig, layer: int, row: Experts) -> list[Entry]:
     hf, own = f"model.layers.{layer}.{row.module}", f"decoder.layers.{layer}.mlp"
     gate = (Block(f"{hf}.{row.router}.weight", 0, num),)
     found = [Entry(f"{own}.router.weight", gate, hidden, "whole", layer)]
+    if row.biases:
+        bias = (Block(f"{hf}.{row.router}.bias", 0, num),)
+        found.append(Entry(f"{own}.router.bias", bias, None, "whole", layer))
     for expert in range(num):
         local, parts = f"{own}.experts.local_experts.{expert}", f"{hf}.experts.{expert}"
         gate_up = tuple(Block(f"{parts}.{name}.weight", 0, wide) for name in row.matrices[:2])
@@ -85,6 +88,9 @@ def _mixture(config: PretrainedConfig, layer: int, row: Experts) -> list[Entry]:
             gate_up = tuple(Block(f"{hf}.{row.stacked[0]}", first, wide) for first in (0, wide))
             down = (Block(f"{hf}.{row.stacked[1]}", 0, hidden),)
         of = {"layer": layer, "expert": expert, "stacked": row.stacked is not None}
+        if row.biases:
+            found += _biased_expert(hidden, wide, local, gate_up[0].hf, down[0].hf, of)
+            continue
         found.append(Entry(f"{local}.linear_fc1.weight", gate_up, hidden, "each block", **of))
         found.append(Entry(f"{local}.linear_fc2.weight", down, wide, "columns", **of))
     if row.shared == "gated":
@@ -97,6 +103,18 @@ def _mixture(config: PretrainedConfig, layer: int, row: Experts) -> list[Entry]:
         bias = (Block(f"{hf}.gate.e_score_correction_bias", 0, num),)
         found.append(Entry(f"{own}.router.{CHOICE_BIAS}", bias, None, "whole", layer, untrained=True))
     return found
+
+
+def _biased_expert(
+    hidden: int, wide: int, local: str, gate_up: str, down: str, of: dict[str, Any]
+) -> list[Entry]:
+    """One whose matrices are stored as [in, out]. See clamped_experts.py."""
+    return [
+        Entry(f"{local}.gate_up", (Block(gate_up, 0, hidden),), 2 * wide, "columns", **of),
+        Entry(f"{local}.gate_up_bias", (Block(f"{gate_up}_bias", 0, 2 * wide),), None, "rows", **of),
+        Entry(f"{local}.down", (Block(down, 0, wide),), hidden, "rows", **of),
+        Entry(f"{local}.down_bias", (Block(f"{down}_bias", 0, hidden),), None, "whole", **of),
+    ]
 
 
 def _shared_width(config: PretrainedConfig, row: Experts) -> int:
@@ -265,6 +283,12 @@ def _attention(config: PretrainedConfig, layer: int) -> list[Entry]:
         for x, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
             norm = (Block(f"{hf}.{x}_norm.weight", 0, size * (heads if whole else 1)),)
             found.append(Entry(f"{own}.{x}_{own_name}.weight", norm, None, cut, layer))
+    if family_of(config).sinks:
+        sinks = (Block(f"{hf}.sinks", 0, config.num_attention_heads),)
+        found.append(Entry(f"{own}.core_attention.sink.weight", sinks, None, "rows", layer))
+        if has_qkv_bias(said):
+            bias = (Block(f"{hf}.o_proj.bias", 0, hidden),)
+            found.append(Entry(f"{own}.output_bias", bias, None, "whole", layer))
     output = (Block(f"{hf}.o_proj.weight", 0, hidden),)
     return [*found, Entry(f"{own}.linear_proj.weight", output, heads_size, "columns", layer)]
 

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import checkpoint
 from torch import Tensor
 
 from siirl.engines.train.megatron.fused import heads_of_groups
-from siirl.engines.train.megatron.layers import Attention, PackedRows, new_parameter
+from siirl.engines.train.megatron.layers import Attention, PackedRows, Vector
 from siirl.errors import NotSupportedError
 
 
@@ -29,8 +29,8 @@ class WholeNormAttention(Attention):
                 "divisor of these."
             )
         size = self.hidden_size_per_attention_head
-        self.q_norm = _Weight(config, self.num_attention_heads_per_partition * size)
-        self.k_norm = _Weight(config, self.num_query_groups_per_partition * size)
+        self.q_norm = Vector(config, self.num_attention_heads_per_partition * size)
+        self.k_norm = Vector(config, self.num_query_groups_per_partition * size)
 
     def forward(
         self,
@@ -53,18 +53,6 @@ class WholeNormAttention(Attention):
         recomputes = self.checkpoint_core_attention and self.training
         attended_NHD = checkpoint(attend, False, *heads) if recomputes else attend(*heads)
         return self.linear_proj(attended_NHD.reshape(len(mixed), 1, -1))
-
-
-class _Weight(torch.nn.Module):
-    """The weight of a norm for the heads of this rank. (Megatron waits for weights that are still gathered
-    before a module is called.)"""
-
-    def __init__(self, config: Any, length: int):
-        super().__init__()
-        self.weight = new_parameter(config, (length,))
-
-    def forward(self) -> Tensor:
-        return self.weight
 
 
 class WholeNorms(torch.autograd.Function):
