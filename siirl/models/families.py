@@ -1,4 +1,4 @@
-"""The table of model families: all that siirl knows of a model type besides its code. Pure, imports nothing.
+"""The table of model families: all that siirl knows of a model type besides its code. Pure.
 
 A row is found by the model_type of config.json. What is asked of a model is asked of its row; no other file
 compares names of types. A row says only what was run and compared: tests/contracts/test_accepted_models.py
@@ -9,6 +9,8 @@ against transformers'.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from siirl.models.in_vllm import LATENT, LATENT_SOFTMAX, SINKS, InVLLM
 
 FSDP, BOTH = ("fsdp",), ("fsdp", "megatron")
 
@@ -55,41 +57,6 @@ class Latent:
     """num_key_value_heads is read: there are as many as heads."""
     turns_head_dim: bool
     """head_dim, where it is given, is the part that positions turn."""
-
-
-@dataclass(frozen=True)
-class InVLLM:
-    """What was seen of a family in vLLM (0.32)."""
-
-    why_not: str = ""
-    """What is the matter with it there; empty: it samples what is trained."""
-    windows: Literal["any layers", "all above", "every second below", "every second"] = "any layers"
-    """Which layers may have a sliding window. Otherwise all have one there, or none has, and this says which
-    layers config.json gives one by max_window_layers where it does not list them; or each second has one,
-    from the first on."""
-    shares_hidden: bool = False
-    """A head is the share of the hidden size, whatever head_dim says: larger ones are cut silently."""
-    in_place: bool = False
-    """Updates in place were held against those by its loaders (rollout.replace_weights)."""
-    vision_class: str = ""
-    """ "module:Class" of one that sees images."""
-    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What config.json has to say so that it computes what transformers does whatever the file says."""
-    only: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Values of config.json that it computes with whatever the file says: other ones are refused."""
-    by_expert: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """What the files call tensors of all experts of a layer -> its name for that of one, by which its loader
-    tells what takes weights into an engine that runs; others it copies past that."""
-    copied: tuple[str, ...] = ()
-    """Ends of the names of other tensors that its loader copies past that."""
-    cpu_dtype: str = ""
-    """The only type in which its kernels on a CPU compute it; "": they do in any."""
-    package: str = ""
-    """What the code of its model imports there besides what vLLM brings on a CPU."""
-    on_gpu: bool = True
-    """What it computes of it on a GPU is no kind of layer that was not seen there."""
-    since: int = 24
-    """Minor version 0.x that takes weights into a running engine as it has to, CUDA graphs included."""
 
 
 _NO_MODEL = InVLLM("vLLM has no model of this type")
@@ -203,30 +170,6 @@ _GROUPED = Family(vllm=_NOT_SEEN, experts=Experts(groups="sigmoid", choice_bias=
 _GROUPED_SHARED = Family(
     vllm=_NOT_SEEN, experts=Experts(groups="sigmoid", shared="plain", choice_bias=True, replayed=False)
 )
-_LATENT = InVLLM(
-    values={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-    only={"attention_bias": False, "rope_interleave": True, "hidden_act": "silu"},
-    since=32,
-)
-"""Its routers have a bias, and sigmoids, if config.json says so; transformers' always have."""
-_LATENT_SOFTMAX = InVLLM(
-    values={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
-    only={"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
-    since=32,
-)
-_SINKS = InVLLM(
-    windows="every second",
-    only={
-        **{"attention_bias": True, "rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
-        "tie_word_embeddings": False,
-    },
-    by_expert={
-        **{"gate_up_proj": "w13_weight", "gate_up_proj_bias": "w13_bias"},
-        **{"down_proj": "w2_weight", "down_proj_bias": "w2_bias"},
-    },
-    copied=(".sinks",),
-    since=32,
-)
 _SCALES = tuple(_TINY_SCALES)
 _STATES = InVLLM(cpu_dtype="bfloat16", on_gpu=False, since=32)
 _STATES_BESIDE_IMAGES = replace(_STATES, package="torchvision")
@@ -249,7 +192,7 @@ FAMILIES: dict[str, Family] = {
     "cwm": Family(BOTH, float8=True, counted=True, windows=True),
     "deepseek_v2": Family(
         BOTH,
-        vllm=_LATENT_SOFTMAX,
+        vllm=LATENT_SOFTMAX,
         counted=True,
         latent=Latent(reads_kv_heads=True, turns_head_dim=False),
         experts=Experts(groups="softmax", shared="plain", replayed=False),
@@ -257,7 +200,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         BOTH,
-        vllm=_LATENT,
+        vllm=LATENT,
         counted=True,
         latent=Latent(reads_kv_heads=False, turns_head_dim=True),
         experts=Experts(groups="sigmoid", shared="plain", choice_bias=True),
@@ -325,7 +268,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(
         BOTH,
         any_head=True,
-        vllm=_SINKS,
+        vllm=SINKS,
         mxfp4=True,
         counted=True,
         sinks=True,

@@ -131,7 +131,10 @@ def layout(world: int, *overrides: str, **sizes: int) -> Scenario:
 
 def layouts(world: int, experts: bool, within_heads: bool = True, shares_rows: bool = True) -> list[Scenario]:
     """Every choice of sizes 1 and 2 that takes all ranks; with tensor parallelism the sequence is cut, too,
-    in every second one, and always where there are experts. within_heads: ranks share key-value heads; shares_rows: and rows."""
+    in every second one, and always where there are experts.
+
+    within_heads: ranks may share a key-value head; shares_rows: they may share rows.
+    """
     found: list[Scenario] = []
     for tp, pp, cp, ep, etp, vpp in product((1, 2), (1, 2), (1, 2), (1, 2), (1, 2), (1, 2)):
         experts_fit = world % (ep * etp * pp) == 0 if experts else ep == etp == 1

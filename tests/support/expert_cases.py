@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from train_engine_cases import Outcome
 
-
 STACKED = {
     ".experts.gate_up_proj": ".input_linear.weight",
     ".experts.down_proj": ".output_linear.weight",

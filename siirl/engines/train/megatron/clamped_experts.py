@@ -1,6 +1,6 @@
 """Experts and a router with biases, and attention with sinks and a bias of its output: what gpt-oss has.
 
-The parameters of an expert lie as the files have them, [in, out], each gate beside its up: a cut of the columns
+The parameters of an expert lie as the files have them, [in, out], each gate beside its up: a cut of columns
 leaves pairs together. Legend: T tokens of an expert, D hidden size, F width of an expert on this rank.
 """
 
@@ -39,7 +39,7 @@ class ClampedExperts(MegatronModule):
 
 
 class ClampedExpert(nn.Module):
-    """One of them. What its expert-tensor-parallel ranks give is summed elsewhere: the first adds the bias."""
+    """One of them. What its tensor-parallel ranks give is summed elsewhere: the first adds the bias."""
 
     def __init__(self, config: Any, group: Any, alpha: float, limit: float):
         super().__init__()
@@ -69,7 +69,7 @@ class BiasedRouter(TopKRouter):
 
 
 class SinkAttention(Attention):
-    """With a sink for each head of this rank, and a bias of the output if queries, keys and values have some."""
+    """With a sink for each head of this rank, and a bias of the output if queries and keys have some."""
 
     def __init__(self, config: Any, *args: Any, **options: Any):
         super().__init__(config, *args, **options)

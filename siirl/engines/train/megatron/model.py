@@ -94,9 +94,7 @@ def _block_spec(
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=place)
     number = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=place)
     every = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    specs = {
-        kind: _layer_spec(hf, config, config.num_moe_experts if kind else None) for kind in set(every)
-    }
+    specs = {kind: _layer_spec(hf, config, config.num_moe_experts if kind else None) for kind in set(every)}
     layers = [specs[kind] for kind in every[first : first + number]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
