@@ -276,6 +276,51 @@ def test_adapters_of_every_type_equal_peft(kind):
     record_outcome(case_of(kind, scenario, "adapters"), ours, theirs)
 
 
+def with_options(name: str, world: int, *options: str, **sizes: int) -> Scenario:
+    return Scenario(name, world, "", overrides=options, strategy="megatron", sizes=tuple(sizes.items()))
+
+
+def again(part: str) -> tuple[str, ...]:
+    """Options by which a part of each layer is computed again in the backward pass."""
+    options = f"+{MEGATRON}.override_transformer_config.recompute_"
+    return f"{options}granularity=selective", f"{options}modules=[{part}]"
+
+
+LATE = tuple(
+    f"+{MEGATRON}.override_ddp_config.overlap_{what}=True" for what in ("grad_reduce", "param_gather")
+)
+BESIDE = {
+    "attention again": with_options("attention again", 2, SEQUENCE_PARALLEL, *again("core_attn"), tp=2),
+    "MLPs again": with_options("MLPs again", 2, SEQUENCE_PARALLEL, *again("mlp"), tp=2),
+    "experts again": with_options("experts again", 2, *again("moe"), ep=2),
+    "gathered late": with_options("gathered late", 2, *LATE),
+    "allgather": with_options(
+        "allgather", 2, f"+{MEGATRON}.override_transformer_config.moe_token_dispatcher_type=allgather", ep=2
+    ),
+    "heads repeated": with_options("heads repeated", 4, SEQUENCE_PARALLEL, tp=4),
+}
+"""Options that parts of our own have to keep."""
+OWN_PARTS = {
+    "granite": ("attention again", "MLPs again"),
+    "granitemoe": ("experts again", "gathered late", "allgather", "heads repeated"),
+    "olmo2": ("attention again", "MLPs again", "gathered late"),
+    "gpt_oss": ("attention again", "experts again", "gathered late", "allgather", "heads repeated"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OWN_PARTS)
+def test_parts_of_our_own_train_the_same_with_options(kind):
+    path = str(reference(kind).folder)
+    theirs = reference_on_disk(path, kind)
+    chosen = [BESIDE[name] for name in OWN_PARTS[kind]]
+    for world in {scenario.world for scenario in chosen}:
+        some = [scenario for scenario in chosen if scenario.world == world]
+        found = run_workers(cases.run_scenarios, world, some, {"": path}, deadline_s=300)[0]
+        for scenario in some:
+            assert_equal_training(found[scenario.name], theirs)
+
+
 def train_critic(rank: int, world: int, path: str, scenario: Scenario) -> heads.CriticOutcome:
     ranks = tuple(range(world))
     groups = ProcessGroupManager(cases.dims_of(scenario, ranks)[1], "gloo", 60)

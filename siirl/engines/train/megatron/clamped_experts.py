@@ -73,7 +73,7 @@ class SinkAttention(Attention):
 
     def __init__(self, config: Any, *args: Any, **options: Any):
         super().__init__(config, *args, **options)
-        self.core_attention.sink = Vector(config, self.num_attention_heads_per_partition)
+        self.core_attention.sink = Vector(config, config.num_attention_heads // self.world_size)
         self.output_bias = None
         if config.add_qkv_bias:
             self.output_bias = new_parameter(config, (config.hidden_size,))
