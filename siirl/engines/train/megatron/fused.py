@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.config
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -323,3 +324,83 @@ class ClampedUnit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _clamped_backward(grads[0], *ctx.saved_tensors, *ctx.how), None, None
+
+
+@compiled
+def _squares(x: Tensor) -> Tensor:
+    return x.flatten(1).float().square().sum(1, keepdim=True)
+
+
+@compiled
+def _whole_norm(
+    x: Tensor, square_N1: Tensor, weight_W: Tensor, width: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x of some of the features over the root mean square of all `width`, and what it was multiplied with."""
+    inverse_N1 = torch.rsqrt(square_N1 / width + eps)
+    return (x.flatten(1).float() * inverse_N1 * weight_W.float()).type_as(x).view(x.shape), inverse_N1
+
+
+@compiled
+def _along(grad: Tensor, x: Tensor, weight_W: Tensor, inverse_N1: Tensor) -> Tensor:
+    """Each token's gradient of what is normed, in the direction of this."""
+    along = grad.flatten(1).float() * weight_W.float() * x.flatten(1).float()
+    return along.sum(1, keepdim=True) * inverse_N1
+
+
+@compiled
+def _whole_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight_W: Tensor,
+    inverse_N1: Tensor,
+    along_N1: Tensor,
+    width: int,
+    trained: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Of x, and of the weight where it is trained."""
+    unit, wide = x.flatten(1).float() * inverse_N1, grad.flatten(1).float()
+    back = (wide * weight_W.float() - unit * (along_N1 / width)) * inverse_N1
+    return back.type_as(x).view(x.shape), (wide * unit).sum(0).type_as(weight_W) if trained else None
+
+
+class WholeNorms(torch.autograd.Function):
+    """(queries [N, H, D], keys [N, K, D], their weights [H D] and [K D], epsilon, tensor-parallel ranks) ->
+    both, each over the root mean square of the heads of all ranks. Collective over these."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        query_W: Tensor,
+        key_W: Tensor,
+        eps: float,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        widths = [weight_W.numel() * group.size() for weight_W in (query_W, key_W)]
+        squares = _summed([_squares(query), _squares(key)], group)
+        query_out, of_query = _whole_norm(query, squares[0], query_W, widths[0], eps)
+        key_out, of_key = _whole_norm(key, squares[1], key_W, widths[1], eps)
+        ctx.save_for_backward(query, query_W, of_query, key, key_W, of_key)
+        ctx.widths, ctx.group = widths, group
+        return query_out, key_out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved, trained = ctx.saved_tensors, ctx.needs_input_grad[2]
+        grads = tuple(grad.contiguous() for grad in grads)
+        parts = (saved[:3], saved[3:])
+        along = _summed([_along(grad, *part) for grad, part in zip(grads, parts, strict=True)], ctx.group)
+        (of_query, of_query_W), (of_key, of_key_W) = (
+            _whole_norm_backward(grad, *part, along_N1, width, trained)
+            for grad, part, along_N1, width in zip(grads, parts, along, ctx.widths, strict=True)
+        )
+        return of_query, of_key, of_query_W, of_key_W, None, None
+
+
+def _summed(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Numbers of tokens [N, 1] of queries and of keys, those of all ranks added up."""
+    total = torch.stack(parts)
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total
