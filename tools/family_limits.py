@@ -146,6 +146,36 @@ def _of_megatron() -> Iterator[Limit]:
         words="hidden_act=gelu",
     )
     yield Limit(
+        "... with `clip_qkv`",
+        ("olmoe",),
+        "siirl does not clip queries, keys and values there",
+        (_MEGATRON,),
+        {"clip_qkv": 8.0},
+        words="clip_qkv=8",
+    )
+    yield Limit(
+        "... with more tensor-parallel ranks than key-value heads",
+        types_with(lambda row: row.qk_norm == "whole" and "megatron" in row.strategies),
+        "a norm that spans them is not split within one",
+        (_MEGATRON, f"{_ACTOR}.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"),
+        {"num_key_value_heads": 1},
+        words="it is not split within a head",
+    )
+    yield Limit(
+        "... with `context_parallel_size` above 1",
+        types_with(lambda row: row.sinks),
+        "ranks that share rows compute no sinks",
+        (_MEGATRON, f"{_ACTOR}.megatron.context_parallel_size=2", "trainer.n_gpus_per_node=2"),
+        words="with attention sinks",
+    )
+    yield Limit(
+        "... with `moe_grouped_gemm`",
+        types_with(lambda row: row.experts and row.experts.biases),
+        "experts with biases are multiplied one by one",
+        (_MEGATRON, f"{_ACTOR}.megatron.override_transformer_config.moe_grouped_gemm=true"),
+        words="for experts with biases",
+    )
+    yield Limit(
         "... with values wider than keys",
         types_with(lambda row: row.latent and "megatron" in row.strategies),
         "attention kernels have one head size, of the keys",

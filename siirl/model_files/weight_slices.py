@@ -76,9 +76,17 @@ class SafetensorsFolder:
         return self.tensor_slice(name) is not None
 
     def read(
-        self, name: str, shape: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int] | None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: tuple[int, int],
+        columns: tuple[int, int] | None,
+        expert: int | None = None,
     ) -> Tensor:
-        """A rectangle of a tensor, which must have this whole shape. DataError if there is none such."""
+        """A rectangle of a tensor, which must have this whole shape. DataError if there is none such.
+
+        expert: of which one the rectangle is, where the tensor has those of several, [E, ...].
+        """
         part = self.tensor_slice(name)
         if part is None:
             raise DataError(
@@ -90,7 +98,8 @@ class SafetensorsFolder:
                 f"{self._folder}: {name} has the shape {part.get_shape()}, and config.json means "
                 f"{list(shape)}. Check the directory, or override_config."
             )
-        return part[slice(*rows)] if columns is None else part[slice(*rows), slice(*columns)]
+        index = (slice(*rows),) if columns is None else (slice(*rows), slice(*columns))
+        return part[index] if expert is None else part[(slice(expert, expert + 1), *index)][0]
 
     def tensor_slice(self, name: str) -> Any:
         """What reads of a tensor what it is indexed by; None if there is none of that name."""

@@ -1,4 +1,4 @@
-"""The table of model families: all that siirl knows of a model type besides its code. Pure, imports nothing.
+"""The table of model families: all that siirl knows of a model type besides its code. Pure.
 
 A row is found by the model_type of config.json. What is asked of a model is asked of its row; no other file
 compares names of types. A row says only what was run and compared: tests/contracts/test_accepted_models.py
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from siirl.models.in_vllm import LATENT, LATENT_SOFTMAX, SINKS, InVLLM
+
 FSDP, BOTH = ("fsdp",), ("fsdp", "megatron")
 
 
@@ -19,8 +21,13 @@ class Experts:
 
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """What the files call the gate, up and down matrix of an expert."""
+    stacked: tuple[str, str] | None = None
+    """What the files call the tensors of all experts of a layer, where they have such: of gates and ups, and
+    of downs."""
     module: str = "mlp"
     """Where they stand in a layer."""
+    router: str = "gate"
+    """What the files call their router there."""
     width: str = "moe_intermediate_size"
     """The key of config.json that says how wide an expert is."""
     normed_by: str = "norm_topk_prob"
@@ -33,7 +40,8 @@ class Experts:
     choice_bias: bool = False
     """Its router has a bias that is not trained (e_score_correction_bias)."""
     biases: bool = False
-    """Experts and router have biases."""
+    """Experts and router have biases; matrices of experts are stored as [in, out], each gate beside its up,
+    and their gated unit is clamped (swiglu_limit)."""
     adapted: bool = False
     """LoRA adapters are put on them, too: on those of families without a shared expert, of whose adapters
     peft would lose a part."""
@@ -49,41 +57,6 @@ class Latent:
     """num_key_value_heads is read: there are as many as heads."""
     turns_head_dim: bool
     """head_dim, where it is given, is the part that positions turn."""
-
-
-@dataclass(frozen=True)
-class InVLLM:
-    """What was seen of a family in vLLM (0.32)."""
-
-    why_not: str = ""
-    """What is the matter with it there; empty: it samples what is trained."""
-    windows: Literal["any layers", "all above", "every second below", "every second"] = "any layers"
-    """Which layers may have a sliding window. Otherwise all have one there, or none has, and this says which
-    layers config.json gives one by max_window_layers where it does not list them; or each second has one,
-    from the first on."""
-    shares_hidden: bool = False
-    """A head is the share of the hidden size, whatever head_dim says: larger ones are cut silently."""
-    in_place: bool = False
-    """Updates in place were held against those by its loaders (rollout.replace_weights)."""
-    vision_class: str = ""
-    """ "module:Class" of one that sees images."""
-    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What config.json has to say so that it computes what transformers does whatever the file says."""
-    only: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Values of config.json that it computes with whatever the file says: other ones are refused."""
-    by_expert: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """What the files call tensors of all experts of a layer -> its name for that of one, by which its loader
-    tells what takes weights into an engine that runs; others it copies past that."""
-    copied: tuple[str, ...] = ()
-    """Ends of the names of other tensors that its loader copies past that."""
-    cpu_dtype: str = ""
-    """The only type in which its kernels on a CPU compute it; "": they do in any."""
-    package: str = ""
-    """What the code of its model imports there besides what vLLM brings on a CPU."""
-    on_gpu: bool = True
-    """What it computes of it on a GPU is no kind of layer that was not seen there."""
-    since: int = 24
-    """Minor version 0.x that takes weights into a running engine as it has to, CUDA graphs included."""
 
 
 _NO_MODEL = InVLLM("vLLM has no model of this type")
@@ -116,7 +89,8 @@ class Family:
     """The parameters of its layers are known to the memory estimate: what follows describes them."""
 
     scales: tuple[str, ...] = ()
-    """Keys by which config.json scales or caps its logits, or those of attention, that fsdp computes."""
+    """Keys by which config.json scales or caps its logits, those of attention, what is embedded and what a
+    layer adds, that the strategies compute."""
     delta_nets: bool = False
     """Some of its layers are gated delta nets (layer_types, "linear_attention")."""
     mamba2: bool = False
@@ -143,7 +117,7 @@ class Family:
     fused_mlp: bool = False
     """The files have gate and up in one tensor."""
     mlp_norm: str = "post_attention_layernorm"
-    """What the files call the norm of what the MLP is given."""
+    """What the files call the norm of what the MLP is given; "": neither it nor attention is given norms."""
     outer_norms: tuple[str, ...] = ()
     """What the files call norms of what attention and MLP give; none in most."""
     centered_norms: bool = False
@@ -196,35 +170,19 @@ _GROUPED = Family(vllm=_NOT_SEEN, experts=Experts(groups="sigmoid", choice_bias=
 _GROUPED_SHARED = Family(
     vllm=_NOT_SEEN, experts=Experts(groups="sigmoid", shared="plain", choice_bias=True, replayed=False)
 )
-_LATENT = InVLLM(
-    values={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-    only={"attention_bias": False, "rope_interleave": True, "hidden_act": "silu"},
-    since=32,
-)
-"""Its routers have a bias, and sigmoids, if config.json says so; transformers' always have."""
-_LATENT_SOFTMAX = InVLLM(
-    values={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
-    only={"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
-    since=32,
-)
-_SINKS = InVLLM(
-    windows="every second",
-    only={
-        **{"attention_bias": True, "rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
-        "tie_word_embeddings": False,
-    },
-    by_expert={
-        **{"gate_up_proj": "w13_weight", "gate_up_proj_bias": "w13_bias"},
-        **{"down_proj": "w2_weight", "down_proj_bias": "w2_bias"},
-    },
-    copied=(".sinks",),
-    since=32,
-)
-_DIVIDED = ("logits_scaling",)
+_SCALES = tuple(_TINY_SCALES)
 _STATES = InVLLM(cpu_dtype="bfloat16", on_gpu=False, since=32)
 _STATES_BESIDE_IMAGES = replace(_STATES, package="torchvision")
 _DECAYS = ("linear_attn.A_log",)
 _DENSE = Family(float8=True)
+_NORMED_AFTER = Family(
+    BOTH,
+    float8=True,
+    counted=True,
+    qk_norm="whole",
+    mlp_norm="",
+    outer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+)
 _OF_ANY_HEAD = Family(any_head=True, float8=True)
 
 FAMILIES: dict[str, Family] = {
@@ -234,7 +192,7 @@ FAMILIES: dict[str, Family] = {
     "cwm": Family(BOTH, float8=True, counted=True, windows=True),
     "deepseek_v2": Family(
         BOTH,
-        vllm=_LATENT_SOFTMAX,
+        vllm=LATENT_SOFTMAX,
         counted=True,
         latent=Latent(reads_kv_heads=True, turns_head_dim=False),
         experts=Experts(groups="softmax", shared="plain", replayed=False),
@@ -242,7 +200,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         BOTH,
-        vllm=_LATENT,
+        vllm=LATENT,
         counted=True,
         latent=Latent(reads_kv_heads=False, turns_head_dim=True),
         experts=Experts(groups="sigmoid", shared="plain", choice_bias=True),
@@ -308,20 +266,41 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(turned=True, shares_hidden=True),
     "gpt_bigcode": Family(float8=True, shares_hidden=True, tiny={"num_key_value_heads": 1}),
     "gpt_oss": Family(
+        BOTH,
         any_head=True,
-        vllm=_SINKS,
+        vllm=SINKS,
         mxfp4=True,
         counted=True,
         sinks=True,
-        experts=Experts(width="intermediate_size", biases=True),
+        experts=Experts(
+            stacked=("experts.gate_up_proj", "experts.down_proj"),
+            router="router",
+            width="intermediate_size",
+            normed_by="",
+            biases=True,
+        ),
+        windows=True,
     ),
     "gpt_neox": Family(vllm=_NOT_SEEN, shares_hidden=True),
-    "granite": Family(float8=True, scales=_DIVIDED, tiny=_TINY_SCALES),
-    "granitemoe": Family(vllm=_CUT, scales=_DIVIDED, experts=Experts(), tiny=_TINY_SCALES),
-    "granitemoeshared": Family(vllm=_CUT, scales=_DIVIDED, experts=Experts(), tiny=_TINY_SCALES),
+    "granite": Family(BOTH, float8=True, counted=True, scales=_SCALES, tiny=_TINY_SCALES),
+    "granitemoe": Family(
+        BOTH,
+        vllm=_CUT,
+        counted=True,
+        scales=_SCALES,
+        experts=Experts(
+            stacked=("input_linear.weight", "output_linear.weight"),
+            module="block_sparse_moe",
+            router="router.layer",
+            width="intermediate_size",
+            normed_by="",
+        ),
+        tiny=_TINY_SCALES,
+    ),
+    "granitemoeshared": Family(vllm=_CUT, scales=_SCALES, experts=Experts(), tiny=_TINY_SCALES),
     "granitemoehybrid": Family(
         vllm=InVLLM(only={"mamba_n_groups": 1}, on_gpu=False, since=32),
-        scales=_DIVIDED,
+        scales=_SCALES,
         mamba2=True,
         in_float32=("mamba.A_log",),
         counted=True,
@@ -353,15 +332,23 @@ FAMILIES: dict[str, Family] = {
         mbridge=True,
         counted=True,
         experts=Experts(
-            ("w1", "w3", "w2"), "block_sparse_moe", "intermediate_size", normed_by="", adapted=True
+            ("w1", "w3", "w2"),
+            module="block_sparse_moe",
+            width="intermediate_size",
+            normed_by="",
+            adapted=True,
         ),
         windows=True,
     ),
     "olmo": _DENSE,
-    "olmo2": _DENSE,
-    "olmo3": _DENSE,
+    "olmo2": _NORMED_AFTER,
+    "olmo3": replace(_NORMED_AFTER, windows=True),
     "olmoe": Family(
-        vllm=_CUT, counted=True, experts=Experts(width="intermediate_size", adapted=True), qk_norm="whole"
+        BOTH,
+        vllm=_CUT,
+        counted=True,
+        experts=Experts(width="intermediate_size", adapted=True),
+        qk_norm="whole",
     ),
     "opt": Family(float8=True, shares_hidden=True),
     "persimmon": Family(any_head=True, float8=True, vllm=_NO_MODEL, shares_hidden=True),

@@ -86,7 +86,7 @@ def _traits(config: Mapping[str, Any], strategy: str) -> Iterator[str]:
         yield f"time_step_limit={config['time_step_limit']} (steps that are never 0, so that padding decays)"
     if kinds:
         yield f"layers of kind {', '.join(sorted(kinds))} (their state would leak between packed rows)"
-    computed = family_of(config.get("model_type")).scales if strategy == "fsdp" else ()
+    computed = family.scales if strategy in family.strategies else ()
     for name in (*FACTORS, *CAPS):
         if config.get(name) is None or (name in FACTORS and config[name] == 1):
             continue
@@ -150,8 +150,10 @@ def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:
     family = family_of(config.get("model_type"))
     of_qkv = family.qkv_bias == "attention_bias" and not family.output_bias
     for name in ("attention_bias", "attention_out_bias", "mlp_bias"):
-        if config.get(name) and not (name == "attention_bias" and of_qkv):
+        if config.get(name) and not (name == "attention_bias" and (of_qkv or family.sinks)):
             yield f"{name}={config[name]}"
+    if config.get("clip_qkv") is not None:
+        yield f"clip_qkv={config['clip_qkv']}"
     if family.gelu:
         if config["hidden_activation"] != "gelu_pytorch_tanh":
             yield f"hidden_activation={config['hidden_activation']}"

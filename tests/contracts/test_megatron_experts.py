@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+import causal_lms
 import pytest
 import torch
 import train_engine_cases as cases
@@ -84,7 +85,11 @@ def step_without_filler() -> int:
 def router_gradients(rank: int, world: int, path: str, scenario: Scenario, step: int) -> dict:
     engine, _ = cases.build_engine(scenario, path)
     cases.train_steps(engine, scenario, range(step, step + 1))
-    return {name: grad for name, grad in cases.first_step_gradients(engine).items() if "mlp.gate." in name}
+    return of_routers(cases.first_step_gradients(engine))
+
+
+def of_routers(grads: dict) -> dict:
+    return {name: grad for name, grad in grads.items() if "mlp.gate." in name or "mlp.router." in name}
 
 
 LAYOUTS = [
@@ -100,6 +105,16 @@ LAYOUTS = [
 def test_the_losses_of_the_router_are_means_over_the_tokens_of_a_mini_batch(
     model_dir, world, axes, sequence_parallel
 ):
+    assert_router_losses(model_dir, world, axes, sequence_parallel)
+
+
+@pytest.mark.slow
+def test_the_losses_of_routers_with_biases_are(tmp_path):
+    path = causal_lms.write_model(tmp_path, causal_lms.tiny_config("gpt_oss", tie_word_embeddings=False))
+    assert_router_losses(str(path), 2, ("tp", "ep"), True)
+
+
+def assert_router_losses(model_dir, world, axes, sequence_parallel):
     overrides = (
         f"{OPTIONS}.moe_aux_loss_coeff={AUX}",
         f"{OPTIONS}.moe_z_loss_coeff={Z}",
@@ -110,8 +125,7 @@ def test_the_losses_of_the_router_are_means_over_the_tokens_of_a_mini_batch(
     scenario = Scenario("", world, overrides=overrides, strategy="megatron", sizes=sizes)
     step = step_without_filler()
     ours = run_workers(router_gradients, world, model_dir, scenario, step)[0]
-    theirs = router_losses_of_hf(model_dir, step, AUX, Z)
-    theirs = {name: grad for name, grad in theirs.items() if "mlp.gate." in name}
+    theirs = of_routers(router_losses_of_hf(model_dir, step, AUX, Z))
     assert ours.keys() == theirs.keys()
     for name, grad in theirs.items():
         assert grad.abs().max() > 1e-3

@@ -36,6 +36,8 @@ from siirl.models.trained import OWN_TYPE
 from siirl.parallel.process_groups import ProcessGroupManager
 
 LATENT = types_with(lambda row: row.latent)
+NORMED_WHOLE = types_with(lambda row: row.qk_norm == "whole")
+SINKS = types_with(lambda row: row.sinks)
 
 MODEL = "actor_rollout_ref.model"
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -46,7 +48,7 @@ YARN = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9},
     "original_max_position_embeddings": 32,
 }
-OTHERWISE = {"deepseek_v2_lite": "deepseek_v2", "moonlight": "deepseek_v3"}
+OTHERWISE = {"deepseek_v2_lite": "deepseek_v2", "moonlight": "deepseek_v3", "granite_plain": "granite"}
 """Models with other parts of a type, by names of our own."""
 KINDS = (*known_types("megatron"), *OTHERWISE)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -89,6 +91,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "routed_scaling_factor": 2.5,
         },
     },
+    "granite": {"residual_multiplier": 0.22, "tie_word_embeddings": True, "pad_token_id": None},
+    "granite_plain": {
+        **{"logits_scaling": 1.0, "attention_multiplier": 1.0},
+        **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
+    },
+    "gpt_oss": {"sliding_window": 5, "swiglu_limit": 0.7, "swiglu_alpha": 1.3},
+    "olmo2": {"num_key_value_heads": 4, "pad_token_id": None},
+    "olmo3": {
+        **{"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            "full_attention": YARN,
+        },
+    },
     "qwen3_moe": {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
 }
 """What sets a type apart, in some layers where it may be; of llama what transformers does not read."""
@@ -113,18 +129,23 @@ def layout(world: int, *overrides: str, **sizes: int) -> Scenario:
     return Scenario(name, world, "", overrides=overrides, strategy="megatron", sizes=tuple(used.items()))
 
 
-def layouts(world: int, experts: bool) -> list[Scenario]:
+def layouts(world: int, experts: bool, within_heads: bool = True, shares_rows: bool = True) -> list[Scenario]:
     """Every choice of sizes 1 and 2 that takes all ranks; with tensor parallelism the sequence is cut, too,
-    in every second one, and always where there are experts."""
+    in every second one, and always where there are experts.
+
+    within_heads: ranks may share a key-value head; shares_rows: they may share rows.
+    """
     found: list[Scenario] = []
     for tp, pp, cp, ep, etp, vpp in product((1, 2), (1, 2), (1, 2), (1, 2), (1, 2), (1, 2)):
         experts_fit = world % (ep * etp * pp) == 0 if experts else ep == etp == 1
+        if cp > 1 and not shares_rows:
+            continue
         if tp * pp * cp != world or not experts_fit or vpp > pp:
             continue
         cut = tp > 1 and (experts or len(found) % 2 == 0)
         options = (SEQUENCE_PARALLEL,) if cut else ()
         found.append(layout(world, *options, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, vpp=vpp))
-    return found + [layout(world, tp=world)] * (world == 4 and not experts)
+    return found + [layout(world, tp=world)] * (world == 4 and not experts and within_heads)
 
 
 @dataclass
@@ -161,7 +182,8 @@ def results(rank: int, world: int, kind: str, expected: Reference) -> dict[str, 
     """Layout -> what is wrong."""
     found: dict[str, str] = {}
     saved: Path | None = None
-    for scenario in layouts(world, has_experts(kind)):
+    within_heads = kind not in NORMED_WHOLE or model_config(kind).num_key_value_heads >= world
+    for scenario in layouts(world, has_experts(kind), within_heads, kind not in SINKS):
         gaps: dict[str, float] = {}
         problem, saved = wrong(scenario, expected, saved, gaps)
         case = case_of(OTHERWISE.get(kind, kind), scenario, f"as {kind}" if kind in OTHERWISE else TRAINING)
@@ -252,6 +274,51 @@ def test_adapters_of_every_type_equal_peft(kind):
     theirs = reference_on_disk(path, kind, targets)
     assert_equal_training(ours, theirs)
     record_outcome(case_of(kind, scenario, "adapters"), ours, theirs)
+
+
+def with_options(name: str, world: int, *options: str, **sizes: int) -> Scenario:
+    return Scenario(name, world, "", overrides=options, strategy="megatron", sizes=tuple(sizes.items()))
+
+
+def again(part: str) -> tuple[str, ...]:
+    """Options by which a part of each layer is computed again in the backward pass."""
+    options = f"+{MEGATRON}.override_transformer_config.recompute_"
+    return f"{options}granularity=selective", f"{options}modules=[{part}]"
+
+
+LATE = tuple(
+    f"+{MEGATRON}.override_ddp_config.overlap_{what}=True" for what in ("grad_reduce", "param_gather")
+)
+BESIDE = {
+    "attention again": with_options("attention again", 2, SEQUENCE_PARALLEL, *again("core_attn"), tp=2),
+    "MLPs again": with_options("MLPs again", 2, SEQUENCE_PARALLEL, *again("mlp"), tp=2),
+    "experts again": with_options("experts again", 2, *again("moe"), ep=2),
+    "gathered late": with_options("gathered late", 2, *LATE),
+    "allgather": with_options(
+        "allgather", 2, f"+{MEGATRON}.override_transformer_config.moe_token_dispatcher_type=allgather", ep=2
+    ),
+    "heads repeated": with_options("heads repeated", 4, SEQUENCE_PARALLEL, tp=4),
+}
+"""Options that parts of our own have to keep."""
+OWN_PARTS = {
+    "granite": ("attention again", "MLPs again"),
+    "granitemoe": ("experts again", "gathered late", "allgather", "heads repeated"),
+    "olmo2": ("attention again", "MLPs again", "gathered late"),
+    "gpt_oss": ("attention again", "experts again", "gathered late", "allgather", "heads repeated"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OWN_PARTS)
+def test_parts_of_our_own_train_the_same_with_options(kind):
+    path = str(reference(kind).folder)
+    theirs = reference_on_disk(path, kind)
+    chosen = [BESIDE[name] for name in OWN_PARTS[kind]]
+    for world in {scenario.world for scenario in chosen}:
+        some = [scenario for scenario in chosen if scenario.world == world]
+        found = run_workers(cases.run_scenarios, world, some, {"": path}, deadline_s=300)[0]
+        for scenario in some:
+            assert_equal_training(found[scenario.name], theirs)
 
 
 def train_critic(rank: int, world: int, path: str, scenario: Scenario) -> heads.CriticOutcome:

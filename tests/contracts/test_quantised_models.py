@@ -30,7 +30,7 @@ SOME = {
         *(("qwen3", "fp8"), ("ministral3", "fp8 of matrices"), ("qwen3_next", "fp8"), ("gpt_oss", "mxfp4")),
         *(("deepseek_v3", "fp8"), ("minimax_m2", "fp8")),
     ),
-    "megatron": (("qwen3_moe", "fp8"), ("deepseek_v3", "fp8")),
+    "megatron": (("qwen3_moe", "fp8"), ("deepseek_v3", "fp8"), ("gpt_oss", "mxfp4")),
 }
 LAYOUTS = [
     *(Scenario("", 1, strategy=strategy) for strategy in SOME),

@@ -202,16 +202,20 @@ LAYOUTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_given_experts_compute_the_same_in_every_layout_of_megatron(world, tmp_path):
-    kinds = ["qwen2_moe", "glm4_moe", "deepseek_v3"]
+    kinds = ["qwen2_moe", "glm4_moe", "deepseek_v3", "olmoe"]
     if world > 1:
-        kinds += ["qwen3_moe", "mixtral"]
-    for kind in kinds:
+        kinds += ["qwen3_moe", "mixtral", "granitemoe"]
+    for kind in (*kinds, "gpt_oss"):
         own = {"num_hidden_layers": 4, "tie_word_embeddings": False, "sliding_window": None}
+        if kind == "gpt_oss":
+            own["sliding_window"] = 128
         if kind == "qwen2_moe":  # has dense layers among those of experts
             own |= {"mlp_only_layers": [1], "shared_expert_intermediate_size": 24}
         causal_lms.write_model(tmp_path / kind, causal_lms.tiny_config(kind, **own))
     scenarios = [scenario for scenario in LAYOUTS if scenario.world == world]
     assert run_workers(replays, world, tmp_path, kinds, scenarios, deadline_s=300) == [{}] * world
+    scenarios = [scenario for scenario in scenarios if dict(scenario.sizes).get("cp", 1) == 1]
+    assert run_workers(replays, world, tmp_path, ["gpt_oss"], scenarios, deadline_s=300) == [{}] * world
 
 
 def sampler(folder: Path) -> Any:

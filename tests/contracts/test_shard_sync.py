@@ -31,6 +31,14 @@ CASES = [
         Scenario("megatron", 4, strategy="megatron", sizes=(("pp", 2), ("ep", 2))),
         marks=needs_megatron,
     ),
+    *(
+        pytest.param(
+            kind,
+            Scenario("megatron", 4, strategy="megatron", sizes=(("ep", 2), ("etp", 2))),
+            marks=[needs_megatron, pytest.mark.slow],
+        )
+        for kind in ("granitemoe", "gpt_oss")  # whose files have all experts of a layer in one tensor
+    ),
 ]
 
 

@@ -105,7 +105,13 @@ def to_a_whole_engine(rank, world, scenario, folder):
 
 @pytest.mark.parametrize(
     ("kind", "scenario"),
-    [("qwen3", FSDP), pytest.param("qwen3_moe", EXPERTS, marks=[megatron, pytest.mark.slow])],
+    [
+        ("qwen3", FSDP),
+        *(
+            pytest.param(kind, EXPERTS, marks=[megatron, pytest.mark.slow])
+            for kind in ("qwen3_moe", "gpt_oss")
+        ),
+    ],
 )
 def test_an_engine_on_a_rank_of_its_own_gets_each_row_from_the_trainer_that_has_it(kind, scenario, tmp_path):
     write_causal_lm(tmp_path, tiny_config(kind, hidden_size=128, head_dim=32, tie_word_embeddings=False))

@@ -1,6 +1,8 @@
 """The main job with actor and reference on Megatron-Core: what FSDP does, step by step."""
 
+import causal_lms
 import pytest
+from fixtures_tiny import make_tiny_model_dir
 from job_harness import Inputs, overrides, run_job
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
@@ -60,6 +62,27 @@ def test_an_actor_cut_in_two_and_a_data_parallel_reference_train_as_fsdp_does(in
     once = pytest.approx(fsdp.values("flops/train"))
     assert ours.values("flops/train") == once, "a prompt that rows share is computed once"
     assert largest_difference(ours.weights(), fsdp.weights()) < 1e-4
+    assert max(ours.values("actor/rollout_log_prob_diff")) < 1e-5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "kind", ["olmo3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("granite", "gpt_oss"))]
+)
+def test_families_with_parts_of_their_own_train_as_under_fsdp(tmp_path, kind):
+    """Norms over the heads of two ranks; numbers that scale; sinks and experts with biases."""
+    inputs = Inputs.make(tmp_path / "inputs")
+    sizes = {"max_position_embeddings": 512, "tie_word_embeddings": False}
+    folder = make_tiny_model_dir(inputs.model, weights=False)
+    causal_lms.write_model(folder, causal_lms.tiny_config(kind, **sizes))
+    cut = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    settings = [*megatron("actor", **cut), *megatron("ref", **cut)]
+    small = (KL, "actor_rollout_ref.actor.optim.lr=1e-3", "trainer.total_training_steps=2")
+    ours = run_job(2, overrides(inputs, tmp_path / "ours", *small, *settings))
+    theirs = run_job(1, overrides(inputs, tmp_path / "fsdp", *small))
+    for name in COMPARED:
+        assert ours.values(name) == pytest.approx(theirs.values(name), rel=1e-4, abs=2e-5), name
+    assert largest_difference(ours.weights(), theirs.weights()) < 1e-4
     assert max(ours.values("actor/rollout_log_prob_diff")) < 1e-5
 
 

@@ -15,6 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from train_engine_cases import Outcome
 
+STACKED = {
+    ".experts.gate_up_proj": ".input_linear.weight",
+    ".experts.down_proj": ".output_linear.weight",
+    ".router.weight": ".router.layer.weight",
+}
+"""Names of granitemoe's tensors in memory -> in files."""
+
 
 def reference_on_disk(path: str, model: str, lora: str | list[str] = "") -> Outcome:
     """The reference's outcome under the names of model files."""
@@ -26,6 +33,10 @@ def reference_on_disk(path: str, model: str, lora: str | list[str] = "") -> Outc
 def names_on_disk(tensors: dict[str, torch.Tensor], model: str) -> dict[str, torch.Tensor]:
     """Tensors under the names of model files, where transformers stacks experts in memory."""
     if model == "gpt_oss":  # stacked in its files, too
+        return tensors
+    if model == "granitemoe":  # likewise, by other names
+        for own, stored in STACKED.items():
+            tensors = {name.replace(own, stored): tensor for name, tensor in tensors.items()}
         return tensors
     router = "block_sparse_moe" if model == "mixtral" else "mlp"
     gate, up, down = ("w1", "w3", "w2") if model == "mixtral" else ("gate_proj", "up_proj", "down_proj")

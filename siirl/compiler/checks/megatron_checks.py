@@ -151,9 +151,19 @@ def _attention(model: MegatronModel) -> Iterator[UserError]:
     tp, shape = model.dims.tp, model.shape
     assert isinstance(shape, ModelShape)
     key, fits = f"{model.sizes}.tensor_model_parallel_size", _fitting(model, "tp")
+    if model.dims.cp > 1 and family_of(shape.family).sinks:
+        yield model.wrong(
+            f"cp({model.dims.cp}) with attention sinks ({shape.family}), which ranks that share rows do not "
+            f"compute. Set {model.sizes}.context_parallel_size=1, or strategy=fsdp."
+        )
     if shape.heads % tp:
         yield model.wrong(
             f"{shape.heads} attention heads do not divide over tp({tp}) ranks. Set {key}={fits}."
+        )
+    elif tp > shape.kv_heads and family_of(shape.family).qk_norm == "whole":
+        yield model.wrong(
+            f"tp({tp}) is more than the {shape.kv_heads} KV heads of a {shape.family}, whose norm spans all "
+            f"of them: it is not split within a head. Set {key}={fits}."
         )
     elif shape.kv_heads % tp and tp % shape.kv_heads:
         yield model.wrong(
@@ -223,6 +233,12 @@ def _experts(model: MegatronModel) -> Iterator[UserError]:
         yield model.wrong(
             f"{shape.experts} experts do not divide over ep({dims.ep}) ranks. Set "
             f"{model.sizes}.expert_model_parallel_size={_fitting(model, 'ep')}."
+        )
+    experts = family_of(shape.family).experts
+    if options.get("moe_grouped_gemm") and experts is not None and experts.biases:
+        yield model.wrong(
+            f"{model.keys}.override_transformer_config.moe_grouped_gemm=true for experts with biases "
+            f"({shape.family}), which are multiplied one by one. Remove it."
         )
     if dims.tp > 1 and not model.section.sequence_parallel:
         yield model.wrong(
@@ -342,7 +358,8 @@ def _fitting(model: MegatronModel, axis: str) -> str:
         if not any(width % fewer for width in cut) and dims.world % (fewer * beside) == 0
     ]
     if axis == "tp":
-        fits = [fewer for fewer in fits if shape.kv_heads % fewer == 0 or fewer % shape.kv_heads == 0]
+        within = family_of(shape.family).qk_norm != "whole"
+        fits = [x for x in fits if shape.kv_heads % x == 0 or (within and x % shape.kv_heads == 0)]
     return "|".join(map(str, fits or [1]))
 
 

@@ -234,7 +234,7 @@ def _has_kernels_of_its_heads(one: ModelOfRole) -> Iterator[UserError]:
 def _has_kernels_of_its_logits(one: ModelOfRole) -> Iterator[UserError]:
     kernels, capped = one.model.attention_kernels, one.config.get("attn_logit_softcapping")
     what = "attention sinks" if one.family.sinks else f"attn_logit_softcapping={capped}" if capped else ""
-    if one.rules == "fsdp" and what and kernels != "torch":
+    if one.rules in TRAINABLE and what and kernels != "torch":
         yield one.refused(
             f"attention_kernels={kernels} for {what} ({one.type}). Set {one.keys}.attention_kernels=torch."
         )

@@ -88,7 +88,7 @@ class ModelShape:
     norms: int = 2
     """Of a layer, as wide as its hidden states."""
     qk_norms: bool = False
-    """Each head of queries and keys is normed."""
+    """Queries and keys are normed."""
     compressed: int = 0
     """Features that keys and values, and maybe queries, are made of; 0 where these are of hidden states."""
     cached: int = 0
@@ -178,7 +178,7 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
     if qk_norms:
         attention += q_width + kv_width if family.qk_norm == "whole" else 2 * head_dim
     attention += heads * family.sinks
-    norms = 2 + len(family.outer_norms)
+    norms = 2 * bool(family.mlp_norm) + len(family.outer_norms)
     mixers = [nets.params] * nets.layers if nets else []  # in whatever order
     mixers += [attention] * (layers - len(mixers))
     per_layer = [
@@ -210,7 +210,7 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
         expert_params=experts * of_config.expert_params(raw, expert_width),
         moe_layers=moe_layers,
         norms=norms,
-        qk_norms=qk_norms and family.qk_norm == "heads",
+        qk_norms=qk_norms,
         layer_tensors=7
         + norms
         + 2 * qk_norms

@@ -61,8 +61,7 @@ class PackedModel(nn.Module, ABC):
             **read, position_ids=position_ids, use_cache=False, sequence_bounds=bounds
         ).last_hidden_state.squeeze(0)
         hidden_MD = hidden_ND.index_select(0, predict_index)
-        if "logits_scaling" in family_of(self.hf.config.model_type).scales:
-            temperature *= self.hf.config.logits_scaling
+        temperature *= logits_scale(self.hf.config)
         return self.head(hidden_MD, target, temperature, outputs, ref_hidden, top_ids)
 
     @abstractmethod
@@ -189,6 +188,11 @@ def run_packed(
         batch.images,
     )
     return {name: batch.to_cells(value_M) for name, value_M in values.items()}
+
+
+def logits_scale(config: PretrainedConfig) -> float:
+    """What a model divides its logits by."""
+    return config.logits_scaling if "logits_scaling" in family_of(config.model_type).scales else 1.0
 
 
 def seen_back(hf: PreTrainedModel) -> float:

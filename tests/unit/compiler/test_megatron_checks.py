@@ -448,6 +448,16 @@ def test_kv_heads_are_split_or_repeated_but_not_both(tmp_path):
         megatron_plan(4, *sizes(tp=4, sp=True), model=six)
 
 
+def test_a_norm_over_all_kv_heads_is_not_split_within_one(tmp_path):
+    four = {"num_key_value_heads": 4}
+    normed = write_model(tmp_path / "a", "Qwen3-8B", model_type="olmo2", **four)
+    for tp in (1, 2, 4):
+        megatron_plan(tp, *sizes(tp=tp, sp=tp > 1), model=normed)
+    with pytest.raises(ConfigError, match=r"tp\(8\) is more than the 4 KV heads of a olmo2.*=4"):
+        megatron_plan(8, *sizes(tp=8, sp=True), model=normed)
+    megatron_plan(8, *sizes(tp=8, sp=True), model=write_model(tmp_path / "b", "Qwen3-8B", **four))
+
+
 BY_MBRIDGE = (f"{ACTOR}.use_mbridge=True",)
 FROM_CHECKPOINT = (f"{ACTOR}.use_dist_checkpointing=True", f"{ACTOR}.dist_checkpointing_path=/ckpt")
 

@@ -371,7 +371,8 @@ def test_adapters_lie_on_those_experts_on_which_they_were_compared(tmp_path, raw
         ({"model_type": "gemma3_text", "attention_bias": True}, "attention_bias=True"),
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping=30"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "softcapping=50.*strategy=fsdp"),
-        ({"model_type": "olmo3"}, r"no model type whose results under megatron .* Set strategy=fsdp"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8"),
+        ({"model_type": "gemma"}, r"no model type whose results under megatron .* Set strategy=fsdp"),
     ],
 )
 def test_variants_that_megatron_would_build_differently_are_refused(model, words):

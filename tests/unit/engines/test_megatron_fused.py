@@ -6,10 +6,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from siirl.engines.train.megatron import fused
-from siirl.engines.train.megatron.fused import GatedUnit, Heads, StreamNorm, TurnedHeads
+from siirl.engines.train.megatron.fused import (
+    ClampedUnit,
+    GatedUnit,
+    Heads,
+    StreamNorm,
+    TurnedHeads,
+    WholeNorms,
+)
 
 GROUPS, SIZE, EPS = 2, 16, 1e-6
-COMPILED = ("_norm", "_sum_norm", "_norm_backward", "_heads", "_heads_backward", "_gated", "_gated_backward")
+COMPILED = (
+    *("_norm", "_sum_norm", "_norm_backward", "_heads", "_heads_backward", "_gated", "_gated_backward"),
+    *("_clamped", "_clamped_backward", "_squares", "_whole_norm", "_along", "_whole_norm_backward"),
+)
 
 
 def draw(*shape, dtype=torch.float64):
@@ -91,7 +101,33 @@ def cases(tokens):
         (draw(tokens, 1, 48),),
         (),
     )
+    found["clamped unit"] = (
+        lambda both, *how: (ClampedUnit.apply(both, *how),),
+        plain_clamped,
+        (draw(tokens, 48),),
+        (1.7, 0.6),
+    )
+    found["whole norms"] = (
+        WholeNorms.apply,
+        lambda q, k, query, key, *_: tuple(
+            plain_norm(x.flatten(1), weight).view(x.shape) for x, weight in ((q, query), (k, key))
+        ),
+        (draw(tokens, 4, 16), draw(tokens, 2, 16), draw(64), draw(32)),
+        (EPS, FakeProcessGroup()),
+    )
     return found
+
+
+class FakeProcessGroup:
+    """Of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+
+def plain_clamped(both, alpha, limit):
+    gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(alpha * gate),)
 
 
 def with_gradients(function, arguments, extra, dtype):
@@ -168,7 +204,7 @@ def separately(name):
     return {"heads": heads}.get(name) or cases(4)[name][1]
 
 
-ROUNDED = ("norm", "sum and norm", "heads", "gated unit")
+ROUNDED = ("norm", "sum and norm", "heads", "gated unit", "clamped unit", "whole norms")
 
 
 def rounding_errors(name):

@@ -15,7 +15,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from siirl.engines.weights.shared_buffer import open_buffer
-from siirl.models.families import InVLLM, family_of
+from siirl.models.families import family_of
+from siirl.models.in_vllm import InVLLM
 
 TRANSFER_BACKEND = "siirl"
 """Name under which vLLM finds BucketTransfer."""

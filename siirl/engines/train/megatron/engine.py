@@ -22,7 +22,7 @@ from siirl.data.rows import take_rows
 from siirl.engines.train.attention.attention_kernels import flash_kernels
 from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
 from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, new_head
-from siirl.engines.train.language_model import pass_flops
+from siirl.engines.train.language_model import logits_scale, pass_flops
 from siirl.engines.train.megatron.adamw import StatePlace, state_place
 from siirl.engines.train.megatron.exporter import Exporter
 from siirl.engines.train.megatron.linear_adapters import adapter_entries, new_adapters
@@ -294,6 +294,7 @@ class MegatronEngine(SteppingEngine):
         outputs: tuple[str, ...],
     ) -> MicroBatch:
         groups, dtype = self._scope.groups, self._config.params_dtype
+        temperature *= logits_scale(self._hf)
         runs = groups.tp if self._config.sequence_parallel else None
         return make_micro_batch(
             rows, packed, self._rope, length, groups.cp, runs, dtype, temperature, outputs, self._flash

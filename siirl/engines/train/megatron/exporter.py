@@ -20,7 +20,8 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Slot:
-    """Entries of which each rank of a gather holds one shard: a dense one, or one expert of each EP rank."""
+    """Entries of which each rank of a gather holds a shard: a dense one, or one expert of each EP rank; all
+    experts of a layer, those of a rank after one another, where files have them in one tensor."""
 
     entries: tuple[Entry, ...]
     stage: int
@@ -109,28 +110,40 @@ class Exporter:
 
     def _assembled(self, slot: _Slot, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The Hugging Face tensors of a slot; shards: a row for each rank of the gather."""
-        size = self._size(slot.is_expert)
+        size, each = self._size(slot.is_expert), self._each(slot)
+        full: dict[str, Tensor] = {}
         for number, entry in enumerate(slot.entries):
-            names = dict.fromkeys(block.hf for block in entry.blocks if block.hf)
-            full = {name: shards.new_empty(self._shapes[name]) for name in names}
+            for name in {block.hf for block in entry.blocks if block.hf} - full.keys():
+                full[name] = shards.new_empty(self._shapes[name])
             for place in range(size):
-                shard = shards[number * size + place].view(entry.local_shape(size))
+                shard = shards[number // each * size + place]
+                shard = shard.view(each, *entry.local_shape(size))[number % each]
                 for run in runs(entry, place, size):
-                    target = full[run.hf][run.row : run.row + run.num_rows]
+                    target = full[run.hf][entry.expert] if entry.stacked else full[run.hf]
+                    target = target[run.row : run.row + run.num_rows]
                     if entry.columns is not None:
                         target = target[:, run.column : run.column + shard.shape[1]]
                     target.copy_(shard[run.start : run.start + run.num_rows])
-            yield from full.items()
+            if not entry.stacked:
+                yield from full.items()
+                full = {}
+        yield from full.items()
 
     def _local(self, slot: _Slot, merges: bool) -> Tensor:
         """This rank's shard of a slot, its adapters merged or left out."""
         held = (self._params.by_name.get(entry.name) for entry in slot.entries)
-        param, entry = next(found for found in held if found is not None)
-        adapter = self._params.adapters.get(entry.name) if merges else None
-        return param if adapter is None else adapter.merged(param)
+        found = []
+        for param, entry in (one for one in held if one is not None):
+            adapter = self._params.adapters.get(entry.name) if merges else None
+            found.append(param if adapter is None else adapter.merged(param))
+        return found[0] if len(found) == 1 else torch.stack(found)
 
     def _numel(self, slot: _Slot) -> int:
-        return prod(slot.entries[0].local_shape(self._size(slot.is_expert)))
+        return self._each(slot) * prod(slot.entries[0].local_shape(self._size(slot.is_expert)))
+
+    def _each(self, slot: _Slot) -> int:
+        """Entries of which a rank holds a shard."""
+        return len(slot.entries) // (self._dims.ep if slot.is_expert else 1)
 
     def _size(self, is_expert: bool) -> int:
         """Ranks that cut a parameter among them."""
@@ -162,6 +175,10 @@ class Exporter:
         slots.sort(key=lambda slot: slot.entries[0].untrained)  # a bucket has one type
         for (_, layer), found in experts.items():
             per_rank = len(found) // self._dims.ep
+            if found[0].stacked:
+                every = tuple(found[expert] for expert in range(len(found)))
+                slots.append(_Slot(every, stage_of_layer[layer], True))
+                continue
             for first in range(per_rank):
                 chosen = tuple(found[first + rank * per_rank] for rank in range(self._dims.ep))
                 slots.append(_Slot(chosen, stage_of_layer[layer], True))

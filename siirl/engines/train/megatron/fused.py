@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.config
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -162,7 +163,7 @@ class Heads(NamedTuple):
     """Of the norms of queries and keys, where there are some."""
 
 
-def _of_groups(mixed: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def heads_of_groups(mixed: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [N, K, H / K, D], keys and values [N, K, 1, D] of a product [N, 1, W]."""
     every = mixed.view(len(mixed), groups, -1, size)
     return every.split([every.shape[2] - 2, 1, 1], dim=2)
@@ -183,7 +184,7 @@ def _heads(
 ) -> tuple[Tensor | None, ...]:
     """Queries, keys, and what their norms multiplied with."""
     found, inverses = [], []
-    for part, weight_D in zip(_of_groups(mixed, groups, size), (query_D, key_D), strict=False):
+    for part, weight_D in zip(heads_of_groups(mixed, groups, size), (query_D, key_D), strict=False):
         x, inverse = part.float(), None
         if weight_D is not None:
             unit, inverse = _unit(x, eps)
@@ -214,7 +215,7 @@ def _heads_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Of the product, and of the weights of the norms where they are trained."""
     found, of_weights = [], []
-    parts = _of_groups(mixed, groups, size)
+    parts = heads_of_groups(mixed, groups, size)
     norms = ((query_D, of_queries), (key_D, of_keys))
     for part, (weight_D, inverse), grad in zip(parts, norms, (of_query, of_key), strict=False):
         back = _unrotated(grad.view(part.shape).float(), cos_NR.float(), sin_NR.float(), neighbours)
@@ -247,7 +248,7 @@ class TurnedHeads(torch.autograd.Function):
         query, key, *inverses = _heads(mixed, cos_NR, sin_NR, query_D, key_D, *how)
         ctx.save_for_backward(mixed, cos_NR, sin_NR, query_D, key_D, *inverses)
         ctx.how = how
-        return query, key, _of_groups(mixed, how.groups, how.size)[2].squeeze(2)
+        return query, key, heads_of_groups(mixed, how.groups, how.size)[2].squeeze(2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -291,3 +292,115 @@ def gated_unit(both: Tensor, bias: None, *_: Any) -> Tensor:
     """In the place of megatron-core's function, whose backward reads everything twice."""
     assert bias is None, "an MLP with biases"
     return GatedUnit.apply(both)
+
+
+@compiled
+def _clamped(both: Tensor, alpha: float, limit: float) -> Tensor:
+    gate, up = both.float().unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1.0) * gate * torch.sigmoid(alpha * gate)).type_as(both)
+
+
+@compiled
+def _clamped_backward(grad: Tensor, both: Tensor, alpha: float, limit: float) -> Tensor:
+    whole_gate, whole_up = both.float().unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up, wide = whole_gate.clamp(max=limit), whole_up.clamp(-limit, limit), grad.float()
+    share = torch.sigmoid(alpha * gate)
+    of_gate = wide * (up + 1.0) * share * (1.0 + alpha * gate * (1.0 - share)) * (whole_gate <= limit)
+    of_up = wide * gate * share * (whole_up.abs() <= limit)
+    return torch.stack([of_gate, of_up], dim=-1).flatten(-2).type_as(both)
+
+
+class ClampedUnit(torch.autograd.Function):
+    """(each gate beside its input, [..., 2F], alpha, limit) -> [..., F]: (input + 1) gate sigmoid(alpha gate)
+    of what no limit is passed of. Source: OpenAI, "gpt-oss-120b & gpt-oss-20b model card" (2025), 2.2."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(both)
+        ctx.how = alpha, limit
+        return _clamped(both, alpha, limit)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _clamped_backward(grads[0], *ctx.saved_tensors, *ctx.how), None, None
+
+
+@compiled
+def _squares(x: Tensor) -> Tensor:
+    return x.flatten(1).float().square().sum(1, keepdim=True)
+
+
+@compiled
+def _whole_norm(
+    x: Tensor, square_N1: Tensor, weight_W: Tensor, width: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x of some of the features over the root mean square of all `width`, and what it was multiplied with."""
+    inverse_N1 = torch.rsqrt(square_N1 / width + eps)
+    return (x.flatten(1).float() * inverse_N1 * weight_W.float()).type_as(x).view(x.shape), inverse_N1
+
+
+@compiled
+def _along(grad: Tensor, x: Tensor, weight_W: Tensor, inverse_N1: Tensor) -> Tensor:
+    """Each token's gradient of what is normed, in the direction of this."""
+    along = grad.flatten(1).float() * weight_W.float() * x.flatten(1).float()
+    return along.sum(1, keepdim=True) * inverse_N1
+
+
+@compiled
+def _whole_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight_W: Tensor,
+    inverse_N1: Tensor,
+    along_N1: Tensor,
+    width: int,
+    trained: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Of x, and of the weight where it is trained."""
+    unit, wide = x.flatten(1).float() * inverse_N1, grad.flatten(1).float()
+    back = (wide * weight_W.float() - unit * (along_N1 / width)) * inverse_N1
+    return back.type_as(x).view(x.shape), (wide * unit).sum(0).type_as(weight_W) if trained else None
+
+
+class WholeNorms(torch.autograd.Function):
+    """(queries [N, H, D], keys [N, K, D], their weights [H D] and [K D], epsilon, tensor-parallel ranks) ->
+    both, each over the root mean square of the heads of all ranks. Collective over these."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        query_W: Tensor,
+        key_W: Tensor,
+        eps: float,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        widths = [weight_W.numel() * group.size() for weight_W in (query_W, key_W)]
+        squares = _summed([_squares(query), _squares(key)], group)
+        query_out, of_query = _whole_norm(query, squares[0], query_W, widths[0], eps)
+        key_out, of_key = _whole_norm(key, squares[1], key_W, widths[1], eps)
+        ctx.save_for_backward(query, query_W, of_query, key, key_W, of_key)
+        ctx.widths, ctx.group = widths, group
+        return query_out, key_out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved, trained = ctx.saved_tensors, ctx.needs_input_grad[2]
+        grads = tuple(grad.contiguous() for grad in grads)
+        parts = (saved[:3], saved[3:])
+        along = _summed([_along(grad, *part) for grad, part in zip(grads, parts, strict=True)], ctx.group)
+        (of_query, of_query_W), (of_key, of_key_W) = (
+            _whole_norm_backward(grad, *part, along_N1, width, trained)
+            for grad, part, along_N1, width in zip(grads, parts, along, ctx.widths, strict=True)
+        )
+        return of_query, of_key, of_query_W, of_key_W, None, None
+
+
+def _summed(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Numbers of tokens [N, 1] of queries and of keys, those of all ranks added up."""
+    total = torch.stack(parts)
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total

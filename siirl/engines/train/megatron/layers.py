@@ -94,6 +94,17 @@ class LayerNorm(RMSNorm):
         return self.with_stream(x, stream)
 
 
+class NoNorm(nn.Module):
+    """In the place of LayerNorm where a part is given the stream as it is."""
+
+    def __init__(self, *_: Any, **__: Any):
+        super().__init__()
+
+    def forward(self, x: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if stream is None else stream + x
+        return total, total
+
+
 class HeadNorm(RMSNorm):
     """Of queries or keys."""
 
@@ -101,6 +112,17 @@ class HeadNorm(RMSNorm):
         """Without heads its weight: they are normed as they are turned. (Megatron waits for weights that are
         still gathered before a module is called.)"""
         return self.weight if x is None else super().forward(x)
+
+
+class Vector(nn.Module):
+    """One number for each of this rank's heads, or their features. (Why a module: see HeadNorm.)"""
+
+    def __init__(self, config: Any, length: int):
+        super().__init__()
+        self.weight = new_parameter(config, (length,))
+
+    def forward(self) -> Tensor:
+        return self.weight
 
 
 class Layer(TransformerLayer):
@@ -165,6 +187,7 @@ class PackedAttention(nn.Module):
         )
         self.window = config.window_size[0] + 1 if self.is_narrow else None
         self.turns_neighbours = config.rotary_interleaved
+        self.sink: Vector | None = None
 
     def forward(
         self,
@@ -184,11 +207,13 @@ class PackedAttention(nn.Module):
     def turned(self, heads: tuple[Tensor, Tensor], rows: PackedRows) -> tuple[Tensor, ...]:
         """Heads [N, H, D] with the rotary embedding of their tokens."""
         rotate = _rotated if heads[0].is_cuda else rotated
-        return tuple(rotate(x, *rows.ropes[self.is_narrow], self.turns_neighbours) for x in heads)
+        turned = (rotate(x, *rows.ropes[self.is_narrow], self.turns_neighbours) for x in heads)
+        return tuple(x.type_as(head) for x, head in zip(turned, heads, strict=True))
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
         """Of heads that are turned already."""
         assert rows.bounds is not None
+        assert rows.context is None or self.sink is None, "sinks with context parallelism"
         if rows.context is not None:
             return context_attention(query, key, value, rows.context, self.scale, self.window)
         out, _ = packed_attention(
@@ -198,6 +223,7 @@ class PackedAttention(nn.Module):
             sequence_bounds=rows.bounds,
             scaling=self.scale,
             sliding_window=self.window,
+            s_aux=None if self.sink is None else self.sink(),
             flash=rows.flash,
         )
         return out.squeeze(0)

@@ -49,6 +49,8 @@ def _ropes(rope: nn.Module, like: Tensor, position_ids: Tensor) -> dict[bool, Ro
         if torch.is_tensor(turns):  # DeepSeek-V2's: complex numbers, one for two dimensions
             turns = tuple(torch.cat([part, part], dim=-1).to(like.dtype) for part in (turns.real, turns.imag))
         cos, sin = turns
+        if cos.shape[-1] == getattr(rope, "inv_freq", cos[..., :0]).shape[-1]:  # gpt-oss: of one in two
+            cos, sin = (torch.cat([part, part], dim=-1) for part in (cos, sin))
         return cos[0], sin[0]
 
     kinds = getattr(rope, "layer_types", None)  # of an embedding that tells them apart

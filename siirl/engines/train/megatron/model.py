@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
+from siirl.engines.train.megatron.clamped_experts import BiasedRouter, ClampedExperts, SinkAttention
 from siirl.engines.train.megatron.fused import gated_unit
 from siirl.engines.train.megatron.latent_attention import LatentAttention
 from siirl.engines.train.megatron.layers import (
@@ -27,6 +28,7 @@ from siirl.engines.train.megatron.layers import (
     HeadNorm,
     Layer,
     LayerNorm,
+    NoNorm,
     PackedAttention,
     RMSNorm,
 )
@@ -40,7 +42,8 @@ from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, run
 from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token, scale_embedding
 from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.stage_routers import GroupRouter
-from siirl.engines.train.megatron.weights import entries, family_of, tied_head
+from siirl.engines.train.megatron.weights import embedding_scale, entries, family_of, tied_head
+from siirl.engines.train.megatron.whole_norms import WholeNormAttention
 from siirl.errors import DataError
 from siirl.model_files.directory import check_weight_files
 from siirl.model_files.weight_slices import SafetensorsFolder
@@ -60,7 +63,7 @@ def build_stages(
     for chunk in range(dims.vpp):
         stage = STAGES[head](
             config=config,
-            transformer_layer_spec=_block_spec(config, chunk if dims.vpp > 1 else None, place),
+            transformer_layer_spec=_block_spec(hf, config, chunk if dims.vpp > 1 else None, place),
             vocab_size=padded_vocab,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=place == 0 and chunk == 0,
@@ -73,26 +76,32 @@ def build_stages(
         stage.num_words = hf.vocab_size
         if family_of(hf).outer_norms:
             _add_outer_norms(stage, config)
-        if stage.pre_process and family_of(hf).scales_embedding:
-            scale_embedding(stage, hf.hidden_size**0.5)
+        if "residual_multiplier" in family_of(hf).scales:
+            _scale_parts(stage, hf.residual_multiplier)
+        scale = embedding_scale(hf, config.params_dtype)
+        if stage.pre_process and scale != 1:
+            scale_embedding(stage, scale)
         if stage.pre_process and hf.pad_token_id is not None:
             freeze_padding_token(stage, hf.pad_token_id)
         stages.append(stage)
     return stages
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None, place: int) -> TransformerBlockSubmodules:
+def _block_spec(
+    hf: PretrainedConfig, config: TransformerConfig, vp_stage: int | None, place: int
+) -> TransformerBlockSubmodules:
     """megatron-core's own layers without Transformer Engine, with our norm and attention in them."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=place)
     number = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=place)
     every = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    specs = {kind: _layer_spec(config, config.num_moe_experts if kind else None) for kind in set(every)}
+    specs = {kind: _layer_spec(hf, config, config.num_moe_experts if kind else None) for kind in set(every)}
     layers = [specs[kind] for kind in every[first : first + number]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _layer_spec(hf: PretrainedConfig, config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     """One layer, with experts or without."""
+    family = family_of(hf)
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -101,11 +110,16 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
         parts.mlp.submodules.experts.module = GroupedExperts
     if num_experts and config.moe_router_topk_scaling_factor is not None:
         parts.mlp.submodules.router = GroupRouter
-    parts.input_layernorm = parts.pre_mlp_layernorm = LayerNorm
+    if num_experts and family.experts.biases:
+        clamp = {"alpha": hf.swiglu_alpha, "limit": hf.swiglu_limit}
+        parts.mlp.submodules.experts = ModuleSpec(module=ClampedExperts, params=clamp)
+        parts.mlp.submodules.router = BiasedRouter
+    parts.input_layernorm = parts.pre_mlp_layernorm = LayerNorm if family.mlp_norm else NoNorm
     if isinstance(config, MLATransformerConfig):
         parts.self_attention = ModuleSpec(module=LatentAttention)
         return layer
-    parts.self_attention.module, attention = Attention, parts.self_attention.submodules
+    kind = SinkAttention if family.sinks else WholeNormAttention if family.qk_norm == "whole" else Attention
+    parts.self_attention.module, attention = kind, parts.self_attention.submodules
     attention.core_attention = PackedAttention
     attention.q_layernorm = attention.k_layernorm = HeadNorm if config.qk_layernorm else None
     return layer
@@ -121,6 +135,17 @@ def _add_outer_norms(stage: Stage, config: TransformerConfig) -> None:
         for part in (layer.self_attention, layer.mlp):
             part.add_module("outer_norm", RMSNorm(config, config.hidden_size, config.layernorm_epsilon))
             part.register_forward_hook(norm)
+
+
+def _scale_parts(stage: Stage, scale: float) -> None:
+    """Multiply what attention and MLP give by a number, before the residual is added."""
+
+    def scaled(module: nn.Module, given: Any, found: tuple[Tensor, Tensor | None]) -> Any:
+        return found[0] * scale, found[1]
+
+    for layer in stage.decoder.layers:
+        for part in (layer.self_attention, layer.mlp):
+            part.register_forward_hook(scaled)
 
 
 def adapt_stages(
@@ -277,7 +302,8 @@ def read_parameter(
         if run.hf in fresh and not files.has(run.hf):
             target.copy_(fresh[run.hf][slice(*rows)][..., slice(*(columns or (None, None)))])
         else:
-            target.copy_(files.read(run.hf, shapes[run.hf], rows, columns))
+            expert = entry.expert if entry.stacked else None
+            target.copy_(files.read(run.hf, shapes[run.hf], rows, columns, expert))
 
 
 def all_agree(problem: Exception | None, group: dist.ProcessGroup, what: str) -> None:

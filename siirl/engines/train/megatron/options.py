@@ -46,7 +46,7 @@ def transformer_config(
         "add_qkv_bias": has_qkv_bias(said),
         "rotary_interleaved": family_of(hf).turns_neighbours,
         **_windows(hf),
-        "qk_layernorm": has_qk_norm(said),
+        "qk_layernorm": has_qk_norm(said) and family_of(hf).qk_norm == "heads",
         "tensor_model_parallel_size": dims.tp,
         "pipeline_model_parallel_size": dims.pp,
         "virtual_pipeline_model_parallel_size": dims.vpp if dims.vpp > 1 else None,

@@ -44,6 +44,8 @@ class Entry:
     """Of half an adapter: the parameter that it is of."""
     untrained: bool = False
     """Float32 whatever the model's type, also in exports, and never changed: a buffer of its module."""
+    stacked: bool = False
+    """Of an expert: the files have those of all experts of a layer in one tensor, [E, ...]."""
 
     @property
     def num_rows(self) -> int:
@@ -95,12 +97,14 @@ def runs(entry: Entry, place: int, size: int) -> Iterator[Run]:
 def hf_shapes(found: list[Entry]) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> whole shape of every tensor that the entries are made of, in order."""
     rows: dict[str, int] = {}
-    columns: dict[str, int | None] = {}
+    columns: dict[str, tuple[int, ...]] = {}
+    experts: dict[str, tuple[int, ...]] = {}
     for entry in found:
         for block in (block for block in entry.blocks if block.hf):
             rows[block.hf] = max(rows.get(block.hf, 0), block.row + block.num_rows)
-            columns[block.hf] = entry.columns
-    return {name: (num,) if columns[name] is None else (num, columns[name]) for name, num in rows.items()}
+            columns[block.hf] = () if entry.columns is None else (entry.columns,)
+            experts[block.hf] = (1 + (entry.expert or 0),) if entry.stacked else ()
+    return {name: (*experts[name], num, *columns[name]) for name, num in rows.items()}
 
 
 def latent_entries(config: PretrainedConfig, layer: int) -> list[Entry]:

@@ -209,10 +209,10 @@ def freeze_padding_token(stage: Stage, token: int) -> None:
 
 
 def scale_embedding(stage: Stage, scale: float) -> None:
-    """Multiply embedded tokens by a number, rounded to their type."""
+    """Multiply embedded tokens by a number."""
 
     def scaled(module: nn.Module, arguments: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
-        return embedded * embedded.new_tensor(scale)
+        return embedded * scale
 
     stage.embedding.register_forward_hook(scaled)
 

@@ -158,10 +158,13 @@ def pieces_of(params: LocalParams, entry: Entry, flat: Tensor, start: int) -> It
             continue
         part, at = flat[first - start : last - start], first - run.start * columns
         if entry.columns is None:
-            yield run.hf, Piece(part, (run.row + at,))
+            found = iter((Piece(part, (run.row + at,)),))
         else:
-            for piece in rectangles(part, at, columns, run.row, run.column):
-                yield run.hf, piece
+            found = rectangles(part, at, columns, run.row, run.column)
+        for piece in found:
+            if entry.stacked:
+                piece = Piece(piece.local.unsqueeze(0), (entry.expert, *piece.offset))
+            yield run.hf, piece
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ here only if its blocks differ from all of these.
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -74,14 +75,24 @@ def _mixture(config: PretrainedConfig, layer: int, row: Experts) -> list[Entry]:
     """The experts of a layer and their router, what all tokens pass, and the bias of the router."""
     hidden, wide, num = config.hidden_size, getattr(config, row.width), num_experts(config)
     hf, own = f"model.layers.{layer}.{row.module}", f"decoder.layers.{layer}.mlp"
-    gate = (Block(f"{hf}.gate.weight", 0, num),)
+    gate = (Block(f"{hf}.{row.router}.weight", 0, num),)
     found = [Entry(f"{own}.router.weight", gate, hidden, "whole", layer)]
+    if row.biases:
+        bias = (Block(f"{hf}.{row.router}.bias", 0, num),)
+        found.append(Entry(f"{own}.router.bias", bias, None, "whole", layer))
     for expert in range(num):
         local, parts = f"{own}.experts.local_experts.{expert}", f"{hf}.experts.{expert}"
         gate_up = tuple(Block(f"{parts}.{name}.weight", 0, wide) for name in row.matrices[:2])
         down = (Block(f"{parts}.{row.matrices[2]}.weight", 0, hidden),)
-        found.append(Entry(f"{local}.linear_fc1.weight", gate_up, hidden, "each block", layer, expert))
-        found.append(Entry(f"{local}.linear_fc2.weight", down, wide, "columns", layer, expert))
+        if row.stacked:
+            gate_up = tuple(Block(f"{hf}.{row.stacked[0]}", first, wide) for first in (0, wide))
+            down = (Block(f"{hf}.{row.stacked[1]}", 0, hidden),)
+        of = {"layer": layer, "expert": expert, "stacked": row.stacked is not None}
+        if row.biases:
+            found += _biased_expert(hidden, wide, local, gate_up[0].hf, down[0].hf, of)
+            continue
+        found.append(Entry(f"{local}.linear_fc1.weight", gate_up, hidden, "each block", **of))
+        found.append(Entry(f"{local}.linear_fc2.weight", down, wide, "columns", **of))
     if row.shared == "gated":
         one = Block(f"{hf}.shared_expert_gate.weight", 0, 1)
         found += _swiglu(config, layer, _shared_width(config, row), ".shared_expert", ".shared_experts")
@@ -92,6 +103,18 @@ def _mixture(config: PretrainedConfig, layer: int, row: Experts) -> list[Entry]:
         bias = (Block(f"{hf}.gate.e_score_correction_bias", 0, num),)
         found.append(Entry(f"{own}.router.{CHOICE_BIAS}", bias, None, "whole", layer, untrained=True))
     return found
+
+
+def _biased_expert(
+    hidden: int, wide: int, local: str, gate_up: str, down: str, of: dict[str, Any]
+) -> list[Entry]:
+    """One whose matrices are stored as [in, out]. See clamped_experts.py."""
+    return [
+        Entry(f"{local}.gate_up", (Block(gate_up, 0, hidden),), 2 * wide, "columns", **of),
+        Entry(f"{local}.gate_up_bias", (Block(f"{gate_up}_bias", 0, 2 * wide),), None, "rows", **of),
+        Entry(f"{local}.down", (Block(down, 0, wide),), hidden, "rows", **of),
+        Entry(f"{local}.down_bias", (Block(f"{down}_bias", 0, hidden),), None, "whole", **of),
+    ]
 
 
 def _shared_width(config: PretrainedConfig, row: Experts) -> int:
@@ -108,6 +131,8 @@ def family_options(config: PretrainedConfig) -> dict[str, Any]:
         found["activation_func"] = gelu_by_tanh
     if family.query_scale:
         found["softmax_scale"] = getattr(config, family.query_scale) ** -0.5
+    if "attention_multiplier" in family.scales:
+        found["softmax_scale"] = config.attention_multiplier
     if family.centered_norms:
         found["layernorm_zero_centered_gamma"] = True
     if family.experts is not None:
@@ -142,6 +167,14 @@ def _expert_options(config: PretrainedConfig, row: Experts) -> dict[str, Any]:
             "moe_router_dtype": "fp32",  # as transformers has it
         }
     return found
+
+
+def embedding_scale(config: PretrainedConfig, dtype: torch.dtype) -> float:
+    """What embedded tokens are multiplied by, in activations of a type: a root is rounded to it."""
+    family = family_of(config)
+    if family.scales_embedding:
+        return float(torch.tensor(config.hidden_size**0.5, dtype=dtype))
+    return config.embedding_multiplier if "embedding_multiplier" in family.scales else 1.0
 
 
 def gelu_by_tanh(x: Tensor) -> Tensor:
@@ -226,9 +259,10 @@ def _layer(config: PretrainedConfig, layer: int) -> list[Entry]:
             f"{own}.{name}.weight", (Block(f"{hf}.{hf_name}.weight", 0, length),), None, "whole", layer
         )
 
-    found = [vector("input_layernorm", "input_layernorm", hidden)]
+    found = [vector("input_layernorm", "input_layernorm", hidden)] if family.mlp_norm else []
     found += latent_entries(config, layer) if family.latent is not None else _attention(config, layer)
-    found.append(vector("pre_mlp_layernorm", family.mlp_norm, hidden))
+    if family.mlp_norm:
+        found.append(vector("pre_mlp_layernorm", family.mlp_norm, hidden))
     for part, name in zip(("self_attention", "mlp"), family.outer_norms, strict=bool(family.outer_norms)):
         found.append(vector(f"{part}.outer_norm", name, hidden))
     return found + _mlp(config, layer)
@@ -244,9 +278,17 @@ def _attention(config: PretrainedConfig, layer: int) -> list[Entry]:
         blocks = _qkv_blocks(config, hf, kind)
         found.append(Entry(f"{own}.linear_qkv.{kind}", blocks, columns, "rows", layer))
     if has_qk_norm(said):
-        for x in "qk":
-            norm = (Block(f"{hf}.{x}_norm.weight", 0, size),)
-            found.append(Entry(f"{own}.{x}_layernorm.weight", norm, None, "whole", layer))
+        whole = family_of(config).qk_norm == "whole"
+        own_name, cut = ("norm", "rows") if whole else ("layernorm", "whole")
+        for x, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+            norm = (Block(f"{hf}.{x}_norm.weight", 0, size * (heads if whole else 1)),)
+            found.append(Entry(f"{own}.{x}_{own_name}.weight", norm, None, cut, layer))
+    if family_of(config).sinks:
+        sinks = (Block(f"{hf}.sinks", 0, config.num_attention_heads),)
+        found.append(Entry(f"{own}.core_attention.sink.weight", sinks, None, "rows", layer))
+        if has_qkv_bias(said):
+            bias = (Block(f"{hf}.o_proj.bias", 0, hidden),)
+            found.append(Entry(f"{own}.output_bias", bias, None, "whole", layer))
     output = (Block(f"{hf}.o_proj.weight", 0, hidden),)
     return [*found, Entry(f"{own}.linear_proj.weight", output, heads_size, "columns", layer)]
 
