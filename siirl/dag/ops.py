@@ -364,7 +364,7 @@ PREFERENCE_TRAIN = replace(
 CRITIC_TRAIN = replace(
     ACTOR_TRAIN,
     name="critic_train",
-    reads=fixed("row_id", *TOKENS, "value", "return_"),
+    reads=with_images("row_id", *TOKENS, "value", "return_"),
     code="value_model:critic_train",
     model="critic",
     unique="critic training",

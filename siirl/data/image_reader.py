@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor
 
 from siirl.config import Config
+from siirl.config.common import ModelConfig
 from siirl.data.images import image_size, open_image
 from siirl.data.seen import Seen
 from siirl.errors import DataError
@@ -61,9 +62,9 @@ class ImageReader:
         self._kept_bytes = 0
 
     @classmethod
-    def from_config(cls, cfg: Config) -> "ImageReader | None":
-        """The reader of the policy's model, if prompts may have images."""
-        return cls(cfg.actor_rollout_ref.model.path) if cfg.data.has_images else None
+    def from_config(cls, cfg: Config, model: ModelConfig | None = None) -> "ImageReader | None":
+        """The reader of a model, or of the policy's, if prompts may have images."""
+        return cls((model or cfg.actor_rollout_ref.model).path) if cfg.data.has_images else None
 
     @property
     def most_tokens(self) -> int:

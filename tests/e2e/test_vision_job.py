@@ -99,6 +99,32 @@ def test_two_ranks_train_on_images_and_what_is_frozen_stays_bit_equal(arguments,
     assert config["model_type"] == "qwen3_vl" and vision.hf_model(tmp_path / "hf_model")
 
 
+PPO = (
+    *("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "critic.freeze_vision_tower=true"),
+    *("critic.ppo_micro_batch_size_per_gpu=2", "critic.fsdp_config.mixed_precision.param_dtype=float32"),
+)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sampler", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_a_critic_that_sees_learns_values_and_goes_on_from_a_checkpoint(arguments, tmp_path, sampler):
+    keys = [*arguments, *PPO, f"{ROLLOUT}.name={sampler}", "trainer.save_freq=1"]
+    whole = run_job(2, [*keys, f"trainer.output_dir={tmp_path / 'whole'}"], deadline_s=400)
+    assert min(whole.values("critic/grad_norm")) > 0 and len(whole.values("critic/value_loss")) == 2
+    before, after = weights(model_of(arguments)), weights(tmp_path / "whole" / "hf_critic")
+    assert after.keys() - before.keys() == {"score.weight", "score.bias"}
+    assert before.keys() - after.keys() == {"lm_head.weight"}
+    moved = {name for name in before if name in after and not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if "language_model." in name}
+    config = json.loads((tmp_path / "whole" / "hf_critic" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3VLForTokenClassification"]
+    first = tmp_path / "whole" / "checkpoints" / "global_step_1"
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={first}"]
+    run_job(2, [*keys, *resume, f"trainer.output_dir={tmp_path / 'parts'}"], deadline_s=400)
+    again = weights(tmp_path / "parts" / "hf_critic")
+    assert again.keys() == after.keys() and all(torch.equal(again[name], after[name]) for name in after)
+
+
 GALLERY = """
 import base64
 
