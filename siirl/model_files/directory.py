@@ -138,8 +138,8 @@ def check_same_images(cfg: Config, path: Path, role: str) -> None:
     if odd := sorted(name for name in mine if mine[name] != its[name]):
         raise DataError(
             f"{_here()}: {ROLES[role].model}.path={path}: {odd[0]} is {its[odd[0]]} there, and "
-            f"{mine[odd[0]]} in {policy}, whose tokens of images it reads. Give a model of the policy's type, "
-            f"with the same {PROCESSOR_FILES[0]}."
+            f"{mine[odd[0]]} in {policy}, whose tokens of images it reads. Give a model of the policy's "
+            f"type, with the same {PROCESSOR_FILES[0]}."
         )
 
 

@@ -9,7 +9,7 @@ import torch
 import vision_cases as vision
 from fixtures_tiny import write_parquet
 from job_harness import Finished, run_example, run_job
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
 REWARD = """
@@ -123,6 +123,58 @@ def test_a_critic_that_sees_learns_values_and_goes_on_from_a_checkpoint(argument
     run_job(2, [*keys, *resume, f"trainer.output_dir={tmp_path / 'parts'}"], deadline_s=400)
     again = weights(tmp_path / "parts" / "hf_critic")
     assert again.keys() == after.keys() and all(torch.equal(again[name], after[name]) for name in after)
+
+
+def scored_by(arguments: list[str], scorer: Path, output: Path, world: int, *more: str) -> Finished:
+    keys = [
+        *(one for one in arguments if not one.startswith("custom_reward")),
+        *("reward_model.enable=true", f"reward_model.model.path={scorer}", *more),
+        "reward_model.fsdp_config.mixed_precision.param_dtype=float32",
+        *("reward_model.micro_batch_size_per_gpu=4", "trainer.val_before_train=true"),
+    ]
+    return run_job(world, [*keys, f"trainer.output_dir={output}"], deadline_s=400)
+
+
+@pytest.mark.timeout(900)
+def test_a_reward_model_that_sees_scores_what_a_policy_says_of_images(arguments, tmp_path):
+    scorer = vision.make_vision_model(tmp_path / "scorer", "qwen3_vl", layers=2, seed=3)
+    tensors = weights(scorer)
+    tensors["score.weight"] = tensors.pop("lm_head.weight")[:1].contiguous()
+    save_file(tensors, scorer / "model.safetensors", metadata={"format": "pt"})
+    two = scored_by(arguments, scorer, tmp_path / "two", 2)
+    one = scored_by(arguments, scorer, tmp_path / "one", 1)
+    for name in ("reward/score", "reward/score_max", "val/reward/mean"):
+        assert two.values(name)[0] == pytest.approx(one.values(name)[0], abs=1e-5), name
+    assert min(two.values("actor/grad_norm")) > 0
+    blind = {name: 0 * x if "visual.merger" in name else x for name, x in tensors.items()}
+    save_file(blind, scorer / "model.safetensors", metadata={"format": "pt"})
+    other = scored_by(arguments, scorer, tmp_path / "blind", 2, "trainer.total_training_steps=1")
+    assert abs(other.values("reward/score")[0] - one.values("reward/score")[0]) > 1e-3
+
+
+@pytest.mark.timeout(900)
+def test_a_teacher_that_sees_says_of_its_own_tokens_what_the_policy_does(arguments, tmp_path):
+    """As long as they are one model there is nothing to learn; of another one there is."""
+    other = vision.make_vision_model(tmp_path / "teacher", "qwen3_vl", seed=5)
+    norms = {}
+    for name, teacher in (("same", model_of(arguments)), ("other", other)):
+        precision = "teacher.fsdp_config.mixed_precision.param_dtype"
+        node = f"{{teacher: {{teacher.model.path: {teacher}, {precision}: float32}}}}"
+        keys = [
+            *(
+                f"{ACTOR}.policy_loss.loss_mode=distill",
+                f"{ACTOR}.distill.top_k=-1",
+                f"dag.node_config={node}",
+            ),
+            *(
+                f"{ACTOR}.ppo_mini_batch_size=6",
+                "trainer.total_training_steps=1",
+                f"{ACTOR}.use_kl_loss=false",
+            ),
+        ]
+        job = run_job(2, [*arguments, *keys, f"trainer.output_dir={tmp_path / name}"], deadline_s=300)
+        norms[name] = job.values("actor/grad_norm")[0]
+    assert norms["same"] < 1e-4 < 0.1 < norms["other"], norms
 
 
 GALLERY = """

@@ -16,7 +16,7 @@ from siirl.errors import ConfigError, DagError, NotSupportedError, UserError
 from siirl.models.config_json import as_built, model_type_of
 from siirl.models.families import family_of
 from siirl.models.sizes import router_choices
-from siirl.types import EXPERT_FIELDS
+from siirl.types import EXPERT_FIELDS, IMAGE_FIELDS
 
 OFF = "Set actor_rollout_ref.actor.router_replay.mode=disabled"
 
@@ -32,11 +32,26 @@ def check_images(kept: Workflow) -> Iterator[UserError]:
             )
         elif node.op.is_rollout and node.cfg.data.has_images:
             yield from _of_a_rollout(node, kept)
-        elif node.op.teaches and node.cfg.data.has_images:
+        elif node.cfg.data.has_images and (problem := _why_blind(node)):
             yield NotSupportedError(
-                f"not supported yet: {node}: a teacher of prompts with images (data.dataset_type=vlm): it is "
-                "given tokens alone. Remove the node, or the images."
+                f"not supported yet: {node}: prompts with images (data.dataset_type=vlm): {problem}"
             )
+
+
+def _why_blind(node: ResolvedNode) -> str:
+    """Why a node whose model computes on prompts that have images is not given them, and the fix."""
+    names, role = {key.name for key in node.reads}, node.op.role
+    if node.op.teaches and (role is None or role.generates):
+        return (
+            "a teacher in a rollout engine, or behind a service, is given tokens alone. Set "
+            "teacher.strategy=fsdp."
+        )
+    if node.op.teaches and node.cfg.teacher.is_aligned:
+        return "a teacher with a tokenizer of its own reads texts alone. Leave out teacher.tokenizer."
+    missing = [name for name in IMAGE_FIELDS if name not in names]
+    if role and not role.generates and node.spec.executable_ref and "prompt_ids" in names and missing:
+        return f"its code gives its model tokens without {' and '.join(missing)}. Add them to its reads."
+    return ""
 
 
 def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:

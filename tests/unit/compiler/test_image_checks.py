@@ -104,17 +104,62 @@ def test_a_reference_and_a_reward_model_are_held_to_the_same(tmp_path):
     keys = (VLM, "reward_model.enable=true", f"reward_model.model.path={score}")
     with pytest.raises(UserError, match=r"reward_model\.strategy=fsdp: .*a qwen3, which sees no images"):
         compiled(tmp_path, "qwen3_vl", *keys)
+    score = model(tmp_path / "score", "qwen2_5_vl")
+    plan = compiled(tmp_path, "qwen3_vl", VLM, "reward_model.enable=true", f"reward_model.model.path={score}")
+    (run,) = [ins for ins in plan.instructions if isinstance(ins, Run) and "reward" in ins.node]
+    assert {FieldKey(0, name) for name in IMAGE_FIELDS} <= set(run.reads)
 
 
-def test_a_teacher_sees_no_images(tmp_path):
+SEEN_BY_A_TEACHER = {
+    "": "",
+    "teacher.strategy: vllm": "in a rollout engine, .*Set teacher.strategy=fsdp",
+    "teacher.tokenizer: own": "of its own reads texts alone.*Leave out teacher.tokenizer",
+}
+
+
+@pytest.mark.parametrize(("key", "words"), SEEN_BY_A_TEACHER.items())
+def test_a_teacher_that_computes_on_the_policy_s_tokens_sees_images(tmp_path, key, words):
     teacher = {"teacher.model.path": model(tmp_path / "qwen3_vl", "qwen3_vl")}
+    teacher |= dict([key.split(": ")]) if key else {}
     keys = (
         VLM,
         f"{ACTOR}.policy_loss.loss_mode=distill",
         f"dag.node_config={json.dumps({'teacher': teacher})}",
     )
-    with pytest.raises(UserError, match=r"'teacher'.*a teacher of prompts with images.*Remove the node"):
-        compiled(tmp_path, "qwen3_vl", *keys)
+    if words:
+        with pytest.raises(UserError, match=f"'teacher'.*prompts with images.*{words}"):
+            compiled(tmp_path, "qwen3_vl", *keys)
+        return
+    plan = compiled(tmp_path, "qwen3_vl", *keys)
+    assert {FieldKey(0, name) for name in IMAGE_FIELDS} <= set(plan.run_of("teacher").reads)
+
+
+def test_a_user_s_op_gives_its_model_the_images_of_the_tokens(tmp_path):
+    dag, reads = tmp_path / "dag.yaml", ["prompt_ids", "prompt_length", "response_ids", "response_length"]
+    for extra in ([], ["images"], ["images", "image_starts"]):
+        fields = tuple([*reads, "response_mask", *extra])
+        (tmp_path / "mine.py").write_text(
+            f'@declare_op(reads={fields}, writes=("score",), model="ref", needs=("engine",))\n'
+            "def mine(ctx, rows, engine): ...\n"
+        )
+        dag.write_text(OWN_OP.replace("FOLDER", str(tmp_path)))
+        keys = (VLM, f"dag.workflow_path={dag}")
+        if len(extra) == 2:
+            assert compiled(tmp_path, "qwen3_vl", *keys).nodes["mine"].model == "agent_0.ref"
+        else:
+            with pytest.raises(UserError, match=r"'mine'.*without .*image_starts. Add them to its reads"):
+                compiled(tmp_path, "qwen3_vl", *keys)
+
+
+OWN_OP = """
+dag_id: own
+nodes:
+  - {node_id: rollout, node_type: MODEL_INFERENCE, node_role: ROLLOUT}
+  - {node_id: mine, node_type: COMPUTE, node_role: REWARD, dependencies: [rollout],
+     executable_ref: "FOLDER/mine.py:mine"}
+  - {node_id: advantages, node_type: COMPUTE, node_role: ADVANTAGE, dependencies: [mine]}
+  - {node_id: train, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [advantages]}
+"""
 
 
 def test_one_node_has_no_other_kind_of_dataset(tmp_path):
