@@ -79,12 +79,15 @@ def model_of(arguments: list[str]) -> Path:
     [
         ("hf", "the text part"),
         pytest.param("vllm", "the text part", marks=pytest.mark.slow),
+        pytest.param("vllm on both", "the text part", marks=pytest.mark.slow),
         pytest.param("hf", "adapters", marks=pytest.mark.slow),
         pytest.param("vllm", "adapters", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_train_on_images_and_what_is_frozen_stays_bit_equal(arguments, tmp_path, sampler, trained):
-    keys = [f"{ROLLOUT}.name={sampler}", f"trainer.output_dir={tmp_path}"]
+    keys = [f"{ROLLOUT}.name={sampler.partition(' ')[0]}", f"trainer.output_dir={tmp_path}"]
+    if sampler == "vllm on both":
+        keys += [f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
     keys += [f"{ACTOR}.freeze_vision_tower=true" if trained == "the text part" else f"{MODEL}.lora_rank=4"]
     job = run_job(2, [*arguments, *keys], deadline_s=500)
     assert max(job.values("actor/rollout_log_prob_diff")) < 1e-5

@@ -74,11 +74,10 @@ def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
             f"{images} with rollout.name={rollout.name}, which is given tokens alone. Set rollout.name to "
             f"{' or '.join(taking)}."
         )
-    elif rollout.name == "vllm" and rollout.tensor_model_parallel_size > 1:
+    elif node.cfg.trainer.device != "cpu" and rollout.tensor_model_parallel_size > 1:
         yield NotSupportedError(
-            f"{images} with rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the "
-            "processes that vLLM starts for an engine of several ranks do not take patches. Set "
-            f"{KEY}.tensor_model_parallel_size=1."
+            f"{images} with rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: engines "
+            f"of several ranks were seen to read images on CPUs alone. Set {KEY}.tensor_model_parallel_size=1."
         )
 
 

@@ -17,12 +17,15 @@ VISION_MODELS = types_with(lambda row: row.sees_images)
 
 ROLLOUT, ACTOR, MODEL = (f"actor_rollout_ref.{name}" for name in ("rollout", "actor", "model"))
 VLM = "data.dataset_type=vlm"
-VISION = {"vision_config": {"depth": 2, "spatial_merge_size": 2}, "text_config": {"hidden_size": 64}}
+TOWER = {"depth": 2, "spatial_merge_size": 2, "num_heads": 4, "intermediate_size": 128}
+VISION = {"vision_config": TOWER, "text_config": {"hidden_size": 64}}
 
 
 def model(folder: Path, kind: str) -> str:
     folder.mkdir(exist_ok=True)
     parts = VISION if kind in VISION_MODELS else {}
+    if kind == "qwen2_5_vl":
+        parts = VISION | {"vision_config": TOWER | {"intermediate_size": 171}}
     (folder / "config.json").write_text(json.dumps({"model_type": kind} | parts))
     return str(folder)
 
@@ -49,7 +52,13 @@ def test_images_reach_every_node_that_runs_a_model(tmp_path, kind, sampler):
     assert not any(images in ins.keys for ins in texts if isinstance(ins, Load))
 
 
+TWO_RANKS = (
+    f"{ROLLOUT}.name=vllm",
+    f"{ROLLOUT}.tensor_model_parallel_size=2",
+    *("trainer.n_gpus_per_node=2", "trainer.device=cpu"),
+)
 REFUSED = {
+    "ranks of GPUs": ("qwen3_vl", (VLM, *TWO_RANKS, "trainer.device=cuda"), "on CPUs alone. Set .*size=1"),
     "a model of texts": ("qwen3", (VLM,), "which sees no images. Use a model of qwen2_5_vl, qwen3_vl"),
     "data of texts": ("qwen3_vl", (), "qwen3_vl with data.dataset_type=llm.*Set data.dataset_type=vlm"),
     "replay": (
@@ -57,10 +66,15 @@ REFUSED = {
         (VLM, f"{ROLLOUT}.name=replay"),
         "rollout.name=replay.* Set rollout.name to hf or vllm",
     ),
-    "ranks": (
+    "ranks that do not divide the tower": (
+        "qwen2_5_vl",
+        (VLM, *TWO_RANKS),
+        r"size=2 does not divide the model's 171 intermediate_size of its vision tower: .*Set it to 1\.",
+    ),
+    "an argument by which siirl tells the ranks of images": (
         "qwen3_vl",
-        (VLM, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"),
-        "tensor_model_parallel_size=2: .*do not take patches. Set .*size=1",
+        (VLM, *TWO_RANKS, f"{ROLLOUT}.engine_kwargs.vllm.additional_config={{a:1}}"),
+        r"additional_config with .*size=2 and images.*Remove it",
     ),
     "adapters alone": (
         "qwen3_vl",
@@ -97,6 +111,11 @@ def test_what_does_not_take_images_is_refused_with_the_fix(tmp_path, monkeypatch
     Path("tools.yaml").write_text(TOOLS)
     with pytest.raises(UserError, match=words):
         compiled(tmp_path, kind, *keys)
+
+
+def test_an_engine_of_several_ranks_takes_images(tmp_path):
+    rollout = compiled(tmp_path, "qwen3_vl", VLM, *TWO_RANKS).models["agent_0.rollout"]
+    assert rollout.dims.tp == 2
 
 
 def test_a_reference_and_a_reward_model_are_held_to_the_same(tmp_path):
