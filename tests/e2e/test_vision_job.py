@@ -207,6 +207,64 @@ nodes:
   - {node_id: old, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [talk], only_forward_compute: true}
   - {node_id: train, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [advantages, old]}
 """
+PROGRAM = """
+import base64
+import io
+import os
+
+import openai
+from PIL import Image
+
+
+def shown(image):
+    return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + image}}
+
+
+def play(session):
+    'Two turns: the images of the row, if it has some, and one that the program draws.'
+    client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
+    images = [shown(image) for image in session.task["images"]]
+    messages, said = [{"role": "user", "content": [*images, {"type": "text", "text": "colour ?"}]}], ""
+    for turn in range(2):
+        reply = client.chat.completions.create(model="talk", messages=messages)
+        said += reply.choices[0].message.content or ""
+        drawn = io.BytesIO()
+        size = (30, 90) if len(said) % 2 else (40, 40)
+        Image.new("RGB", size, (len(said) * 9 % 256, 80, 160)).save(drawn, format="PNG")
+        text = {"type": "text", "text": "and ?"}
+        messages += [
+            {"role": "assistant", "content": reply.choices[0].message.content},
+            {"role": "user", "content": [shown(base64.b64encode(drawn.getvalue()).decode()), text]},
+        ]
+    return float(len(said) % 5)
+"""
+BY_A_PROGRAM = """
+dag_id: program
+nodes:
+  - {node_id: talk, node_type: MODEL_INFERENCE, node_role: ROLLOUT,
+     config: {serve: {command: "FOLDER/program.py:play"}}}
+  - {node_id: advantages, node_type: COMPUTE, node_role: ADVANTAGE, dependencies: [talk]}
+  - {node_id: old, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [talk], only_forward_compute: true}
+  - {node_id: train, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [advantages, old]}
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sampler", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_a_program_sends_images_in_its_requests(arguments, tmp_path, sampler):
+    pytest.importorskip("openai")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "dag.yaml").write_text(BY_A_PROGRAM.replace("FOLDER", str(tmp_path)))
+    given = [one for one in arguments if not one.startswith(("custom_reward", f"{ACTOR}.use_kl_loss"))]
+    more = [f"dag.workflow_path={tmp_path}/dag.yaml", f"{ROLLOUT}.name={sampler}", "trainer.deadline_s=240"]
+    turns = [f"{ROLLOUT}.agent.max_turn_tokens=5", "data.max_response_length=40"]
+    job = run_job(2, [*given, *more, *turns, f"trainer.output_dir={tmp_path}/out"], deadline_s=500)
+    assert max(job.values("interaction/failed")) == 0 and min(job.values("actor/grad_norm")) > 0
+    assert max(job.values("actor/rollout_log_prob_diff_max")) < 1e-4
+    assert max(job.values("interaction/turns_max")) == 2
+    assert min(job.values("rollout/response_length")) > 12  # images between turns are in it
+
+
 LAG = (
     *(f"{ROLLOUT}.max_lag=1", f"{ROLLOUT}.surplus=1"),
     *(f"{ACTOR}.optim.lr=0", "trainer.total_training_steps=3"),

@@ -31,7 +31,7 @@ def check_images(kept: Workflow) -> Iterator[UserError]:
                 "reads the prompts of all nodes. Set it on the command line."
             )
         elif node.op.is_rollout and node.cfg.data.has_images:
-            yield from _of_a_rollout(node, kept)
+            yield from _of_a_rollout(node)
         elif node.cfg.data.has_images and (problem := _why_blind(node)):
             yield NotSupportedError(
                 f"not supported yet: {node}: prompts with images (data.dataset_type=vlm): {problem}"
@@ -54,17 +54,11 @@ def _why_blind(node: ResolvedNode) -> str:
     return ""
 
 
-def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
+def _of_a_rollout(node: ResolvedNode) -> Iterator[UserError]:
     images = f"not supported yet: {node}: images in prompts (data.dataset_type=vlm)"
     rollout = node.cfg.actor_rollout_ref.rollout
     taking = [name for name, backend in ROLLOUT_BACKENDS.items() if backend.takes_images]
-    plans = kept.interactions.values()
-    if any(plan.program and node.id in [stage.node for stage in plan.stages] for plan in plans):
-        yield NotSupportedError(
-            f"{images} of episodes that a program plays (actor_rollout_ref.serve): its messages are texts. "
-            "Let an environment or tools show the images, or remove actor_rollout_ref.serve."
-        )
-    elif node.op.gives_data:
+    if node.op.gives_data:
         yield NotSupportedError(
             f"{images} with rollout.name={rollout.name}: SFT, DPO and what else trains on responses "
             "of a dataset have texts alone. Remove the images, or let the policy sample by rollout.name=vllm."
@@ -77,7 +71,8 @@ def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
     elif node.cfg.trainer.device != "cpu" and rollout.tensor_model_parallel_size > 1:
         yield NotSupportedError(
             f"{images} with rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: engines "
-            f"of several ranks were seen to read images on CPUs alone. Set {KEY}.tensor_model_parallel_size=1."
+            "of several ranks were seen to read images on CPUs alone. Set "
+            f"{KEY}.tensor_model_parallel_size=1."
         )
 
 
