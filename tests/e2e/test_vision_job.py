@@ -271,27 +271,40 @@ LAG = (
 )
 
 
+VALUED = (
+    PARTS.replace("dependencies: [game]", "dependencies: [game, values]")
+    + """
+  - {node_id: values, node_type: MODEL_TRAIN, node_role: CRITIC, dependencies: [talk],
+     only_forward_compute: true}
+  - {node_id: critic, node_type: MODEL_TRAIN, node_role: CRITIC, dependencies: [advantages]}
+"""
+)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("sampler", "keys"),
     [
         pytest.param("hf", (), marks=pytest.mark.slow),
         pytest.param("hf", LAG, marks=pytest.mark.slow),
+        pytest.param("hf", PPO, marks=pytest.mark.slow),
         pytest.param("vllm", (), marks=pytest.mark.slow),
     ],
-    ids=["hf", "with a lag", "vllm"],
+    ids=["hf", "with a lag", "with a critic", "vllm"],
 )
 def test_an_environment_shows_an_image_each_turn(arguments, tmp_path, sampler, keys):
     (tmp_path / "gallery.py").write_text(GALLERY.replace("IMAGE", repr(vision.SMALL)))
-    (tmp_path / "dag.yaml").write_text(PARTS.replace("FOLDER", str(tmp_path)))
+    workflow = VALUED if keys == PPO else PARTS
+    (tmp_path / "dag.yaml").write_text(workflow.replace("FOLDER", str(tmp_path)))
     given = [one for one in arguments if not one.startswith(("custom_reward", f"{ACTOR}.use_kl_loss"))]
     more = [f"dag.workflow_path={tmp_path}/dag.yaml", f"{ROLLOUT}.name={sampler}"]
     turns = [f"{ROLLOUT}.agent.max_turn_tokens=5", "data.max_response_length=40"]
     job = run_job(2, [*given, *more, *turns, *keys, f"trainer.output_dir={tmp_path}/out"], deadline_s=500)
     assert max(job.values("interaction/turns_max")) == 3 and max(job.values("interaction/failed")) == 0
     assert max(job.values("actor/rollout_log_prob_diff_max")) < 1e-4
-    assert keys or min(job.values("actor/grad_norm")) > 0
-    assert not keys or max(job.values("rollout/staleness_max")) > 0
+    assert keys == LAG or min(job.values("actor/grad_norm")) > 0
+    assert keys != LAG or max(job.values("rollout/staleness_max")) > 0
+    assert keys != PPO or min(job.values("critic/grad_norm")) > 0
 
 
 @pytest.mark.slow
