@@ -14,6 +14,8 @@ import train_engine_cases as cases
 import value_head_cases as heads
 import vision_cases as vision
 from dist_harness import run_workers
+from proven_models import record
+from recorded_cases import case_of, distance
 from safetensors.torch import load_file, save_file
 from some_cases import some
 from tensordict import TensorDict
@@ -176,6 +178,9 @@ def check(folder: Path, scenarios: tuple[Scenario, ...], out: str = "", deadline
         assert seen.grads.keys() == wanted.grads.keys()
         for name, grad in wanted.grads.items():
             assert float((seen.grads[name] - grad).abs().max()) < 1e-5, (scenario.name, name)
+        gap = float((seen.value - wanted.value).abs().max())
+        kind = next(kind for kind in vision.KINDS if folder.name.startswith(kind))
+        record(case_of(kind, scenario, "values"), gap, distance(seen.grads, wanted.grads))
     return found
 
 
