@@ -83,11 +83,6 @@ REFUSED = {
     ),
     "liger": ("qwen2_5_vl", (VLM, f"{MODEL}.use_liger=true"), "Liger kernels.*use_liger=false"),
     "megatron": ("qwen3_vl", (VLM, f"{ACTOR}.strategy=megatron"), "a vision_config.*Set strategy=fsdp"),
-    "programs": (
-        "qwen3_vl",
-        (VLM, "actor_rollout_ref.serve.command=python agent.py"),
-        "of episodes that a program plays .*remove actor_rollout_ref.serve",
-    ),
 }
 TOOLS = "tools:\n  - function: math:sqrt\n    name: root\n    description: root\n"
 
@@ -111,6 +106,12 @@ def test_what_does_not_take_images_is_refused_with_the_fix(tmp_path, monkeypatch
     Path("tools.yaml").write_text(TOOLS)
     with pytest.raises(UserError, match=words):
         compiled(tmp_path, kind, *keys)
+
+
+def test_programs_that_play_episodes_may_send_images(tmp_path):
+    plan = compiled(tmp_path, "qwen3_vl", VLM, "actor_rollout_ref.serve.command=python agent.py")
+    (talk,) = plan.interactions.values()
+    assert talk.program
 
 
 def test_an_engine_of_several_ranks_takes_images(tmp_path):
