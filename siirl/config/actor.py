@@ -9,7 +9,7 @@ from siirl.config.common import (
     ForwardMegatronConfig,
     FSDPConfig,
     ModelConfig,
-    TrainedConfig,
+    SeeingConfig,
 )
 from siirl.config.keys import group, key
 from siirl.config.teacher import SAMPLED, DistillConfig
@@ -139,7 +139,7 @@ class RouterReplayConfig:
 
 
 @dataclass(frozen=True)
-class ActorConfig(TrainedConfig):
+class ActorConfig(SeeingConfig):
     """The policy in training: batch arithmetic, loss, optimizer, sharding."""
 
     clip_ratio: float = key(0.2, "PPO clips the probability ratio to 1 - clip_ratio .. 1 + clip_ratio", low=0)
@@ -193,9 +193,6 @@ class ActorConfig(TrainedConfig):
     )
     freeze: bool = key(
         False, "take no optimizer step: the policy keeps its weights, also those of a checkpoint"
-    )
-    freeze_vision_tower: bool = key(
-        False, "leave the part of the model that sees images as it is", when="data.dataset_type=vlm"
     )
     grad_offload: bool = key(False, "keep gradients in host memory between phases", when="strategy=fsdp")
     recompute_old_log_prob: bool = key(
@@ -287,7 +284,7 @@ class CriticModelConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class CriticConfig(TrainedConfig):
+class CriticConfig(SeeingConfig):
     """The value model of PPO: used with algorithm.adv_estimator=gae."""
 
     use_dynamic_bsz: bool = key(None, "fill micro-batches up to a token budget", auto=True)

@@ -212,6 +212,15 @@ class TrainedConfig:
     checkpoint: CheckpointConfig = group(CheckpointConfig, "contents of checkpoints")
 
 
+@dataclass(frozen=True)
+class SeeingConfig(TrainedConfig):
+    """A model in training that may see images."""
+
+    freeze_vision_tower: bool = key(
+        False, "leave the part of the model that sees images as it is", when="data.dataset_type=vlm"
+    )
+
+
 FLASH_4, FLA = "flash_attn_4", "fla"
 FLA_TRITON = ((3, 4, 0), (3, 7, 1))
 """Triton from the one on and before the other compiles gradients of fla-core wrongly for Hopper GPUs; it

@@ -153,6 +153,6 @@ def teacher_writes(node_id: str, cfg: Config) -> Names:
 
 
 def teacher_reads(cfg: Config) -> Names:
-    """Tokens, the messages that a teacher tokenises itself, and what says which rows it takes."""
+    """Tokens and images, the messages that a teacher tokenises itself, and what says which rows it takes."""
     routed = (cfg.teacher.by.partition(".")[0],) if cfg.teacher.takes else ()
-    return (*TOKENS, *(("raw_prompt",) if cfg.teacher.is_aligned else ()), *routed)
+    return (*with_images(*TOKENS)(cfg), *(("raw_prompt",) if cfg.teacher.is_aligned else ()), *routed)

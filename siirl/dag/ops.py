@@ -252,7 +252,7 @@ BASELINE_REWARD = OpSpec(
 )
 MODEL_REWARD = OpSpec(
     "model_reward",
-    fixed("row_id", "sample_index", "prompt_ids", "prompt_length", *SCORED_READS[2:]),
+    with_images("row_id", "sample_index", "prompt_ids", "prompt_length", *SCORED_READS[2:]),
     fixed("score", "reward_info"),
     "reward_model:model_reward",
     needs=("engine", "encoder"),
@@ -364,7 +364,7 @@ PREFERENCE_TRAIN = replace(
 CRITIC_TRAIN = replace(
     ACTOR_TRAIN,
     name="critic_train",
-    reads=fixed("row_id", *TOKENS, "value", "return_"),
+    reads=with_images("row_id", *TOKENS, "value", "return_"),
     code="value_model:critic_train",
     model="critic",
     unique="critic training",

@@ -5,7 +5,7 @@ Legend: I images, X patches of all images, C numbers of a patch, N tokens of a r
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor
 
 from siirl.config import Config
+from siirl.config.common import ModelConfig
 from siirl.data.images import image_size, open_image
 from siirl.data.seen import Seen
 from siirl.errors import DataError
@@ -61,9 +62,9 @@ class ImageReader:
         self._kept_bytes = 0
 
     @classmethod
-    def from_config(cls, cfg: Config) -> "ImageReader | None":
-        """The reader of the policy's model, if prompts may have images."""
-        return cls(cfg.actor_rollout_ref.model.path) if cfg.data.has_images else None
+    def from_config(cls, cfg: Config, model: ModelConfig | None = None) -> "ImageReader | None":
+        """The reader of a model, or of the policy's, if prompts may have images."""
+        return cls((model or cfg.actor_rollout_ref.model).path) if cfg.data.has_images else None
 
     @property
     def most_tokens(self) -> int:
@@ -114,26 +115,39 @@ class ImageReader:
         place_3N[:, at:] = start + np.arange(len(ids_N) - at)
         return place_3N
 
-    def expand(self, ids: Sequence[int], images: Sequence[str], where: str) -> tuple[list[int], Seen]:
+    def expand(
+        self, ids: Sequence[int], images: Sequence[str], where: str, said_behind: bool = False
+    ) -> tuple[list[int], Seen]:
         """Token ids of rendered messages with each image's token as often as the image takes, and where.
 
-        DataError unless there is one for each image.
+        said_behind: what a policy has said, which may be any tokens, is behind all images. DataError unless
+        there is one for each image.
         """
         found = sum(token == self.image_token_id for token in ids)
-        if found != len(images):
+        if found < len(images) or (found > len(images) and not said_behind):
             raise DataError(
                 f"{where}: the prompt as its chat template writes it has {found} places for {len(images)} "
                 "images: the template must write one for each, and the text of a message none. Use the chat "
                 "template of a vision model, and keep the image token out of texts."
             )
-        counts = iter([self.num_tokens(image) for image in images])
+        at = -1
+        ones = [at := ids.index(self.image_token_id, at + 1) for _ in images]
+        return self.resized(ids, Seen(tuple(images), tuple(ones)), lambda image: 1)
+
+    def resized(self, ids: Sequence[int], seen: Seen, length: Callable[[str], int]) -> tuple[list[int], Seen]:
+        """Token ids in which each image has the tokens that it takes here, and where.
+
+        length: of the tokens that an image has in `ids`.
+        """
         made: list[int] = []
         starts: list[int] = []
-        for token in ids:
-            if token == self.image_token_id:
-                starts.append(len(made))
-            made += [token] * (next(counts) if token == self.image_token_id else 1)
-        return made, Seen(tuple(images), tuple(starts))
+        at = 0
+        for image, start in zip(seen.images, seen.starts, strict=True):
+            made += ids[at:start]
+            starts.append(len(made))
+            made += [self.image_token_id] * self.num_tokens(image)
+            at = start + length(image)
+        return [*made, *ids[at:]], Seen(seen.images, tuple(starts))
 
     def _check_tokens(self, ids_N: np.ndarray, start: int, count: int, starts: Sequence[int]) -> None:
         """DataError unless an image that takes `count` tokens has just these from `start` on."""

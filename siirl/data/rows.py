@@ -60,6 +60,12 @@ def seen_of(rows: TensorDict) -> list[Seen]:
     return [Seen(tuple(images), tuple(starts)) for images, starts in zip(*columns, strict=True)]
 
 
+def prompt_images(rows: TensorDict) -> list[tuple[str, ...]]:
+    """Those of the images of each row that its prompt shows."""
+    lengths = rows["prompt_length"].tolist()
+    return [seen.before(length).images for seen, length in zip(seen_of(rows), lengths, strict=True)]
+
+
 def take_rows(rows: TensorDict, index: Tensor | Sequence[int]) -> TensorDict:
     """The rows at `index` (positions, with repeats, or a bool mask), in that order; tensors are copied.
 

@@ -24,5 +24,10 @@ class Seen(NamedTuple):
         count = sum(start < num_tokens for start in self.starts)
         return Seen(self.images[:count], self.starts[:count])
 
+    def since(self, num_tokens: int) -> "Seen":
+        """Those behind the first tokens, counted from there."""
+        count = sum(start < num_tokens for start in self.starts)
+        return Seen(self.images[count:], self.starts[count:]).after(-num_tokens)
+
 
 NO_IMAGES = Seen()

@@ -129,6 +129,33 @@ def check_image_files(path: Path) -> None:
         )
 
 
+def check_same_images(cfg: Config, path: Path, role: str) -> None:
+    """DataError unless a model that reads the policy's tokens takes as many of them for an image."""
+    policy = Path(cfg.actor_rollout_ref.model.path).expanduser()
+    if not (policy / "config.json").is_file():
+        return  # of a hub; or said of the policy
+    mine, its = _image_sizes(policy), _image_sizes(path)
+    if odd := sorted(name for name in mine if mine[name] != its[name]):
+        raise DataError(
+            f"{_here()}: {ROLES[role].model}.path={path}: {odd[0]} is {its[odd[0]]} there, and "
+            f"{mine[odd[0]]} in {policy}, whose tokens of images it reads. Give a model of the policy's "
+            f"type, with the same {PROCESSOR_FILES[0]}."
+        )
+
+
+def _image_sizes(path: Path) -> dict[str, Any]:
+    """What decides how many tokens an image has, and which."""
+    file = next((path / name for name in PROCESSOR_FILES if (path / name).is_file()), None)
+    content = _read_json(file) if file else {}
+    content = content.get("image_processor", content)
+    least, most = content.get("min_pixels"), content.get("max_pixels")
+    return {
+        "size": content.get("size") or {"shortest_edge": least, "longest_edge": most},
+        **{name: content.get(name) for name in ("patch_size", "merge_size")},
+        "image_token_id": _read_json(path / "config.json").get("image_token_id"),
+    }
+
+
 def has_tokenizer_files(path: str | Path) -> bool:
     """Whether a directory holds a tokenizer."""
     return any((Path(path).expanduser() / name).is_file() for name in TOKENIZER_FILES)
@@ -181,8 +208,10 @@ def check_model_files(cfg: Config, role: str, trains: bool = False, of_known_typ
     check_lengths(cfg, path, role)
     if not of_known_type:
         refuse(check_trained_model(cfg, role, f"{_here()}: {path}"))
-    if cfg.data.has_images and role == "actor":
+    if cfg.data.has_images and not ROLES[role].generates:
         check_image_files(path)
+        if not ROLES[role].own_length:
+            check_same_images(cfg, path, role)
     if not ROLES[role].takes_weights:
         _check_weights(cfg, path, role)
     if trains:

@@ -70,7 +70,7 @@ class Family:
     strategies: tuple[str, ...] = FSDP
     """That train it."""
     any_head: bool = False
-    """It trains with a value or score head, too: transformers has these for it."""
+    """It trains with a value or score head, too: transformers has these for it, or parts to build them of."""
     vllm: InVLLM = field(default_factory=InVLLM)
     sglang: bool = False
     """SGLang was seen to take its weights as they are trained, and to give their log-probs."""
@@ -378,6 +378,7 @@ FAMILIES: dict[str, Family] = {
         windows=True,
     ),
     "qwen2_5_vl": Family(
+        any_head=True,
         vllm=InVLLM(vision_class="vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration"),
         compiled=True,
         sees_images=True,
@@ -434,6 +435,7 @@ FAMILIES: dict[str, Family] = {
         tiny=_TINY_DELTA_NETS | _TINY_GATED_EXPERT,
     ),
     "qwen3_vl": Family(
+        any_head=True,
         vllm=InVLLM(vision_class="vllm.model_executor.models.qwen3_vl:Qwen3VLForConditionalGeneration"),
         compiled=True,
         sees_images=True,

@@ -8,8 +8,11 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
 from siirl.data.chat import Prompt, as_messages, read_tokenizer
-from siirl.data.rows import make_rows, objects
+from siirl.data.image_reader import ImageReader
+from siirl.data.images import with_image_parts
+from siirl.data.rows import make_rows, objects, prompt_images, seen_of
 from siirl.data.said import raw_texts
+from siirl.data.seen import NO_IMAGES, Seen
 from siirl.dialect.dialect import Dialect, dialect_of
 from siirl.errors import DataError
 from siirl.model_files.directory import has_tokenizer_files, model_positions
@@ -22,6 +25,7 @@ class ConversationEncoder:
 
     Where policy and reward model have the same tokenizer and chat template, the tokens of the rows are taken
     as they are; otherwise prompt and response are rendered by the reward model's template and tokenised anew.
+    Images have the tokens that the reward model's processor gives them.
     reward_model.model.rm_tokenizer names another tokenizer than that of model.path, and always renders.
     DataError without a chat template to render by.
     """
@@ -35,6 +39,8 @@ class ConversationEncoder:
             own = reward_tokenizer(cfg)
             if model.rm_tokenizer or not same_tokens(own, tokenizer):
                 self._own = own
+        self._images = ImageReader.from_config(cfg, model)
+        self._policy_images = ImageReader.from_config(cfg)
         self._max_length = cfg.reward_model.max_length or model_positions(model)
 
     @property
@@ -48,28 +54,58 @@ class ConversationEncoder:
         A row's prompt is the conversation, its response one token that nothing reads: what a score head says
         of the state before it is the score of the whole. No communication.
         """
-        conversations = self._rendered(rows) if self._own is not None else _tokens_of(rows)
+        conversations = self._rendered(rows) if self._own is not None else self._as_they_are(rows)
         limit = self._max_length
-        num_cut = sum(limit is not None and len(ids) > limit for ids in conversations)
-        kept = [ids[-limit:] if limit is not None else ids for ids in conversations]
+        num_cut = sum(limit is not None and len(ids) > limit for ids, _ in conversations)
+        kept = [self._cut(*one) for one in conversations]
         ones = torch.ones(len(rows), 1, dtype=torch.int64)
-        encoded = make_rows(
-            {
-                "prompt_ids": kept,
-                "prompt_length": [len(ids) for ids in kept],
-                "response_ids": 0 * ones,
-                "response_length": ones[:, 0],
-                "response_mask": ones.bool(),
-            }
-        )
-        return encoded, num_cut
+        columns = {
+            "prompt_ids": [ids for ids, _ in kept],
+            "prompt_length": [len(ids) for ids, _ in kept],
+            "response_ids": 0 * ones,
+            "response_length": ones[:, 0],
+            "response_mask": ones.bool(),
+        }
+        if self._images is not None:
+            columns["images"] = [list(seen.images) for _, seen in kept]
+            columns["image_starts"] = [list(seen.starts) for _, seen in kept]
+        return make_rows(columns), num_cut
 
-    def _rendered(self, rows: TensorDict) -> list[list[int]]:
+    def _as_they_are(self, rows: TensorDict) -> list[tuple[list[int], Seen]]:
+        both = zip(_tokens_of(rows), seen_of(rows), strict=True)
+        if self._images is None or self._policy_images is None:
+            return list(both)
+        return [self._images.resized(ids, seen, self._policy_images.num_tokens) for ids, seen in both]
+
+    def _rendered(self, rows: TensorDict) -> list[tuple[list[int], Seen]]:
         assert self._own is not None
         lengths = rows["response_length"].tolist()
         ids = [row[:length] for row, length in zip(rows["response_ids"].tolist(), lengths, strict=True)]
         texts = raw_texts(self._dialect, self._policy, ids)
-        return render(self._own, objects(rows, "raw_prompt"), texts)
+        prompts = objects(rows, "raw_prompt")
+        if self._images is None:
+            return [(of_row, NO_IMAGES) for of_row in render(self._own, prompts, texts)]
+        seen, where = [of_row.images for of_row in seen_of(rows)], "a conversation for the reward model"
+        if seen != prompt_images(rows):
+            raise DataError(
+                f"{where} has images between its turns, and that has another tokenizer or chat template than "
+                "the policy: only images of prompts are rendered anew. Give one that has the policy's."
+            )
+        written = [
+            with_image_parts(one, len(of_row), where) for one, of_row in zip(prompts, seen, strict=True)
+        ]
+        return [
+            self._images.expand(of_row, images, where, said_behind=True)
+            for of_row, images in zip(render(self._own, written, texts), seen, strict=True)
+        ]
+
+    def _cut(self, ids: list[int], seen: Seen) -> tuple[list[int], Seen]:
+        """The last tokens of a conversation, without the rest of an image that is cut."""
+        first = max(0, len(ids) - (self._max_length or len(ids)))
+        for image, start in zip(seen.images, seen.starts, strict=True):
+            end = start + self._images.num_tokens(image)
+            first = min(end, len(ids) - 1) if start < first < end else first
+        return ids[first:], seen.since(first)
 
 
 def reward_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:

@@ -22,7 +22,8 @@ from siirl.models.sizes import EXPERTS
 from siirl.parallel.dims import ParallelDims
 
 LATENT = types_with(lambda row: row.latent)
-OF_ANY_HEAD = types_with(lambda row: row.any_head)
+OF_ANY_HEAD = types_with(lambda row: row.any_head and not row.sees_images)
+"""Those that see: test_vision_heads.py."""
 SCANNED = types_with(lambda row: row.mamba2)
 """Of whose rows ranks share no tokens: checks refuse it."""
 VISION_MODELS = types_with(lambda row: row.sees_images)

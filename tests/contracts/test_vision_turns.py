@@ -1,19 +1,24 @@
 """Images that environments and tools show between turns: what an agent reads, says, and is trained on."""
 
 import base64
+import json
 from pathlib import Path
 from typing import ClassVar
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
 import vision_cases as vision
 from episode_cases import play, stage
+from outside_cases import episode, game_of
 from safetensors.torch import load_file
 
 from siirl.agents.contexts import Limits
 from siirl.agents.environments import load_environment
+from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
+from siirl.agents.outside.programs import Programs, starter
 from siirl.agents.renderer import ChatRenderer
-from siirl.agents.runner import Speaker
+from siirl.agents.runner import Speaker, run_all
 from siirl.agents.shown import Shown
 from siirl.agents.stream_client import StreamClient
 from siirl.agents.tool_files import ToolUse
@@ -172,3 +177,30 @@ def test_a_tools_images_are_read_before_the_next_turn(engine, folder):
     with StreamClient(engine.stream, engine.name, 60.0) as policy:
         played = play([stage("talk", 0)], {"talk": speaker_of(folder, policy, use)}, num_episodes=1)
     assert check_rows(folder, played) == [TURNS - 1]
+
+
+def asking(session) -> float:
+    """A program whose messages have the images of its row, and others from turn to turn."""
+    messages: list[dict] = []
+    for turn in range(TURNS):
+        shown = (vision.WIDE, vision.TALL, vision.OTHER)[(turn + session.task["seed"]) % 3 :]
+        urls = [{"url": f"data:image/png;base64,{image}"} for image in shown]
+        parts = [{"type": "image_url", "image_url": url} for url in urls]
+        messages.append({"role": "user", "content": [*parts, {"type": "text", "text": "colour ?"}]})
+        head = {"Authorization": f"Bearer {session.api_key}"}
+        body = json.dumps({"model": "a", "messages": messages}).encode()
+        with urlopen(Request(f"{session.base_url}/chat/completions", body, head)) as answer:
+            messages.append(json.load(answer)["choices"][0]["message"])
+    return 1.0
+
+
+def test_requests_of_a_program_with_images_are_what_hugging_face_says_of_the_whole(engine, folder):
+    endpoint = Endpoint(starter(asking), ProgramLimits(120.0, 64, 8))
+    try:
+        with StreamClient(engine.stream, engine.name, 60.0) as policy:
+            game = game_of({"a": speaker_of(folder, policy)}, Programs(endpoint, None, False))
+            played = run_all(game, [episode(number) for number in range(3)], [[]] * 3)
+    finally:
+        endpoint.close()
+    assert sorted(check_rows(folder, played)) == [6, 6, 6]
+    assert all(sum(one.contexts[0].rows[0].rewards) == 1.0 for one in played)

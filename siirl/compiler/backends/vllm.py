@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import math
 from collections.abc import Iterable, Iterator
 
 from siirl.compiler.backends.base import ASKED, Backend, replicas
@@ -14,7 +15,7 @@ from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.errors import ConfigError, PlacementError, UserError
 from siirl.findings import Check
-from siirl.models.config_json import model_type_of
+from siirl.models.config_json import as_built, config_json, model_type_of
 from siirl.models.families import family_of, types_with
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.placement import Ranks
@@ -71,7 +72,10 @@ def check_ranks(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) 
             "one engine are on one machine. Lower it."
         )
     shape = read_shape(cfg, role)
-    if isinstance(shape, str) or dims.tp == 1:
+    if dims.tp == 1:
+        return
+    if isinstance(shape, str):
+        yield from _check_ranks_that_see(cfg, dims, node)
         return
     for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
         whole = count % dims.tp == 0 or (count == shape.kv_heads and dims.tp % count == 0)
@@ -83,6 +87,33 @@ def check_ranks(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) 
                 f"Set it to {' or '.join(map(str, fits))}."
             )
             return
+
+
+def _check_ranks_that_see(cfg: Config, dims: ParallelDims, node: ResolvedNode) -> Iterator[UserError]:
+    """The ranks of an engine divide the heads of a vision model, and its tower; others pass."""
+    model, key = cfg.actor_rollout_ref.model, f"{KEY}.tensor_model_parallel_size"
+    raw = config_json(model)
+    if not family_of(raw.get("model_type")).sees_images:
+        return
+    text, tower = as_built(model), raw.get("vision_config") or {}
+    heads = text.get("num_key_value_heads")
+    parts = {
+        "attention heads": text.get("num_attention_heads"),
+        "key-value heads": None if isinstance(heads, int) and dims.tp % heads == 0 else heads,
+        **{f"{name} of its vision tower": tower.get(name) for name in ("num_heads", "intermediate_size")},
+    }
+    for what, count in parts.items():
+        if isinstance(count, int) and count % dims.tp:
+            yield PlacementError(
+                f"{node}: {key}={dims.tp} does not divide the model's {count} {what}: each GPU holds whole "
+                f"ones. Set it to {math.gcd(count, dims.tp)}."
+            )
+            return
+    if "additional_config" in cfg.actor_rollout_ref.rollout.engine_kwargs.vllm:
+        yield ConfigError(
+            f"{node}: {KEY}.engine_kwargs.vllm.additional_config with {key}={dims.tp} and images: siirl "
+            f"tells the processes of such an engine by it how images are read. Remove it, or set {key}=1."
+        )
 
 
 def check_arguments(cfg: Config, node: ResolvedNode) -> Iterator[UserError]:

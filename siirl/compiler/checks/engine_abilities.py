@@ -16,7 +16,7 @@ from siirl.errors import ConfigError, DagError, NotSupportedError, UserError
 from siirl.models.config_json import as_built, model_type_of
 from siirl.models.families import family_of
 from siirl.models.sizes import router_choices
-from siirl.types import EXPERT_FIELDS
+from siirl.types import EXPERT_FIELDS, IMAGE_FIELDS
 
 OFF = "Set actor_rollout_ref.actor.router_replay.mode=disabled"
 
@@ -31,25 +31,34 @@ def check_images(kept: Workflow) -> Iterator[UserError]:
                 "reads the prompts of all nodes. Set it on the command line."
             )
         elif node.op.is_rollout and node.cfg.data.has_images:
-            yield from _of_a_rollout(node, kept)
-        elif node.op.teaches and node.cfg.data.has_images:
+            yield from _of_a_rollout(node)
+        elif node.cfg.data.has_images and (problem := _why_blind(node)):
             yield NotSupportedError(
-                f"not supported yet: {node}: a teacher of prompts with images (data.dataset_type=vlm): it is "
-                "given tokens alone. Remove the node, or the images."
+                f"not supported yet: {node}: prompts with images (data.dataset_type=vlm): {problem}"
             )
 
 
-def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
+def _why_blind(node: ResolvedNode) -> str:
+    """Why a node whose model computes on prompts that have images is not given them, and the fix."""
+    names, role = {key.name for key in node.reads}, node.op.role
+    if node.op.teaches and (role is None or role.generates):
+        return (
+            "a teacher in a rollout engine, or behind a service, is given tokens alone. Set "
+            "teacher.strategy=fsdp."
+        )
+    if node.op.teaches and node.cfg.teacher.is_aligned:
+        return "a teacher with a tokenizer of its own reads texts alone. Leave out teacher.tokenizer."
+    missing = [name for name in IMAGE_FIELDS if name not in names]
+    if role and not role.generates and node.spec.executable_ref and "prompt_ids" in names and missing:
+        return f"its code gives its model tokens without {' and '.join(missing)}. Add them to its reads."
+    return ""
+
+
+def _of_a_rollout(node: ResolvedNode) -> Iterator[UserError]:
     images = f"not supported yet: {node}: images in prompts (data.dataset_type=vlm)"
     rollout = node.cfg.actor_rollout_ref.rollout
     taking = [name for name, backend in ROLLOUT_BACKENDS.items() if backend.takes_images]
-    plans = kept.interactions.values()
-    if any(plan.program and node.id in [stage.node for stage in plan.stages] for plan in plans):
-        yield NotSupportedError(
-            f"{images} of episodes that a program plays (actor_rollout_ref.serve): its messages are texts. "
-            "Let an environment or tools show the images, or remove actor_rollout_ref.serve."
-        )
-    elif node.op.gives_data:
+    if node.op.gives_data:
         yield NotSupportedError(
             f"{images} with rollout.name={rollout.name}: SFT, DPO and what else trains on responses "
             "of a dataset have texts alone. Remove the images, or let the policy sample by rollout.name=vllm."
@@ -59,10 +68,10 @@ def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
             f"{images} with rollout.name={rollout.name}, which is given tokens alone. Set rollout.name to "
             f"{' or '.join(taking)}."
         )
-    elif rollout.name == "vllm" and rollout.tensor_model_parallel_size > 1:
+    elif node.cfg.trainer.device != "cpu" and rollout.tensor_model_parallel_size > 1:
         yield NotSupportedError(
-            f"{images} with rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the "
-            "processes that vLLM starts for an engine of several ranks do not take patches. Set "
+            f"{images} with rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: engines "
+            "of several ranks were seen to read images on CPUs alone. Set "
             f"{KEY}.tensor_model_parallel_size=1."
         )
 

@@ -173,12 +173,13 @@ def _has_its_images(one: ModelOfRole) -> Iterator[UserError]:
             "that may have images. Set data.dataset_type=vlm; rows without images have null in their column."
         )
     rollout, of_images = one.cfg.actor_rollout_ref.rollout, "adapters alone go to no engine with images"
-    if model.lora_rank and rollout.agent.share_instance is not None:
+    adapted = model.lora_rank and one.spec.gives_weights
+    if adapted and rollout.agent.share_instance is not None:
         yield one.refused(
             f"rollout.agent.share_instance with a {one.type}: {of_images}. Remove it: the agent then has a "
             "model of its own."
         )
-    elif model.lora_rank and not rollout.merge_lora:
+    elif adapted and not rollout.merge_lora:
         yield one.refused(
             f"rollout.merge_lora=false with a {one.type}: {of_images}. Set "
             "actor_rollout_ref.rollout.merge_lora=true."

@@ -22,6 +22,7 @@ from siirl.engines.train.attention.attention_kernels import attention_by, state_
 from siirl.engines.train.attention.state_layers import pin_state_layers
 from siirl.engines.train.experts.hf_experts import GROUPED_EXPERTS
 from siirl.engines.train.layer_compiler import compile_layer
+from siirl.engines.train.vision.headed import register_headed
 from siirl.engines.train.vision.tower import prepare_tower, tower_of
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.model_files.directory import check_weight_files, model_dir
@@ -46,8 +47,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def model_class(config: PretrainedConfig, head: Head) -> Any:
     """The class of transformers that builds a model with a head."""
-    sees = family_of(config.model_type).sees_images
-    return AutoModelForImageTextToText if sees and head == "lm" else MODEL_CLASSES[head]
+    if not family_of(config.model_type).sees_images:
+        return MODEL_CLASSES[head]
+    if head == "lm":
+        return AutoModelForImageTextToText
+    register_headed(MODEL_CLASSES[head], type(config))
+    return MODEL_CLASSES[head]
 
 
 def torch_dtype(name: str, key: str) -> torch.dtype:
@@ -218,8 +223,9 @@ def new_head(config: PretrainedConfig, head: Head, seed: int) -> dict[str, Tenso
     bias = {} if head == "trained_score" else {f"{VALUE_HEAD}.bias": torch.zeros(1)}
     if head == "score":
         return bias
-    std = getattr(config, "initializer_range", 0.02)
-    drawn = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(seed))
+    text = config.get_text_config()
+    std = getattr(text, "initializer_range", 0.02)
+    drawn = torch.randn(1, text.hidden_size, generator=torch.Generator().manual_seed(seed))
     return {f"{VALUE_HEAD}.weight": drawn * std} | bias
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from siirl.compiler.plan import Head, ModelPlan
 from siirl.config import Config
-from siirl.config.common import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
+from siirl.config.common import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig, SeeingConfig
 from siirl.config.resolve import get
 from siirl.config.roles import ROLES, BatchKeys, role_group, role_model, token_budget, trained_group
 from siirl.dag.fields_read import uses_full_kl
@@ -73,8 +73,8 @@ def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
         response_width=cfg.data.max_response_length,
         full_kl=plan.is_policy and plan.trains and uses_full_kl(cfg),
         top_k=cfg.teacher.top_k if role.is_teacher else cfg.actor_rollout_ref.actor.distill.top_k,
-        image_reader=ImageReader.from_config(cfg),
-        freeze_vision_tower=plan.trains and cfg.actor_rollout_ref.actor.freeze_vision_tower,
+        image_reader=ImageReader.from_config(cfg, role_model(cfg, plan.role)),
+        freeze_vision_tower=plan.trains and isinstance(trainer, SeeingConfig) and trainer.freeze_vision_tower,
     )
 
 

@@ -17,12 +17,15 @@ VISION_MODELS = types_with(lambda row: row.sees_images)
 
 ROLLOUT, ACTOR, MODEL = (f"actor_rollout_ref.{name}" for name in ("rollout", "actor", "model"))
 VLM = "data.dataset_type=vlm"
-VISION = {"vision_config": {"depth": 2, "spatial_merge_size": 2}, "text_config": {"hidden_size": 64}}
+TOWER = {"depth": 2, "spatial_merge_size": 2, "num_heads": 4, "intermediate_size": 128}
+VISION = {"vision_config": TOWER, "text_config": {"hidden_size": 64}}
 
 
 def model(folder: Path, kind: str) -> str:
     folder.mkdir(exist_ok=True)
     parts = VISION if kind in VISION_MODELS else {}
+    if kind == "qwen2_5_vl":
+        parts = VISION | {"vision_config": TOWER | {"intermediate_size": 171}}
     (folder / "config.json").write_text(json.dumps({"model_type": kind} | parts))
     return str(folder)
 
@@ -41,11 +44,21 @@ def test_images_reach_every_node_that_runs_a_model(tmp_path, kind, sampler):
     images = FieldKey(0, "images")
     on_model = {name for name, node in plan.nodes.items() if node.model is not None}
     assert len(on_model) == 4 and on_model == {name for name, keys in reads.items() if images in keys}
+    plan = compiled(tmp_path, kind, *keys, "algorithm.adv_estimator=gae")
+    reads = {ins.node: ins.reads for ins in plan.instructions if isinstance(ins, Run)}
+    critics = {name for name, node in plan.nodes.items() if "critic" in (node.model or "")}
+    assert len(critics) == 2 and all(images in reads[name] for name in critics)
     texts = compiled(tmp_path, "qwen3").instructions
     assert not any(images in ins.keys for ins in texts if isinstance(ins, Load))
 
 
+TWO_RANKS = (
+    f"{ROLLOUT}.name=vllm",
+    f"{ROLLOUT}.tensor_model_parallel_size=2",
+    *("trainer.n_gpus_per_node=2", "trainer.device=cpu"),
+)
 REFUSED = {
+    "ranks of GPUs": ("qwen3_vl", (VLM, *TWO_RANKS, "trainer.device=cuda"), "on CPUs alone. Set .*size=1"),
     "a model of texts": ("qwen3", (VLM,), "which sees no images. Use a model of qwen2_5_vl, qwen3_vl"),
     "data of texts": ("qwen3_vl", (), "qwen3_vl with data.dataset_type=llm.*Set data.dataset_type=vlm"),
     "replay": (
@@ -53,10 +66,15 @@ REFUSED = {
         (VLM, f"{ROLLOUT}.name=replay"),
         "rollout.name=replay.* Set rollout.name to hf or vllm",
     ),
-    "ranks": (
+    "ranks that do not divide the tower": (
+        "qwen2_5_vl",
+        (VLM, *TWO_RANKS),
+        r"size=2 does not divide the model's 171 intermediate_size of its vision tower: .*Set it to 1\.",
+    ),
+    "an argument by which siirl tells the ranks of images": (
         "qwen3_vl",
-        (VLM, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"),
-        "tensor_model_parallel_size=2: .*do not take patches. Set .*size=1",
+        (VLM, *TWO_RANKS, f"{ROLLOUT}.engine_kwargs.vllm.additional_config={{a:1}}"),
+        r"additional_config with .*size=2 and images.*Remove it",
     ),
     "adapters alone": (
         "qwen3_vl",
@@ -65,12 +83,6 @@ REFUSED = {
     ),
     "liger": ("qwen2_5_vl", (VLM, f"{MODEL}.use_liger=true"), "Liger kernels.*use_liger=false"),
     "megatron": ("qwen3_vl", (VLM, f"{ACTOR}.strategy=megatron"), "a vision_config.*Set strategy=fsdp"),
-    "a critic": ("qwen3_vl", (VLM, "algorithm.adv_estimator=gae"), "a value head, which transformers does"),
-    "programs": (
-        "qwen3_vl",
-        (VLM, "actor_rollout_ref.serve.command=python agent.py"),
-        "of episodes that a program plays .*remove actor_rollout_ref.serve",
-    ),
 }
 TOOLS = "tools:\n  - function: math:sqrt\n    name: root\n    description: root\n"
 
@@ -96,22 +108,78 @@ def test_what_does_not_take_images_is_refused_with_the_fix(tmp_path, monkeypatch
         compiled(tmp_path, kind, *keys)
 
 
+def test_programs_that_play_episodes_may_send_images(tmp_path):
+    plan = compiled(tmp_path, "qwen3_vl", VLM, "actor_rollout_ref.serve.command=python agent.py")
+    (talk,) = plan.interactions.values()
+    assert talk.program
+
+
+def test_an_engine_of_several_ranks_takes_images(tmp_path):
+    rollout = compiled(tmp_path, "qwen3_vl", VLM, *TWO_RANKS).models["agent_0.rollout"]
+    assert rollout.dims.tp == 2
+
+
 def test_a_reference_and_a_reward_model_are_held_to_the_same(tmp_path):
     score = model(tmp_path / "score", "qwen3")
     keys = (VLM, "reward_model.enable=true", f"reward_model.model.path={score}")
     with pytest.raises(UserError, match=r"reward_model\.strategy=fsdp: .*a qwen3, which sees no images"):
         compiled(tmp_path, "qwen3_vl", *keys)
+    score = model(tmp_path / "score", "qwen2_5_vl")
+    plan = compiled(tmp_path, "qwen3_vl", VLM, "reward_model.enable=true", f"reward_model.model.path={score}")
+    (run,) = [ins for ins in plan.instructions if isinstance(ins, Run) and "reward" in ins.node]
+    assert {FieldKey(0, name) for name in IMAGE_FIELDS} <= set(run.reads)
 
 
-def test_a_teacher_sees_no_images(tmp_path):
+SEEN_BY_A_TEACHER = {
+    "": "",
+    "teacher.strategy: vllm": "in a rollout engine, .*Set teacher.strategy=fsdp",
+    "teacher.tokenizer: own": "of its own reads texts alone.*Leave out teacher.tokenizer",
+}
+
+
+@pytest.mark.parametrize(("key", "words"), SEEN_BY_A_TEACHER.items())
+def test_a_teacher_that_computes_on_the_policy_s_tokens_sees_images(tmp_path, key, words):
     teacher = {"teacher.model.path": model(tmp_path / "qwen3_vl", "qwen3_vl")}
+    teacher |= dict([key.split(": ")]) if key else {}
     keys = (
         VLM,
         f"{ACTOR}.policy_loss.loss_mode=distill",
         f"dag.node_config={json.dumps({'teacher': teacher})}",
     )
-    with pytest.raises(UserError, match=r"'teacher'.*a teacher of prompts with images.*Remove the node"):
-        compiled(tmp_path, "qwen3_vl", *keys)
+    if words:
+        with pytest.raises(UserError, match=f"'teacher'.*prompts with images.*{words}"):
+            compiled(tmp_path, "qwen3_vl", *keys)
+        return
+    plan = compiled(tmp_path, "qwen3_vl", *keys)
+    assert {FieldKey(0, name) for name in IMAGE_FIELDS} <= set(plan.run_of("teacher").reads)
+
+
+def test_a_user_s_op_gives_its_model_the_images_of_the_tokens(tmp_path):
+    dag, reads = tmp_path / "dag.yaml", ["prompt_ids", "prompt_length", "response_ids", "response_length"]
+    for extra in ([], ["images"], ["images", "image_starts"]):
+        fields = tuple([*reads, "response_mask", *extra])
+        (tmp_path / "mine.py").write_text(
+            f'@declare_op(reads={fields}, writes=("score",), model="ref", needs=("engine",))\n'
+            "def mine(ctx, rows, engine): ...\n"
+        )
+        dag.write_text(OWN_OP.replace("FOLDER", str(tmp_path)))
+        keys = (VLM, f"dag.workflow_path={dag}")
+        if len(extra) == 2:
+            assert compiled(tmp_path, "qwen3_vl", *keys).nodes["mine"].model == "agent_0.ref"
+        else:
+            with pytest.raises(UserError, match=r"'mine'.*without .*image_starts. Add them to its reads"):
+                compiled(tmp_path, "qwen3_vl", *keys)
+
+
+OWN_OP = """
+dag_id: own
+nodes:
+  - {node_id: rollout, node_type: MODEL_INFERENCE, node_role: ROLLOUT}
+  - {node_id: mine, node_type: COMPUTE, node_role: REWARD, dependencies: [rollout],
+     executable_ref: "FOLDER/mine.py:mine"}
+  - {node_id: advantages, node_type: COMPUTE, node_role: ADVANTAGE, dependencies: [mine]}
+  - {node_id: train, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [advantages]}
+"""
 
 
 def test_one_node_has_no_other_kind_of_dataset(tmp_path):

@@ -1,6 +1,8 @@
 """Images of prompts: what a column may hold, where they stand in a prompt, and the tokens that they take."""
 
 import base64
+import json
+import shutil
 
 import pytest
 import vision_cases as vision
@@ -149,6 +151,19 @@ def test_a_model_without_a_processor_of_images_is_refused(tmp_path, model):
         DataError, match=r"no preprocessor_config\.json or .*Copy the model's processor files"
     ):
         check_model_files(cfg, "actor")
+
+
+@pytest.mark.parametrize("other", ["size", "image_token_id"])
+def test_a_critic_takes_as_many_tokens_for_an_image_as_the_policy(tmp_path, model, other):
+    shutil.copytree(model, tmp_path / "critic")
+    file = tmp_path / "critic" / ("preprocessor_config.json" if other == "size" else "config.json")
+    short = ["data.max_prompt_length=64", "data.max_response_length=64", "data.dataset_type=vlm"]
+    paths = [f"actor_rollout_ref.model.path={model}", f"critic.model.path={tmp_path / 'critic'}"]
+    check_model_files(load_config([*short, *paths]), "critic", trains=True)
+    value = {"shortest_edge": 1024, "longest_edge": 4096} if other == "size" else 9
+    file.write_text(json.dumps(json.loads(file.read_text()) | {other: value}))
+    with pytest.raises(DataError, match=rf"critic\.model\.path.*: {other} is .* there, and .*, whose tokens"):
+        check_model_files(load_config([*short, *paths]), "critic", trains=True)
 
 
 def test_patches_of_images_are_kept_up_to_a_bound(model, monkeypatch):

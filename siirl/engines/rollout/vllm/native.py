@@ -25,7 +25,6 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from siirl.data.completions import PAUSED, Completion, Request
-from siirl.data.image_reader import ImageReader
 from siirl.engines.rollout.sampling import later_seed
 from siirl.engines.rollout.served.draws import signed
 from siirl.engines.rollout.served.messages import UNKNOWN, Answer, RowScores
@@ -73,6 +72,8 @@ class NativeEngine:
         self._images = _image_prompts(arguments["model"])
         if self._images is not None:
             fixed |= {name: value for name, value in OF_IMAGES.items() if name in known}
+            if arguments["tensor_parallel_size"] > 1:
+                fixed["additional_config"] = self._images
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | fixed))
         self._engine.collective_rpc("draw_by_seeds")
         ask_for_slots_once_a_block(self._engine)
@@ -283,7 +284,7 @@ def _image_prompts(model: str) -> Any:
     try:
         from siirl.engines.rollout.vllm.native_images import ImagePrompts
 
-        return ImagePrompts(ImageReader(model))
+        return ImagePrompts(model)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"vLLM's code of vision models needs the package {error.name}, which is not installed. Install "

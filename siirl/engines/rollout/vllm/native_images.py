@@ -33,14 +33,26 @@ TORCHVISION_PROCESSOR = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 
 
 class ImagePrompts:
-    """Makes what vLLM's engine takes of prompts with images."""
+    """Makes what vLLM's engine takes of prompts with images.
 
-    def __init__(self, reader: ImageReader) -> None:
-        """Have vLLM start the engine of this process without a processor of its own."""
-        self._reader = _Sizes.reader = reader
+    As a part of its configuration (additional_config) it is made anew in the processes that an engine of
+    several ranks starts.
+    """
+
+    def __init__(self, model: str) -> None:
+        """Have vLLM start the engine of this process without a processor of its own. model: a directory."""
+        self._model, self._reader = model, ImageReader(model)
+        _Sizes.reader = self._reader
         for model_class in _model_classes():
             MULTIMODAL_REGISTRY.register_processor(_Largest, info=_Sizes, dummy_inputs=_Nothing)(model_class)
             ModelRegistry.register_model(model_class.__name__, model_class)
+
+    def __reduce__(self) -> tuple[type["ImagePrompts"], tuple[str]]:
+        return ImagePrompts, (self._model,)
+
+    def compute_hash(self) -> str:
+        """For vLLM, of what it compiles depends on."""
+        return hashlib.sha256(self._model.encode()).hexdigest()
 
     def prompt(self, ids: Sequence[int], seen: Seen) -> dict[str, Any]:
         """Of tokens, with the patches of each image at its own. Image tokens elsewhere are sampled text."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from tensordict import TensorDict
 
 from siirl.algorithms.row_cost import row_cost
-from siirl.data.rows import seen_of
-from siirl.engines.train.vision.packed_images import prompt_images
+from siirl.data.rows import prompt_images, seen_of
 from siirl.errors import ConfigError
 
 PAIRS = "pair_id"

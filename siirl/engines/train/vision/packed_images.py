@@ -31,12 +31,6 @@ class PackedImages:
     """int64, the packed tokens that are of images, in the order of the patches."""
 
 
-def prompt_images(rows: TensorDict) -> list[tuple[str, ...]]:
-    """Those of the images of each row that its prompt shows."""
-    lengths = rows["prompt_length"].tolist()
-    return [seen.before(length).images for seen, length in zip(seen_of(rows), lengths, strict=True)]
-
-
 def with_images_read(
     rows: TensorDict, segments: Sequence[Segment], ids_N: Tensor, reader: ImageReader, device: torch.device
 ) -> tuple[Tensor, Tensor, PackedImages, int]:
