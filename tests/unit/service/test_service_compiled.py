@@ -8,6 +8,7 @@ import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
+from service_worker import service_of
 from test_service_training import (
     ASKED,
     SPECS,
@@ -131,8 +132,6 @@ def graphs_of_job(rank: int, world: int, path: str) -> Operations:
 
 
 def graphs_of_server(rank: int, world: int, path: str, folder: str) -> Operations:
-    from conftest import service_of
-
     _recorded(graphs := [])
     worker = service_of(path, folder, KEYS)
     tenants = worker.nodes["service"].services["service"].tenants

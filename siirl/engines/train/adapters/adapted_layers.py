@@ -34,8 +34,6 @@ Pairs = dict[str, tuple[Tensor, Tensor]]
 """Layer -> A and B, or their gradients."""
 LEAST = 2
 """Ranks of a pass. torch's compiler takes a size of 0 or 1 for a constant."""
-ALIGNED = 32
-"""Numbers after which memory is as good as at its beginning."""
 
 
 class Adapter:
@@ -50,7 +48,7 @@ class Adapter:
             for part, shape in (("A", (rank, deep)), ("B", (wide, rank)))
         }
         self.layers = list(shapes)
-        self.vector = zeros(sum(map(math.prod, self._shapes.values())), torch.float32, device)
+        self.vector = torch.zeros(sum(map(math.prod, self._shapes.values())), device=device)
         self._cast: dict[torch.dtype, tuple[Tensor, Pairs]] = {}
         self._gradient: Gradient | None = None
 
@@ -70,9 +68,7 @@ class Adapter:
     def weights(self, dtype: torch.dtype) -> Pairs:
         """In the type that a pass computes in; leaves of its graph."""
         if dtype not in self._cast:
-            vector = self.vector
-            if dtype != vector.dtype:
-                vector = zeros(len(vector), dtype, vector.device).copy_(vector)
+            vector = self.vector.to(dtype)
             pairs = {name: (leaf(a), leaf(b)) for name, (a, b) in self.pairs(vector).items()}
             self._cast[dtype] = vector, pairs
         return self._cast[dtype][1]
@@ -105,12 +101,6 @@ class Adapter:
             if name in weights:
                 matrix.copy_(weights[name])
         self.changed()
-
-
-def zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """So many, not at the beginning of their memory: torch's compiler takes an offset of 0 for a constant,
-    and the first matrix in a vector is to be as all others."""
-    return torch.zeros(ALIGNED + count, dtype=dtype, device=device)[ALIGNED:]
 
 
 def leaf(matrix: Tensor) -> Tensor:
@@ -209,7 +199,8 @@ class AdaptedLayers:
 
     @torch.no_grad()
     def _beside(self, device: torch.device) -> dict[str, Beside]:
-        """What each layer computes with in a pass."""
+        """What each layer computes with in a pass: parts of one vector, as an adapter's are. To torch's
+        compiler a matrix of its own, at the beginning of its memory, is another kind."""
         columns, num_tokens = _columns(self._segments), self._segments[-1].tokens.stop
         num_ranks = max(LEAST, columns[-1].stop)
         scale_NR = torch.zeros(num_tokens, num_ranks, dtype=self._dtype, device=device)
@@ -220,7 +211,7 @@ class AdaptedLayers:
         if len(adapters) == 1 and num_ranks == adapters[0].rank and adapters[0].layers == list(self.shapes):
             return {name: (*pair, scale_NR) for name, pair in adapters[0].weights(self._dtype).items()}
         sizes = [size for wide, deep in self.shapes.values() for size in (num_ranks * deep, wide * num_ranks)]
-        flat = zeros(sum(sizes), self._dtype, device).split(sizes)
+        flat = torch.empty(sum(sizes), dtype=self._dtype, device=device).split(sizes)
         found, none = {}, torch.zeros((), dtype=self._dtype, device=device)
         for (name, (wide, deep)), of_a, of_b in zip(self.shapes.items(), flat[::2], flat[1::2], strict=True):
             pairs = [
