@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -148,9 +148,14 @@ class Segment:
     gradient: Gradient | None
     """None in a pass without gradient."""
 
-    def pair(self, layer: str, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """(A, B), if the layer is adapted."""
-        return None if self.adapter is None else self.adapter.weights(dtype).get(layer)
+
+class _Own(NamedTuple):
+    """What a layer multiplies the tokens of a segment by, apart from others."""
+
+    pair: tuple[Tensor, Tensor]
+    scale: float
+    gradient: tuple[Tensor, Tensor] | None
+    """Where those of the pair are added to."""
 
 
 class AdaptedLayers:
@@ -162,9 +167,11 @@ class AdaptedLayers:
         """Take the place of what the layers do. targets: as model.target_modules. dtype: that is computed in.
         apart: whether segments are; not in layers that are compiled."""
         self.shapes: Shapes = {}
-        self._segments: Sequence[Segment] = ()
-        """Of the pass that runs, until its backward pass is over."""
         self._dtype, self._apart = dtype, apart
+        self._sizes: list[int] = []
+        """Tokens of each segment of the pass that runs."""
+        self._own: dict[str, list[_Own | None]] = {}
+        """Of each layer, for each segment, where these are apart."""
         self._anchor = torch.zeros(1, requires_grad=True)
         self._layers: dict[str, Any] = {}
         for name in linear_layers(hf, targets):
@@ -179,8 +186,9 @@ class AdaptedLayers:
     @contextmanager
     def passing(self, segments: Sequence[Segment], device: torch.device) -> Iterator[None]:
         """Around a pass over segments, forward and backward: then their gradients have what comes of it."""
-        self._segments = segments
-        beside = {} if self._apart else self._beside(device)
+        self._sizes = [one.tokens.stop - one.tokens.start for one in segments]
+        beside = {} if self._apart else self._beside(segments, device)
+        self._own = {name: self._of_layer(name, segments) for name in self.shapes} if self._apart else {}
         for name, found in beside.items():
             self._layers[name].beside = found
         try:
@@ -189,23 +197,32 @@ class AdaptedLayers:
                 if one.gradient is not None and one.adapter is not None:
                     one.gradient.end_pass(_parts(one.adapter, beside, columns) if beside else [])
         finally:
-            self._segments = ()
+            self._own = {}
             for name, (a, b, _) in beside.items():
                 a.grad = b.grad = None
                 del self._layers[name].beside
 
     def _forward(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
-        return _Apart.apply(x, self._anchor, layer.weight, layer.bias, name, self._segments)
+        return _Apart.apply(x, self._anchor, layer.weight, layer.bias, self._own[name], self._sizes)
+
+    def _of_layer(self, name: str, segments: Sequence[Segment]) -> list[_Own | None]:
+        """What it multiplies each by."""
+        found: list[_Own | None] = []
+        for one in segments:
+            pair = None if one.adapter is None else one.adapter.weights(self._dtype).get(name)
+            gradient = one.gradient.pair(name, self._dtype) if pair and one.gradient else None
+            found.append(pair and _Own(pair, one.adapter.scale, gradient))  # type: ignore[union-attr]
+        return found
 
     @torch.no_grad()
-    def _beside(self, device: torch.device) -> dict[str, Beside]:
+    def _beside(self, segments: Sequence[Segment], device: torch.device) -> dict[str, Beside]:
         """What each layer computes with in a pass: parts of one vector, as an adapter's are. To torch's
         compiler a matrix of its own, at the beginning of its memory, is another kind."""
-        columns, num_tokens = _columns(self._segments), self._segments[-1].tokens.stop
+        columns, num_tokens = _columns(segments), segments[-1].tokens.stop
         num_ranks = max(LEAST, columns[-1].stop)
         scale_NR = torch.zeros(num_tokens, num_ranks, dtype=self._dtype, device=device)
-        adapters = [one.adapter for one in self._segments if one.adapter is not None]
-        for one, own in zip(self._segments, columns, strict=True):
+        adapters = [one.adapter for one in segments if one.adapter is not None]
+        for one, own in zip(segments, columns, strict=True):
             if one.adapter is not None:
                 scale_NR[one.tokens, own] = one.adapter.scale
         if len(adapters) == 1 and num_ranks == adapters[0].rank and adapters[0].layers == list(self.shapes):
@@ -244,8 +261,8 @@ def _parts(adapter: Adapter, beside: Mapping[str, Beside], columns: slice) -> li
 
 
 class _Apart(torch.autograd.Function):
-    """(x [..., N, in], a tensor with gradient, W, bias, layer, segments) -> [..., N, out], each segment by
-    itself. Gradients of adapters are added to those of the segments."""
+    """(x [..., N, in], a tensor with gradient, W, bias, what each segment is multiplied by, tokens of each)
+    -> [..., N, out], each segment by itself. Gradients of adapters are added to those of the segments."""
 
     @staticmethod
     def forward(
@@ -254,40 +271,39 @@ class _Apart(torch.autograd.Function):
         anchor: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        layer: str,
-        segments: Sequence[Segment],
+        owns: Sequence[_Own | None],
+        sizes: list[int],
     ) -> Tensor:
         x_NI, turned = x.reshape(-1, x.shape[-1]), weight.t()
         out_NO, low = x_NI.new_empty(len(x_NI), len(weight)), []
-        sizes = [one.tokens.stop - one.tokens.start for one in segments]
-        for segment, own, into in zip(segments, x_NI.split(sizes), out_NO.split(sizes), strict=True):
+        parts = zip(owns, x_NI.split_with_sizes(sizes), out_NO.split_with_sizes(sizes), strict=True)
+        for own, part, into in parts:
             if bias is None:
-                torch.mm(own, turned, out=into)
+                torch.mm(part, turned, out=into)
             else:
-                torch.addmm(bias, own, turned, out=into)
-            if pair := segment.pair(layer, x_NI.dtype):
-                low.append(add_adapter(into, own, pair, segment.adapter.scale))  # type: ignore[union-attr]
+                torch.addmm(bias, part, turned, out=into)
+            if own is not None:
+                low.append(add_adapter(into, part, own.pair, own.scale))
         ctx.save_for_backward(x_NI, weight, *low)
-        ctx.layer, ctx.segments, ctx.shape = layer, segments, x.shape
+        ctx.owns, ctx.sizes, ctx.shape = owns, sizes, x.shape
         return out_NO.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight, *low = ctx.saved_tensors
-        grad_NO, lows = grads[0].reshape(-1, len(weight)), iter(low)
+        grad_NO, lows, sizes = grads[0].reshape(-1, len(weight)), iter(low), ctx.sizes
         grad_NI = torch.empty_like(x_NI) if ctx.needs_input_grad[0] else None
-        sizes = [one.tokens.stop - one.tokens.start for one in ctx.segments]
-        intos = [None] * len(sizes) if grad_NI is None else grad_NI.split(sizes)
-        for segment, grad, own, into in zip(
-            ctx.segments, grad_NO.split(sizes), x_NI.split(sizes), intos, strict=True
-        ):
+        intos = [None] * len(sizes) if grad_NI is None else grad_NI.split_with_sizes(sizes)
+        parts = zip(
+            ctx.owns, grad_NO.split_with_sizes(sizes), x_NI.split_with_sizes(sizes), intos, strict=True
+        )
+        for own, grad, part, into in parts:
             if into is not None:
                 torch.mm(grad, weight, out=into)
-            if pair := segment.pair(ctx.layer, x_NI.dtype):
-                assert segment.adapter is not None and segment.gradient is not None
-                of_a, of_b = segment.gradient.pair(ctx.layer, own.dtype)
-                scale = segment.adapter.scale
-                back = add_gradient(into, grad, pair, scale)
-                of_a.addmm_(back.t(), own, alpha=scale)
-                of_b.addmm_(grad.t(), next(lows), alpha=scale)
+            if own is not None:
+                assert own.gradient is not None
+                of_a, of_b = own.gradient
+                back = add_gradient(into, grad, own.pair, own.scale)
+                of_a.addmm_(back.t(), part, alpha=own.scale)
+                of_b.addmm_(grad.t(), next(lows), alpha=own.scale)
         return None if grad_NI is None else grad_NI.view(ctx.shape), *(None for _ in range(5))
