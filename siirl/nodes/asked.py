@@ -122,6 +122,7 @@ class Service:
         if self._is_started:
             return
         self.sampler.prepare(speaks)
+        self.tenants.engine.prepare()
         for one in self.tenants.on_first(self._listen):
             self._restore(one)
         self._is_started = True
@@ -143,8 +144,7 @@ class Service:
             if isinstance(command, ForwardBackward):
                 self.tenants.train([command])
             elif isinstance(command, OptimStep):
-                with contextlib.suppress(Refused):
-                    self.tenants.step(command)
+                self.tenants.step([command])
             elif isinstance(command, CreateModel):
                 self.tenants.create(command)
 
@@ -258,13 +258,23 @@ def _answers(ctx: OpContext, service: Service, commands: Sequence[Command]) -> l
                 tokens = sum(len(one.tokens) for command in commands for one in command.data)  # type: ignore[union-attr]
                 ctx.metrics.sum("service/trained_tokens", tokens)
             return found
+        if isinstance(commands[0], OptimStep):
+            return _stepped(ctx, service.tenants.step(commands))  # type: ignore[arg-type]
     except Exception as error:  # the edge to a client: one's request costs the others nothing
         if not (alone or isinstance(error, Refused | UserError)):  # the ranks are no longer at one
             raise RequestError(f"a client's request failed: {type(error).__name__}: {error}") from error
-        if len(commands) > 1:
+        if len(commands) > 1 and not isinstance(commands[0], OptimStep):  # whose gradients are gone
             return [_answers(ctx, service, [one])[0] for one in commands]
-        return [_failed(error)]
+        return [_failed(error)] * len(commands)
     return [_answered(ctx, service, one) for one in commands]
+
+
+def _stepped(ctx: OpContext, norms: Sequence[float | Refused]) -> list[Any]:
+    """What clients read of the norms of their steps."""
+    for norm in norms:
+        if not isinstance(norm, Refused):
+            ctx.metrics.mean("actor/grad_norm", norm)
+    return [one if isinstance(one, Refused) else {"metrics": {"grad_norm:mean": one}} for one in norms]
 
 
 def _answered(ctx: OpContext, service: Service, command: Command) -> Any:
@@ -299,10 +309,6 @@ def _answer(ctx: OpContext, service: Service, command: Command) -> Any:
         case CreateModel(model=model):
             tenants.create(command)
             return {"model_id": model, "type": "create_model"}
-        case OptimStep():
-            norm = tenants.step(command)
-            ctx.metrics.mean("actor/grad_norm", norm)
-            return {"metrics": {"grad_norm:mean": norm}}
         case SaveState(path=path):
             tenants.save(command)
             return {"path": path, "type": "save_weights"}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from siirl.algorithms.client_losses import CLIENT_LOSSES, ClientLoss
 from siirl.config import Config
-from siirl.engines.train.fsdp.adapter_engine import AdapterEngine, TrainedAdapter, Work
+from siirl.engines.train.fsdp.adapter_engine import AdapterEngine, TrainedAdapter, Work, take_steps
 from siirl.model_files.hf_config import load_hf_config
 from siirl.model_files.weight_slices import write_adapter
 from siirl.models.adapter_targets import ADAPTED
@@ -157,12 +157,20 @@ class Tenants:
             adapter, [one.tokens for one in data], targets, sum_of, turn=crc32(command.model.encode())
         )
 
-    def step(self, command: OptimStep) -> float:
-        """The norm of the gradient. Refused for one that is not finite: it is dropped."""
-        norm = self._of(command.model).trained.step(command.adam, self.engine.group)
-        if not math.isfinite(norm):
-            raise Refused(f"no step was taken: the norm of the gradient is {norm}, and it was dropped")
-        return norm
+    def step(self, commands: Sequence[OptimStep]) -> list[float | Refused]:
+        """The norm of each gradient, of models that are all different. Refused for one that is not finite: it
+        is dropped."""
+        there = [one for one in commands if one.model in self._tenants]
+        taken = [(self._of(one.model).trained, one.adam) for one in there]
+        norms = dict(zip((one.model for one in there), take_steps(taken, self.engine.group), strict=True))
+        return [
+            _missing(one.model)
+            if one.model not in norms
+            else norm
+            if math.isfinite(norm := norms[one.model])
+            else Refused(f"no step was taken: the norm of the gradient is {norm}, and it was dropped")
+            for one in commands
+        ]
 
     def save(self, command: SaveState) -> None:
         """Adapter and optimizer, without the gradient so far."""
@@ -310,8 +318,12 @@ class Tenants:
 
     def _of(self, model: str) -> Tenant:
         if model not in self._tenants:
-            raise Refused(f"there is no model {model!r}: its session is over, or it was not created")
+            raise _missing(model)
         return self._tenants[model]
+
+
+def _missing(model: str) -> Refused:
+    return Refused(f"there is no model {model!r}: its session is over, or it was not created")
 
 
 def _read_snapshot(path: Path) -> tuple[int, Weights]:

@@ -50,8 +50,6 @@ def not_in_shared_passes(cfg: Config) -> Iterator[tuple[object, str, str]]:
     """What the passes that clients share do not go with: the value, its key, and why."""
     actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
     keys = "actor_rollout_ref"
-    if model.compile_layers:
-        yield True, f"{keys}.model.compile_layers", "a pass has other adapters each time. Set it to false."
     if actor.fsdp_config.float8:
         yield True, f"{keys}.actor.fsdp_config.float8", "adapters multiply in the type of weights. Unset it."
     if actor.ulysses_sequence_parallel_size > 1:

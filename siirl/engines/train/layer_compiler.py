@@ -142,7 +142,8 @@ def _kind(node: fx.Node) -> tuple[Any, ...] | None:
     """What linear layers of one product have in common; None for what is no such layer.
 
     Weights come into the graph as they are. Frozen ones have no gradient that a common product could leave
-    out, so they are not with those that train.
+    out, so they are not with those that train. Rows of adapters may be no constant: those of one product
+    then have as many.
     """
     if node.op != "call_function" or node.target is not F.linear:
         return None
@@ -155,9 +156,11 @@ def _kind(node: fx.Node) -> tuple[Any, ...] | None:
         value = value_of(param)
         if value is None or param.op not in ("placeholder", "get_attr"):
             return None
-        if not all(isinstance(size, int) for size in value.shape):
+        rows, *others = value.shape
+        if not all(isinstance(size, int) for size in others):
             return None
-        kind.append((type(value), value.dtype, value.device, value.requires_grad))
+        symbol = None if isinstance(rows, int) else str(rows)
+        kind.append((type(value), value.dtype, value.device, value.requires_grad, symbol))
     value = value_of(weight)
     return tuple(kind) if value is not None and value.dim() == 2 else None
 
@@ -173,9 +176,10 @@ def _pays(linears: list[fx.Node]) -> bool:
 
 
 def _shape(linear: fx.Node) -> tuple[int, int]:
+    """Outputs and inputs, by the sizes that a layer was traced with."""
     value = value_of(_arguments(linear)[1])
     assert value is not None
-    return value.shape[0], value.shape[1]
+    return _traced_with(value.shape[0]) or 0, value.shape[1]
 
 
 def _merge(graph: fx.Graph, linears: list[fx.Node]) -> None:
@@ -185,7 +189,11 @@ def _merge(graph: fx.Graph, linears: list[fx.Node]) -> None:
         weight = _joined(graph, [_arguments(node)[1] for node in linears])
         bias = None if with_bias is None else _joined(graph, [_arguments(node)[2] for node in linears])
         product = graph.call_function(F.linear, (x, weight, bias))
-        parts = graph.call_function(torch.split, (product, [_shape(node)[0] for node in linears], -1))
+        rows = [value_of(_arguments(node)[1]).shape[0] for node in linears]  # type: ignore[union-attr]
+        if all(isinstance(size, int) for size in rows):
+            parts = graph.call_function(torch.split, (product, rows, -1))
+        else:  # they are alike
+            parts = graph.call_function(torch.chunk, (product, len(rows), -1))
         outputs = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(linears))]
     for node, output in zip(linears, outputs, strict=True):
         output.meta = dict(node.meta)

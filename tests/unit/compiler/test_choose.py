@@ -192,6 +192,16 @@ def test_kernels_are_chosen_only_where_they_were_compared(tmp_path):
         assert not {f"{MODEL}.compile_layers", f"{MODEL}.attention_kernels"} & found.keys()
 
 
+@pytest.mark.parametrize("machine", [H200, Machine("cpu", 8.0)], ids=["gpu", "cpu"])
+def test_the_base_that_tenants_share_has_compiled_layers_where_a_job_has_them(tmp_path, machine):
+    keys = [model(tmp_path), "data.max_prompt_length=64", "data.max_response_length=64"]
+    cfg = load_config([*keys, f"trainer.device={machine.device}", "trainer.n_gpus_per_node=1"], "serve")
+    plan, configs = choose(*compile_plan(load_dag(cfg), cfg, 1), machine)
+    compiled = machine.device == "cuda"
+    assert {one.actor_rollout_ref.model.compile_layers for one in configs.values()} == {compiled}
+    assert chosen(plan).get(f"{MODEL}.compile_layers", False) == compiled
+
+
 @pytest.mark.parametrize(
     ("machine", "values", "kernels"),
     [

@@ -59,9 +59,8 @@ def test_losses_and_gradients_in_bf16_are_as_near_to_float64_as_plain_transforme
     rounded, rounded_grad = plain(path, weights, data, torch.bfloat16)
 
     (found,) = tenants.train([ForwardBackward(MODEL, "cross_entropy", {}, data, False)])
-    tenants.step(
-        OptimStep(MODEL, AdamStep(0.0, 0.0, 0.9, 1e-8, 0.0, 0.0))
-    )  # its first moment is the gradient
+    still = AdamStep(0.0, 0.0, 0.9, 1e-8, 0.0, 0.0)  # its first moment is the gradient
+    tenants.step([OptimStep(MODEL, still)])
     tenants.save(SaveState(MODEL, f"tinker://{MODEL}/weights/still", True))
     _, stored = tenants.read(f"tinker://{MODEL}/weights/still")
     gradient = {name: stored[f"optimizer/exp_avg.{name}"] for name in weights}

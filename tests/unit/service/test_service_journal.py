@@ -56,11 +56,14 @@ def drawn(draw: random.Random, model: str, count: int):
 def carried_out(service, command, number: int):
     """The command's answer, which the journal has by then."""
     tenants = service.tenants
-    kinds = {CreateModel: "create", OptimStep: "step", SaveState: "save", SaveSampler: "save_sampler"}
+    kinds = {CreateModel: "create", SaveState: "save", SaveSampler: "save_sampler"}
     try:
         if isinstance(command, ForwardBackward):
             (found,) = tenants.train([command])
             answer = found if isinstance(found, Refused) else np.float64(found.loss).tobytes()
+        elif isinstance(command, OptimStep):
+            (norm,) = tenants.step([command])
+            answer = norm if isinstance(norm, Refused) else {"told": norm}
         else:
             answer = {"told": getattr(tenants, (kinds | {LoadState: "load"})[type(command)])(command)}
     except Refused as error:

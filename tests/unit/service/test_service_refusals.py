@@ -18,7 +18,7 @@ REFUSED = [
         ("--elsewhere", "service.enable=false", f"dag.workflow_path={SERVE}"),
         "service.enable=false: its keys would do nothing",
     ),
-    ("check", ("actor_rollout_ref.model.compile_layers=true",), "compile_layers=True: a pass has other"),
+    ("check", ("actor_rollout_ref.model.compile_layers=true",), None),
     ("check", ("actor_rollout_ref.actor.strategy=megatron",), "megatron"),
     ("check", ("actor_rollout_ref.rollout.name=vllm",), None),
     ("check", ("actor_rollout_ref.rollout.name=sglang",), "from vllm and hf"),

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from siirl.config import with_overrides
 from siirl.data.completions import SamplingParams
-from siirl.engines.train.adapters import adapted_layers
+from siirl.engines.train.adapters.adapted_layers import AdaptedLayers
 from siirl.engines.train.base import AdamStep
 from siirl.engines.train.packed.micro_batches import MicroBatchLimit
 from siirl.service.commands import (
@@ -54,6 +54,14 @@ def train(tenants, *commands: ForwardBackward):
         if isinstance(one, Refused):
             raise one
     return found[0] if len(found) == 1 else found
+
+
+def stepped(tenants, model: str, adam: AdamStep) -> float:
+    """The norm of the gradient; raises what it is refused for."""
+    (norm,) = tenants.step([OptimStep(model, adam)])
+    if isinstance(norm, Refused):
+        raise norm
+    return norm
 
 
 def data_of(seed: int, follows: bool = True, num_targets: int = 0) -> list[Datum]:
@@ -128,7 +136,7 @@ class ByHand:
 
 def gradient_of(tenants, model: str) -> dict[str, torch.Tensor]:
     """The gradient so far, which is then gone."""
-    tenants.step(OptimStep(model, STILL))
+    stepped(tenants, model, STILL)
     tenants.save(SaveState(model, f"tinker://{model}/weights/still", True))
     _, stored = tenants.read(f"tinker://{model}/weights/still")
     prefix = "optimizer/exp_avg."
@@ -178,7 +186,7 @@ def test_gradients_of_several_requests_and_losses_add_up_until_the_step(service,
         train(tenants, ForwardBackward("a:train:0", name, OPTIONS.get(name, {}), data, False))
         train(tenants, ForwardBackward("a:train:0", name, OPTIONS.get(name, {}), data, True))
     assert off(gradient_of(tenants, "a:train:0"), {n: p.grad for n, p in by_hand.parts.items()}) < ROUNDING
-    assert tenants.step(OptimStep("a:train:0", STILL)) == 0, "the step before has cleared it"
+    assert stepped(tenants, "a:train:0", STILL) == 0, "the step before has cleared it"
 
 
 def test_a_step_is_adamw_by_the_parameters_of_its_request(service, tenants):
@@ -201,7 +209,7 @@ def test_a_step_is_adamw_by_the_parameters_of_its_request(service, tenants):
         )
         adam.step()
         train(tenants, ForwardBackward("a:train:0", "cross_entropy", {}, data_of(number), False))
-        assert tenants.step(OptimStep("a:train:0", step)) == pytest.approx(norm.item(), rel=1e-5)
+        assert stepped(tenants, "a:train:0", step) == pytest.approx(norm.item(), rel=1e-5)
         found = adapter_of(tenants, "a:train:0")
         far = max((found[n] - p.detach()).abs().max().item() for n, p in zip(names, mine, strict=True))
         assert far < 1e-4, "of a first step a sign is all that counts, also of a number that is nearly 0"
@@ -236,8 +244,7 @@ def trained(tenants, models: list[str]) -> dict[str, dict[str, torch.Tensor]]:
                     f"{step} {time} {row}": torch.tensor(x) for row, x in enumerate(one.log_probs)
                 }
                 told[model][f"{step} {time} loss"] = torch.tensor(one.loss, dtype=torch.float64)
-        for model in models:
-            tenants.step(OptimStep(model, AdamStep(1e-2, 0.9, 0.95, 1e-12, 0.1, 1.0)))
+        tenants.step([OptimStep(model, AdamStep(1e-2, 0.9, 0.95, 1e-12, 0.1, 1.0)) for model in models])
     for model in models:
         tenants.save(SaveState(model, f"tinker://{model}/weights/end", True))
         told[model] |= tenants.read(f"tinker://{model}/weights/end")[1]
@@ -257,12 +264,19 @@ def test_clients_in_one_pass_are_bit_for_bit_what_each_is_alone(tenants, monkeyp
         assert all(torch.equal(alone[name], one) for name, one in together[model].items())
 
 
+def beside(engine, monkeypatch) -> None:
+    """As on a GPU."""
+    for layer in engine.layers._layers.values():
+        monkeypatch.delattr(layer, "forward")
+    own = AdaptedLayers(engine._model.hf, "all-linear", torch.float32, apart=False)
+    monkeypatch.setattr(engine, "layers", own)
+
+
 def test_adapters_side_by_side_in_one_product_as_on_a_gpu_are_the_same_but_for_rounding(tenants, monkeypatch):
     apart = trained(tenants, list(SPECS))
     for model in SPECS:
         tenants.release(model.partition(":")[0])
-    monkeypatch.setattr(adapted_layers, "_forward_apart", adapted_layers._forward_packed)
-    monkeypatch.setattr(adapted_layers, "_backward_apart", adapted_layers._backward_packed)
+    beside(tenants.engine, monkeypatch)
     for model, found in trained(tenants, list(SPECS)).items():
         for name, one in found.items():
             if name.startswith("0 "):
@@ -277,7 +291,7 @@ def test_a_saved_state_goes_on_bit_for_bit_in_a_new_model(tenants):
     tenants.load(LoadState("b:train:1", "tinker://a:train:0/weights/end", True, True))
     for model in ("a:train:0", "b:train:1"):
         train(tenants, ForwardBackward(model, "cross_entropy", {}, data_of(9), False))
-        tenants.step(OptimStep(model, AdamStep(1e-2, 0.9, 0.95, 1e-12, 0.1, 1.0)))
+        stepped(tenants, model, AdamStep(1e-2, 0.9, 0.95, 1e-12, 0.1, 1.0))
         tenants.save(SaveState(model, f"tinker://{model}/weights/on", True))
     one, other = (tenants.read(f"tinker://{m}/weights/on")[1] for m in ("a:train:0", "b:train:1"))
     assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
@@ -319,7 +333,7 @@ def test_samples_are_of_the_snapshot_that_is_asked_for_and_so_are_their_log_prob
     first = sampled(service, "a:sample:0", prompt_log_probs=True, top_prompt=3, top_samples=4)
     base = sampled(service, BASE)
     train(tenants, ForwardBackward("a:train:0", "cross_entropy", {}, data_of(1), False))
-    tenants.step(OptimStep("a:train:0", AdamStep(0.1, 0.9, 0.95, 1e-12, 0.0, 0.0)))
+    stepped(tenants, "a:train:0", AdamStep(0.1, 0.9, 0.95, 1e-12, 0.0, 0.0))
     tenants.save_sampler(SaveSampler("a:train:0", "tinker://a:train:0/sampler_weights/on", None))
     later = sampled(service, "tinker://a:train:0/sampler_weights/on")
     assert sampled(service, "a:sample:0", prompt_log_probs=True).sequences == first.sequences
@@ -378,11 +392,12 @@ def test_a_text_that_stops_ends_a_response_where_it_is_complete(service):
 
 
 def refusal(tenants, command) -> str:
-    kinds = {CreateModel: "create", OptimStep: "step", SaveState: "save"}
-    kinds |= {LoadState: "load"}
+    kinds = {CreateModel: "create", SaveState: "save", LoadState: "load"}
     with pytest.raises(Refused) as refused:
         if isinstance(command, ForwardBackward):
             train(tenants, command)
+        if isinstance(command, OptimStep):
+            stepped(tenants, command.model, command.adam)
         getattr(tenants, kinds[type(command)])(command)
     return str(refused.value)
 

@@ -1,32 +1,39 @@
 """Linear layers of a frozen model that many adapters use in one pass, each on tokens of its own.
 
-A pass has the tokens of several segments, one behind the other; a segment has an adapter, or none. On a CPU
-each segment is multiplied by itself, so that what comes of it, to the last bit, is what comes of it alone:
-how a product rounds depends on its number of rows. Elsewhere the base multiplies all tokens at once, and so
-do the adapters of several segments, side by side in one matrix of their ranks together, of which a token
-keeps the columns of its own (Chen et al., "Punica" (2023), has kernels for the same sum).
+A pass has the tokens of several segments, one behind the other; a segment has an adapter, or none. In layers
+that compute **apart**, as on a CPU, each segment is multiplied by itself, so that what comes of it, to the
+last bit, is what comes of it alone: how a product rounds depends on its number of rows. Elsewhere the base
+multiplies all tokens at once, and so do the adapters of all segments, side by side in one matrix of their
+ranks together, of which a token keeps the columns of its own (Chen et al., "Punica" (2023), has kernels for
+the same sum). That is a layer with one adapter, compiled or not: its matrices are given to it for the pass.
+Whatever adapters there are, all layers have as many ranks, LEAST at least, so that a compiled layer has one
+graph for all passes.
 
 Legend: N tokens of a pass, r rank of an adapter, R ranks of all adapters of a pass.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from siirl.engines.train.adapters.adapter_products import add_adapter, add_gradient
+from siirl.engines.train.adapters.adapter_products import Beside, add_adapter, add_gradient, compute_beside
 from siirl.engines.train.adapters.lora import linear_layers
+from siirl.engines.train.layer_compiler import compute_by
 
 Shapes = dict[str, tuple[int, int]]
 """Layer -> (out, in) of its weight."""
 Pairs = dict[str, tuple[Tensor, Tensor]]
 """Layer -> A and B, or their gradients."""
+LEAST = 2
+"""Ranks of a pass. torch's compiler takes a size of 0 or 1 for a constant."""
 
 
 class Adapter:
@@ -40,8 +47,9 @@ class Adapter:
             for layer, (wide, deep) in shapes.items()
             for part, shape in (("A", (rank, deep)), ("B", (wide, rank)))
         }
+        self.layers = list(shapes)
         self.vector = torch.zeros(sum(map(math.prod, self._shapes.values())), device=device)
-        self._cast: dict[torch.dtype, Pairs] = {}
+        self._cast: dict[torch.dtype, tuple[Tensor, Pairs]] = {}
         self._gradient: Gradient | None = None
 
     def parts(self, vector: Tensor) -> dict[str, Tensor]:
@@ -58,10 +66,12 @@ class Adapter:
         }
 
     def weights(self, dtype: torch.dtype) -> Pairs:
-        """In the type that a pass computes in."""
+        """In the type that a pass computes in; leaves of its graph."""
         if dtype not in self._cast:
-            self._cast[dtype] = self.pairs(self.vector.to(dtype))
-        return self._cast[dtype]
+            vector = self.vector.to(dtype)
+            pairs = {name: (leaf(a), leaf(b)) for name, (a, b) in self.pairs(vector).items()}
+            self._cast[dtype] = vector, pairs
+        return self._cast[dtype][1]
 
     def gradient(self) -> "Gradient":
         """Zeros for the gradient of a request, until the next one."""
@@ -72,7 +82,9 @@ class Adapter:
 
     def changed(self) -> None:
         """The vector has other numbers."""
-        self._cast.clear()
+        for vector, _ in self._cast.values():
+            if vector is not self.vector:
+                vector.copy_(self.vector)
 
     def draw(self, seed: int) -> None:
         """A uniform in +-1/sqrt(in), as peft draws it, B zeros."""
@@ -89,6 +101,11 @@ class Adapter:
             if name in weights:
                 matrix.copy_(weights[name])
         self.changed()
+
+
+def leaf(matrix: Tensor) -> Tensor:
+    """The same numbers, as what a gradient is wanted of."""
+    return matrix.detach().requires_grad_()
 
 
 class Gradient:
@@ -112,8 +129,10 @@ class Gradient:
             self._of_type[dtype] = vector, self._adapter.pairs(vector)
         return self._of_type[dtype][1][layer]
 
-    def end_pass(self) -> None:
-        """Add what a pass has made."""
+    def end_pass(self, parts: Sequence[Tensor]) -> None:
+        """Add what a pass has made: what was added to pairs, or matrices in the order of the adapter's."""
+        if parts:
+            self.sum.add_(torch.cat(parts))
         for vector, _ in self._of_type.values():
             if vector is not self.sum:
                 self.sum.add_(vector)
@@ -129,54 +148,121 @@ class Segment:
     gradient: Gradient | None
     """None in a pass without gradient."""
 
-    def pair(self, layer: str, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """(A, B), if the layer is adapted."""
-        return None if self.adapter is None else self.adapter.weights(dtype).get(layer)
 
+class _Own(NamedTuple):
+    """What a layer multiplies the tokens of a segment by, apart from others."""
 
-class Segments(list[Segment]):
-    """Those of a pass, in the order of their tokens."""
-
-    def __init__(self, segments: Iterable[Segment] = ()) -> None:
-        super().__init__(segments)
-        self._own: dict[tuple[bool, ...], Tensor] = {}
-
-    def own(self, layer: str, num_tokens: int, like: Tensor) -> Tensor:
-        """What each token's low numbers are multiplied by, [N, R]: the scale of its adapter in its columns,
-        else 0. One for all layers that the same segments adapt."""
-        adapted = tuple(one.pair(layer, like.dtype) is not None for one in self)
-        if adapted not in self._own:
-            mine = [(one.tokens, one.adapter) for one, is_own in zip(self, adapted, strict=True) if is_own]
-            own_NR, at = like.new_zeros(num_tokens, sum(adapter.rank for _, adapter in mine)), 0  # type: ignore[union-attr]
-            for tokens, adapter in mine:
-                assert adapter is not None
-                own_NR[tokens, at : at + adapter.rank] = adapter.scale
-                at += adapter.rank
-            self._own[adapted] = own_NR
-        return self._own[adapted]
+    pair: tuple[Tensor, Tensor]
+    scale: float
+    gradient: tuple[Tensor, Tensor] | None
+    """Where those of the pair are added to."""
 
 
 class AdaptedLayers:
     """The linear layers of a model, but its head, with whatever adapters a pass has."""
 
-    def __init__(self, hf: PreTrainedModel, targets: str | Sequence[str]) -> None:
-        """Take the place of what the layers do. targets: as model.target_modules."""
+    def __init__(
+        self, hf: PreTrainedModel, targets: str | Sequence[str], dtype: torch.dtype, apart: bool
+    ) -> None:
+        """Take the place of what the layers do. targets: as model.target_modules. dtype: that is computed in.
+        apart: whether segments are; not in layers that are compiled."""
         self.shapes: Shapes = {}
-        self.segments = Segments()
-        """Of the pass that runs, until its backward pass is over."""
+        self._dtype, self._apart = dtype, apart
+        self._sizes: list[int] = []
+        """Tokens of each segment of the pass that runs."""
+        self._own: dict[str, list[_Own | None]] = {}
+        """Of each layer, for each segment, where these are apart."""
         self._anchor = torch.zeros(1, requires_grad=True)
+        self._layers: dict[str, Any] = {}
         for name in linear_layers(hf, targets):
             layer = hf.get_submodule(name)
             assert isinstance(layer, nn.Linear)
-            self.shapes[name] = (layer.out_features, layer.in_features)
-            layer.forward = partial(self._forward, name, layer)
+            self._layers[name], self.shapes[name] = layer, (layer.out_features, layer.in_features)
+            if apart:
+                layer.forward = partial(self._forward, name, layer)
+            else:
+                compute_by(layer, compute_beside)
+
+    @contextmanager
+    def passing(self, segments: Sequence[Segment], device: torch.device) -> Iterator[None]:
+        """Around a pass over segments, forward and backward: then their gradients have what comes of it."""
+        self._sizes = [one.tokens.stop - one.tokens.start for one in segments]
+        beside = {} if self._apart else self._beside(segments, device)
+        self._own = {name: self._of_layer(name, segments) for name in self.shapes} if self._apart else {}
+        for name, found in beside.items():
+            self._layers[name].beside = found
+        try:
+            yield
+            for one, columns in zip(segments, _columns(segments), strict=True):
+                if one.gradient is not None and one.adapter is not None:
+                    one.gradient.end_pass(_parts(one.adapter, beside, columns) if beside else [])
+        finally:
+            self._own = {}
+            for name, (a, b, _) in beside.items():
+                a.grad = b.grad = None
+                del self._layers[name].beside
 
     def _forward(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
-        return _Adapted.apply(x, self._anchor, layer.weight, layer.bias, name, self.segments)
+        return _Apart.apply(x, self._anchor, layer.weight, layer.bias, self._own[name], self._sizes)
+
+    def _of_layer(self, name: str, segments: Sequence[Segment]) -> list[_Own | None]:
+        """What it multiplies each by."""
+        found: list[_Own | None] = []
+        for one in segments:
+            pair = None if one.adapter is None else one.adapter.weights(self._dtype).get(name)
+            gradient = one.gradient.pair(name, self._dtype) if pair and one.gradient else None
+            found.append(pair and _Own(pair, one.adapter.scale, gradient))  # type: ignore[union-attr]
+        return found
+
+    @torch.no_grad()
+    def _beside(self, segments: Sequence[Segment], device: torch.device) -> dict[str, Beside]:
+        """What each layer computes with in a pass: parts of one vector, as an adapter's are. To torch's
+        compiler a matrix of its own, at the beginning of its memory, is another kind."""
+        columns, num_tokens = _columns(segments), segments[-1].tokens.stop
+        num_ranks = max(LEAST, columns[-1].stop)
+        scale_NR = torch.zeros(num_tokens, num_ranks, dtype=self._dtype, device=device)
+        adapters = [one.adapter for one in segments if one.adapter is not None]
+        for one, own in zip(segments, columns, strict=True):
+            if one.adapter is not None:
+                scale_NR[one.tokens, own] = one.adapter.scale
+        if len(adapters) == 1 and num_ranks == adapters[0].rank and adapters[0].layers == list(self.shapes):
+            return {name: (*pair, scale_NR) for name, pair in adapters[0].weights(self._dtype).items()}
+        sizes = [size for wide, deep in self.shapes.values() for size in (num_ranks * deep, wide * num_ranks)]
+        flat = torch.empty(sum(sizes), dtype=self._dtype, device=device).split(sizes)
+        found, none = {}, torch.zeros((), dtype=self._dtype, device=device)
+        for (name, (wide, deep)), of_a, of_b in zip(self.shapes.items(), flat[::2], flat[1::2], strict=True):
+            pairs = [
+                one.weights(self._dtype).get(name)
+                or (none.expand(one.rank, deep), none.expand(wide, one.rank))
+                for one in adapters
+            ]
+            if lacking := num_ranks - columns[-1].stop:
+                pairs.append((none.expand(lacking, deep), none.expand(wide, lacking)))
+            a = torch.cat([a for a, _ in pairs], out=of_a.view(num_ranks, deep))
+            b = torch.cat([b for _, b in pairs], 1, out=of_b.view(wide, num_ranks))
+            found[name] = leaf(a), leaf(b), scale_NR
+        return found
 
 
-class _Adapted(torch.autograd.Function):
-    """(x [..., N, in], a tensor with gradient, W, bias, layer, segments) -> [..., N, out]."""
+def _columns(segments: Sequence[Segment]) -> list[slice]:
+    """Of each among the ranks of all."""
+    ranks = [0 if one.adapter is None else one.adapter.rank for one in segments]
+    return [slice(*ends) for ends in pairwise(accumulate(ranks, initial=0))]
+
+
+def _parts(adapter: Adapter, beside: Mapping[str, Beside], columns: slice) -> list[Tensor]:
+    """The gradient of an adapter, matrix by matrix; zeros of layers that had no part in the pass."""
+    found = []
+    for name in adapter.layers:
+        a, b, _ = beside[name]
+        of_a, of_b = (torch.zeros_like(one) if one.grad is None else one.grad for one in (a, b))
+        found += [of_a[columns].reshape(-1), of_b[:, columns].reshape(-1)]
+    return found
+
+
+class _Apart(torch.autograd.Function):
+    """(x [..., N, in], a tensor with gradient, W, bias, what each segment is multiplied by, tokens of each)
+    -> [..., N, out], each segment by itself. Gradients of adapters are added to those of the segments."""
 
     @staticmethod
     def forward(
@@ -185,114 +271,39 @@ class _Adapted(torch.autograd.Function):
         anchor: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        layer: str,
-        segments: Segments,
+        owns: Sequence[_Own | None],
+        sizes: list[int],
     ) -> Tensor:
-        x_NI, apart = x.reshape(-1, x.shape[-1]), not x.is_cuda or len(segments) == 1
-        found = _forward_apart if apart else _forward_packed
-        out_NO, low = found(x_NI, weight, bias, layer, segments)
+        x_NI, turned = x.reshape(-1, x.shape[-1]), weight.t()
+        out_NO, low = x_NI.new_empty(len(x_NI), len(weight)), []
+        parts = zip(owns, x_NI.split_with_sizes(sizes), out_NO.split_with_sizes(sizes), strict=True)
+        for own, part, into in parts:
+            if bias is None:
+                torch.mm(part, turned, out=into)
+            else:
+                torch.addmm(bias, part, turned, out=into)
+            if own is not None:
+                low.append(add_adapter(into, part, own.pair, own.scale))
         ctx.save_for_backward(x_NI, weight, *low)
-        ctx.layer, ctx.segments, ctx.shape, ctx.apart = layer, segments, x.shape, apart
+        ctx.owns, ctx.sizes, ctx.shape = owns, sizes, x.shape
         return out_NO.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight, *low = ctx.saved_tensors
-        grad_NO = grads[0].reshape(-1, len(weight))
-        back = _backward_apart if ctx.apart else _backward_packed
-        wanted = ctx.needs_input_grad[0]
-        grad_NI = back(grad_NO, x_NI, weight, low, ctx.layer, ctx.segments, wanted)
+        grad_NO, lows, sizes = grads[0].reshape(-1, len(weight)), iter(low), ctx.sizes
+        grad_NI = torch.empty_like(x_NI) if ctx.needs_input_grad[0] else None
+        intos = [None] * len(sizes) if grad_NI is None else grad_NI.split_with_sizes(sizes)
+        parts = zip(
+            ctx.owns, grad_NO.split_with_sizes(sizes), x_NI.split_with_sizes(sizes), intos, strict=True
+        )
+        for own, grad, part, into in parts:
+            if into is not None:
+                torch.mm(grad, weight, out=into)
+            if own is not None:
+                assert own.gradient is not None
+                of_a, of_b = own.gradient
+                back = add_gradient(into, grad, own.pair, own.scale)
+                of_a.addmm_(back.t(), part, alpha=own.scale)
+                of_b.addmm_(grad.t(), next(lows), alpha=own.scale)
         return None if grad_NI is None else grad_NI.view(ctx.shape), *(None for _ in range(5))
-
-
-def _forward_apart(
-    x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: str, segments: Segments
-) -> tuple[Tensor, list[Tensor]]:
-    out_NO, low, turned = x_NI.new_empty(len(x_NI), len(weight)), [], weight.t()
-    sizes = [one.tokens.stop - one.tokens.start for one in segments]
-    for segment, own, into in zip(segments, x_NI.split(sizes), out_NO.split(sizes), strict=True):
-        if bias is None:
-            torch.mm(own, turned, out=into)
-        else:
-            torch.addmm(bias, own, turned, out=into)
-        if pair := segment.pair(layer, x_NI.dtype):
-            low.append(add_adapter(into, own, pair, segment.adapter.scale))  # type: ignore[union-attr]
-    return out_NO, low
-
-
-def _backward_apart(
-    grad_NO: Tensor,
-    x_NI: Tensor,
-    weight: Tensor,
-    low: Sequence[Tensor],
-    layer: str,
-    segments: Segments,
-    wanted: bool,
-) -> Tensor | None:
-    grad_NI, lows = torch.empty_like(x_NI) if wanted else None, iter(low)
-    sizes = [one.tokens.stop - one.tokens.start for one in segments]
-    intos = [None] * len(segments) if grad_NI is None else grad_NI.split(sizes)
-    for segment, grad, own, into in zip(
-        segments, grad_NO.split(sizes), x_NI.split(sizes), intos, strict=True
-    ):
-        if into is not None:
-            torch.mm(grad, weight, out=into)
-        if pair := segment.pair(layer, x_NI.dtype):
-            assert segment.adapter is not None and segment.gradient is not None
-            of_a, of_b = segment.gradient.pair(layer, own.dtype)
-            scale = segment.adapter.scale
-            back = add_gradient(into, grad, pair, scale)
-            of_a.addmm_(back.t(), own, alpha=scale)
-            of_b.addmm_(grad.t(), next(lows), alpha=scale)
-    return grad_NI
-
-
-def _beside(
-    layer: str, segments: Segments, num_tokens: int, like: Tensor
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """All A of the adapted segments [R, in], all B [out, R], and the scale of each token's own columns, zeros
-    at those of others, [N, R]. None without any."""
-    pairs = [pair for one in segments if (pair := one.pair(layer, like.dtype)) is not None]
-    if not pairs:
-        return None
-    own_NR = segments.own(layer, num_tokens, like)
-    if len(pairs) == 1:
-        return *pairs[0], own_NR
-    return torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1), own_NR
-
-
-def _forward_packed(
-    x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: str, segments: Segments
-) -> tuple[Tensor, list[Tensor]]:
-    out_NO = linear(x_NI, weight, bias)
-    beside = _beside(layer, segments, len(x_NI), x_NI)
-    if beside is None:
-        return out_NO, []
-    a_RI, b_OR, own_NR = beside
-    low_NR = linear(x_NI, a_RI).mul_(own_NR)
-    return out_NO.addmm_(low_NR, b_OR.t()), [low_NR, a_RI, b_OR, own_NR]
-
-
-def _backward_packed(
-    grad_NO: Tensor,
-    x_NI: Tensor,
-    weight: Tensor,
-    low: Sequence[Tensor],
-    layer: str,
-    segments: Segments,
-    wanted: bool,
-) -> Tensor | None:
-    grad_NI = torch.mm(grad_NO, weight) if wanted else None
-    if not low:
-        return grad_NI
-    low_NR, a_RI, b_OR, own_NR = low
-    back_NR = torch.mm(grad_NO, b_OR).mul_(own_NR)
-    if grad_NI is not None:
-        grad_NI.addmm_(back_NR, a_RI)
-    of_a, of_b = torch.mm(back_NR.t(), x_NI), torch.mm(grad_NO.t(), low_NR)
-    adapted = [one for one in segments if one.pair(layer, x_NI.dtype) is not None]
-    ranks = [one.adapter.rank for one in adapted if one.adapter is not None]
-    into = [one.gradient.pair(layer, x_NI.dtype) for one in adapted if one.gradient]
-    for part, found in enumerate((of_a.split(ranks), of_b.split(ranks, 1))):  # a call for all of them
-        torch._foreach_add_([pair[part] for pair in into], list(found))
-    return grad_NI

@@ -2,7 +2,8 @@
 
 The output is read and written once by a matrix product, which scales, too; peft's layers scale what they
 add, and add it, in passes of their own. The same in the backward pass, for the gradient of the input. What
-is scaled in a compiled layer are the R numbers of a token.
+is scaled in a compiled layer are the R numbers of a token, and so they are where several adapters lie side by
+side: each token has a scale for each of the R numbers, which is 0 for those of other adapters than its own.
 
 Legend: N tokens, I inputs, O outputs, R rank.
 """
@@ -19,6 +20,8 @@ from siirl.engines.train.layer_compiler import compute_by
 
 Pair = tuple[Tensor, Tensor]
 """A [R, I] and B [O, R]."""
+Beside = tuple[Tensor, Tensor, Tensor]
+"""A and B of several adapters, and the scale of each number of each token, [N, R]."""
 
 
 def add_adapter(out_NO: Tensor, x_NI: Tensor, pair: Pair, scale: float) -> Tensor:
@@ -37,15 +40,19 @@ def add_gradient(grad_NI: Tensor | None, grad_NO: Tensor, pair: Pair, scale: flo
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """(x [.., I], W, bias or None, A, B, scale) -> [.., O]; W and the bias are frozen."""
+    """(x [.., I], W, bias or None, A, B, scale or [N, R]) -> [.., O]; W and the bias are frozen."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float | Tensor
     ) -> Tensor:
         x_NI = x.reshape(-1, x.shape[-1])
         out_NO = linear(x_NI, weight, bias)
-        low_NR = add_adapter(out_NO, x_NI, (a, b), scale)
+        if isinstance(scale, Tensor):
+            low_NR = linear(x_NI, a).mul_(scale)
+            out_NO.addmm_(low_NR, b.t())
+        else:
+            low_NR = add_adapter(out_NO, x_NI, (a, b), scale)
         ctx.save_for_backward(x_NI, weight, a, b, low_NR)
         ctx.scale, ctx.shape = scale, x.shape
         return out_NO.view(*x.shape[:-1], -1)
@@ -55,9 +62,14 @@ class _AdaptedLinear(torch.autograd.Function):
         x_NI, weight, a, b, low_NR = ctx.saved_tensors
         grad_NO = grads[0].reshape(-1, len(weight))
         grad_NI = grad_NO @ weight if ctx.needs_input_grad[0] else None
-        back_NR = add_gradient(grad_NI, grad_NO, (a, b), ctx.scale)
-        of_a = (back_NR.t() @ x_NI) * ctx.scale
-        of_b = (grad_NO.t() @ low_NR) * ctx.scale
+        if isinstance(ctx.scale, Tensor):
+            back_NR = torch.mm(grad_NO, b).mul_(ctx.scale)
+            if grad_NI is not None:
+                grad_NI.addmm_(back_NR, a)
+            of_a, of_b = back_NR.t() @ x_NI, grad_NO.t() @ low_NR
+        else:
+            back_NR = add_gradient(grad_NI, grad_NO, (a, b), ctx.scale)
+            of_a, of_b = (back_NR.t() @ x_NI) * ctx.scale, (grad_NO.t() @ low_NR) * ctx.scale
         return None if grad_NI is None else grad_NI.view(ctx.shape), None, None, of_a, of_b, None
 
 
@@ -81,3 +93,12 @@ def _forward(layer: Any, adapter: str, x: Tensor) -> Tensor:
         # A compiled layer adds in the kernel of what comes next, and merges the products of one input.
         return base(x) + linear(linear(x, a) * scale, b)
     return _AdaptedLinear.apply(x, base.weight, base.bias, a, b, scale)
+
+
+def compute_beside(layer: Any, x: Tensor) -> Tensor:
+    """The forward of a linear layer with several adapters, which are its attribute `beside`. Compiled, the
+    graph is that of `_forward`, and the same for any number of adapters and ranks."""
+    a, b, scale_NR = layer.beside
+    if torch.compiler.is_compiling():
+        return linear(x, layer.weight, layer.bias) + linear(linear(x, a) * scale_NR, b)
+    return _AdaptedLinear.apply(x, layer.weight, layer.bias, a, b, scale_NR)

@@ -123,7 +123,7 @@ def _by_width(
         qkv = (x.index_select(2, index) for x in (query, key, value))
         found.append(packed_attention(module, *qkv, None, sequence_bounds=own, **more)[0])
     back = torch.cat([index for index, _ in bounds.alike]).argsort()
-    return torch.cat(found, 1).index_select(1, back)
+    return torch.cat(found, 1).squeeze(0).index_select(0, back).unsqueeze(0)  # as `_padded` gives it
 
 
 def _padded(

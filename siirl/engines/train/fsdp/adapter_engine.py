@@ -21,11 +21,12 @@ from torch.optim.adamw import adamw
 from siirl.algorithms.log_probs import linear_log_prob_entropy
 from siirl.algorithms.top_log_probs import linear_drawn_log_probs, linear_log_probs_of, linear_top_log_probs
 from siirl.compiler.memory.estimate import LOGITS_CHUNK
-from siirl.engines.train.adapters.adapted_layers import AdaptedLayers, Adapter, Gradient, Segment, Segments
+from siirl.engines.train.adapters.adapted_layers import LEAST, AdaptedLayers, Adapter, Gradient, Segment
 from siirl.engines.train.base import AdamStep
 from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
 from siirl.engines.train.kept_logits import kept_logits_bytes
 from siirl.engines.train.language_model import seen_back
+from siirl.engines.train.optimizer import MOMENTS, STEP
 from siirl.engines.train.packed.micro_batches import MicroBatchLimit
 from siirl.engines.train.packed.sequence_bounds import bounds_of, bounds_of_alike
 from siirl.engines.train.transfers import sent
@@ -85,51 +86,19 @@ class TrainedAdapter:
         """Steps taken."""
         self.sums: Tensor | None = None
         """This rank's share of the gradient, [P]; None: nothing was added."""
-        self._moments: dict[str, Tensor] = {}
+        self.moments: dict[str, Tensor] = {}
         """As torch.optim.AdamW names them: step, exp_avg, exp_avg_sq. None before the first step."""
 
     def add(self, gradient: Tensor) -> None:
         """Add the gradient of a request."""
         self.sums = gradient.clone() if self.sums is None else self.sums.add_(gradient)
 
-    def step(self, adam: AdamStep, group: dist.ProcessGroup) -> float:
-        """Step by what was added, on all ranks of the group, and forget it; its norm before it was clipped.
-
-        A gradient that is not finite changes nothing: the norm says so. Nor does one that is not there.
-        """
-        gradient, self.sums = self.sums, None
-        if gradient is None:
-            return 0.0
-        if group.size() > 1:
-            dist.all_reduce(gradient, group=group)
-        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-        if not np.isfinite(norm):
-            return norm
-        if 0 < adam.max_norm < norm:
-            gradient.mul_(adam.max_norm / norm)
-        vector = self.adapter.vector
-        if not self._moments:
-            zeros = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
-            self._moments = {"step": torch.zeros((), dtype=torch.float32), **zeros}
-        with torch.no_grad():
-            adamw(
-                [vector],
-                [gradient],
-                *([self._moments[name]] for name in ("exp_avg", "exp_avg_sq")),
-                [],
-                [self._moments["step"]],
-                foreach=False,
-                amsgrad=False,
-                beta1=adam.beta1,
-                beta2=adam.beta2,
-                lr=adam.learning_rate,
-                weight_decay=adam.weight_decay,
-                eps=adam.eps,
-                maximize=False,
-            )
-        self.adapter.changed()
-        self.version += 1
-        return norm
+    def start_moments(self) -> None:
+        """If there are none: of zeros."""
+        if not self.moments:
+            step = torch.zeros((), dtype=torch.float32, device=self.adapter.vector.device)
+            zeros = {name: torch.zeros_like(self.adapter.vector) for name in MOMENTS}
+            self.moments = {STEP: step, **zeros}
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of each matrix on the host."""
@@ -138,7 +107,7 @@ class TrainedAdapter:
     def state(self) -> dict[str, Tensor]:
         """A copy of weights and moments, each matrix by its name, on the host: what `load` takes."""
         found = {f"model/{name}": one for name, one in self.weights().items()}
-        for kind, value in self._moments.items():
+        for kind, value in self.moments.items():
             own = _on_host(value)
             parts = {"": own} if own.ndim == 0 else self.adapter.parts(own)
             found |= {f"optimizer/{kind}.{name}".rstrip("."): one for name, one in parts.items()}
@@ -148,14 +117,63 @@ class TrainedAdapter:
         """Take what `state` gave; the gradient so far is dropped."""
         self.adapter.take({n.removeprefix("model/"): one for n, one in state.items() if n[:6] == "model/"})
         self.sums, self.version = None, version if with_optimizer else 0
-        self._moments = {}
+        self.moments = {}
         if not (with_optimizer and version):
             return
-        self._moments["step"] = state["optimizer/step"].clone()
-        for kind in ("exp_avg", "exp_avg_sq"):
-            self._moments[kind] = torch.zeros_like(self.adapter.vector)
-            for name, matrix in self.adapter.parts(self._moments[kind]).items():
+        self.start_moments()
+        self.moments[STEP].copy_(state[f"optimizer/{STEP}"])
+        for kind in MOMENTS:
+            for name, matrix in self.adapter.parts(self.moments[kind]).items():
                 matrix.copy_(state[f"optimizer/{kind}.{name}"])
+
+
+@torch.no_grad()
+def take_steps(taken: Sequence[tuple[TrainedAdapter, AdamStep]], group: dist.ProcessGroup) -> list[float]:
+    """Step each adapter by what was added, on all ranks of the group, and forget it; the norms before they
+    were clipped.
+
+    Those of the same parameters step in one call. A gradient that is not finite changes nothing: its norm
+    says so. Nor does one that is not there.
+    """
+    if not taken:
+        return []
+    gradients = [one.sums for one, _ in taken]
+    zero = torch.zeros((), dtype=torch.float64, device=taken[0][0].adapter.vector.device)
+    for one, _ in taken:
+        one.sums = None
+    if group.size() > 1:
+        for gradient in filter(lambda one: one is not None, gradients):
+            dist.all_reduce(gradient, group=group)
+    norms = torch.stack(
+        [zero if one is None else torch.linalg.vector_norm(one, dtype=torch.float64) for one in gradients]
+    ).tolist()
+    alike: dict[AdamStep, list[tuple[TrainedAdapter, Tensor]]] = {}
+    for (one, adam), gradient, norm in zip(taken, gradients, norms, strict=True):
+        if gradient is not None and np.isfinite(norm):
+            if 0 < adam.max_norm < norm:
+                gradient.mul_(adam.max_norm / norm)
+            one.start_moments()
+            alike.setdefault(adam, []).append((one, gradient))
+    for adam, own in alike.items():
+        adamw(
+            [one.adapter.vector for one, _ in own],
+            [gradient for _, gradient in own],
+            *([one.moments[name] for one, _ in own] for name in MOMENTS),
+            [],
+            [one.moments[STEP] for one, _ in own],
+            fused=True,
+            amsgrad=False,
+            beta1=adam.beta1,
+            beta2=adam.beta2,
+            lr=adam.learning_rate,
+            weight_decay=adam.weight_decay,
+            eps=adam.eps,
+            maximize=False,
+        )
+        for one, _ in own:
+            one.adapter.changed()
+            one.version += 1
+    return norms
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -173,13 +191,22 @@ class AdapterEngine:
         self.group, self.device = base.data_group, base.device
         self._base, self._limit, self._alpha = base, limit, alpha
         self._model: Any = base.frozen_model
-        self.layers = AdaptedLayers(self._model.hf, targets)
-        kind = family_of(self._model.hf.config.model_type)
-        self._in_turn = not seen_back(self._model.hf) or kind.has_states
-        self._apart = self.device.type == "cpu"
+        kind, on_cpu = family_of(self._model.hf.config.model_type), self.device.type == "cpu"
+        self._apart, self._has_compiled_layers = on_cpu, (compiled := base.has_compiled_layers)
+        self.layers = AdaptedLayers(self._model.hf, targets, base.compute_dtype, on_cpu and not compiled)
+        self._in_turn = not seen_back(self._model.hf) or kind.has_states or (on_cpu and compiled)
         self._pieces: list[tuple[Work, _Piece]] = []
         self._model.eval()
         self._model.head = self._head
+
+    def prepare(self) -> None:
+        """Have compiled layers compiled, which takes a while: by passes whose results nobody has."""
+        if self._has_compiled_layers:
+            rows = [[0] * (LEAST + 3)] * self.group.size()
+            targets = [np.zeros(len(row), np.int64) for row in rows]
+            work = Work(self.new_adapter(LEAST + 1), rows, targets, lambda log_prob, _: log_prob.sum())
+            for gradients in (True, False):
+                self.run([work], gradients)
 
     @property
     def most_tokens(self) -> int | None:
@@ -276,23 +303,21 @@ class AdapterEngine:
             else bounds_of(sent(torch.tensor(lengths), self.device))
         )
         sizes = [sum(len(work.rows[row]) for row in own) for work, own in _of(works, pieces)] or [1]
-        segments = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+        tokens = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
         adapters = [works[piece.number].adapter for piece in pieces] or [None]
         gradients = [sums[piece.number] for piece in pieces] or [None]
-        self.layers.segments = Segments(map(Segment, segments, adapters, gradients))
         self._pieces = [(works[piece.number], piece) for piece in pieces]
         index_N = torch.arange(len(ids_N), device=self.device)
-        found = self._model(
-            ids_N.unsqueeze(0), place_N.unsqueeze(0), bounds, index_N, ids_N, 1.0, ("log_prob",)
-        )
-        losses = [value.sum() * 0.0 for value in found.values()] if not pieces else []
-        for number, (work, piece) in enumerate(self._pieces):
-            if work.loss is not None:
-                losses.append(work.loss(found[f"{number}"].double(), piece.rows))
-        if torch.is_grad_enabled():
-            torch.stack([one.double() for one in losses]).sum().backward()
-            for gradient in filter(None, gradients):
-                gradient.end_pass()
+        with self.layers.passing([*map(Segment, tokens, adapters, gradients)], self.device):
+            found = self._model(
+                ids_N.unsqueeze(0), place_N.unsqueeze(0), bounds, index_N, ids_N, 1.0, ("log_prob",)
+            )
+            losses = [value.sum() * 0.0 for value in found.values()] if not pieces else []
+            for number, (work, piece) in enumerate(self._pieces):
+                if work.loss is not None:
+                    losses.append(work.loss(found[f"{number}"].double(), piece.rows))
+            if torch.is_grad_enabled():
+                torch.stack([one.double() for one in losses]).sum().backward()
         of_pieces = iter(torch.stack([one.detach() for one in losses]).tolist() if losses else ())
         for number, (work, piece) in enumerate(self._pieces):  # read when all of the pass is queued
             whole = computed[piece.number]
@@ -305,7 +330,7 @@ class AdapterEngine:
                 top = [found[f"{number}.{kind}"].cpu().split(sizes) for kind in ("top", "words")]
                 pairs = [(a.numpy(), b.numpy()) for a, b in zip(*top, strict=True)]
                 whole.top |= zip(piece.rows, pairs, strict=True)
-        self.layers.segments, self._pieces = Segments(), []
+        self._pieces = []
 
     def _head(
         self, hidden_ND: Tensor, target_N: Tensor, temperature: float, *more: object

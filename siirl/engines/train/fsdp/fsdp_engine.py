@@ -224,17 +224,25 @@ class FSDPEngine(SteppingEngine):
         assert self._optimizer is None, f"{self.name} is trained"
         return self._model
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The type of activations."""
+        return compute_dtype(self._settings)
+
+    @property
+    def has_compiled_layers(self) -> bool:
+        return self._settings.model.compile_layers
+
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Around passes of frozen_model. On one rank its weights stay gathered until they are asked for."""
-        units = fsdp_modules(self._model)
         if self._mesh.size() == 1 and not self._is_gathered:
-            for unit in units:
+            for unit in fsdp_modules(self._model):
                 leave_gathered(unit)
             self._is_gathered = True
         yield
         if not self._is_gathered:
-            for unit in units:
+            for unit in fsdp_modules(self._model):
                 unit.reshard()  # gathered weights are not those that samplers are given
 
     def _require_on_device(self, *parts: str) -> None:
