@@ -296,6 +296,42 @@ def test_episodes_go_on_while_the_trainer_trains_where_a_rank_plays_and_another_
     audited(run)
 
 
+UNTIL_HEARD = """
+
+def until_heard(began, turns):
+    \"\"\"Let environments go on, and sleep until so many turns have been heard; a minute at most.\"\"\"
+    if not turns:
+        return
+    time.sleep(0.5)
+    Path(SLEPT + "_begun").touch()
+    said = Path(SAID)
+    while time.time() < began + 60:
+        if sum(float(at) > began + 0.3 for at in said.read_text().split()) >= turns:
+            return
+        time.sleep(0.1)
+"""
+HELD = """
+
+import itertools
+import time
+
+_numbers, _reset, _timed = itertools.count(), Dice.reset, Dice.step
+
+
+def reset(self, task, seed):
+    self.number = next(_numbers)
+    return _reset(self, task, seed)
+
+
+def step_when_it_trains(self, actions):
+    until = time.time() + 50
+    while self.number >= FIRST and not Path(SLEPT + "_begun").exists() and time.time() < until:
+        time.sleep(0.05)
+    return _timed(self, actions)
+
+
+Dice.reset, Dice.step = reset, step_when_it_trains
+"""
 READ = ("prompt_ids", "prompt_length", "response_ids", "response_mask", "weight_version", "rollout_log_prob")
 NOTES = """
 import time
@@ -317,8 +353,21 @@ def keep(ctx, rows):
 
 
 def answered_by_vllm(folder: Path) -> list[str]:
-    """As answered_elsewhere, and vLLM samples agent 1: its turns note when they are heard; rows are kept."""
+    """As answered_elsewhere, and vLLM samples agent 1: its turns note when they are heard; rows are kept.
+
+    In the first step the episodes of later batches wait with their second turns until rank 0 sleeps in
+    training, and it sleeps until it has heard some: no matter how fast or slow this machine is.
+    """
     answered_elsewhere(folder)
+    paths = {"SLEPT": repr(str(folder / "slept")), "SAID": repr(str(folder / "said")), "FIRST": "8 * 2"}
+    slow = TRAINS_LONG.replace(
+        "time.sleep(2 if ctx.step < 3 else 0)", "until_heard(began, 9 * (ctx.step < 2))"
+    )
+    game = (folder / "game.py").read_text()
+    for name, text in (("trains_long.py", slow + UNTIL_HEARD), ("game.py", game + HELD)):
+        for word, path in paths.items():
+            text = text.replace(word, path)
+        (folder / name).write_text(text)
     (folder / "notes.py").write_text(f"FOLDER, READ = {str(folder)!r}, {READ!r}\n{NOTES}")
     nodes = yaml.safe_load((folder / "dag.yaml").read_text())["nodes"]
     second = next(one for one in nodes if one["node_id"] == "talk_1")
