@@ -117,14 +117,15 @@ FIELDS: dict[str, FieldSpec] = _fields(
         ("T",),
         "int64",
         "1 + the last token of the span that the token is compared in, with a teacher of another tokenizer; "
-        "teacher_log_prob is that of the span, there; 0: it is in none",
+        "teacher_log_prob is that of the span, there, teacher_top_log_prob at its first; 0: it is in none",
     ),
     FieldSpec("top_ids", ("T", "K"), "int64", "the K tokens that the row's teacher finds likeliest", "token"),
     FieldSpec(
         "teacher_top_log_prob",
         ("T", "K"),
         "float32",
-        "log-probs of these by the row's teacher; or, of all tokens, by the row's teachers",
+        "log-probs of these by the row's teacher; or, of all tokens, by the row's teachers; of another "
+        "tokenizer: see algorithms/distillation.py, span_divergence",
         "nat",
     ),
     FieldSpec("score", (), "float32", "outcome reward of the row, as the reward function gave it"),

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.memory.estimate import longest_row
-from siirl.compiler.plan import ModelPlan, Plan
+from siirl.compiler.plan import InteractionPlan, ModelPlan, Plan
 from siirl.compiler.profiled_nodes import profile_warnings
 from siirl.compiler.resolved_node import AGENT_WIDE
 from siirl.config import Config
@@ -29,7 +29,7 @@ def plan_warnings(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config]) -> l
         lines += backend_of(model).advice(model, node_cfgs[model.node])
         lines += _single_sequences(model, node_cfgs[model.node])
     lines += profile_warnings(cfg, plan)
-    lines += _counted_twice(plan, node_cfgs)
+    lines += _returned_again(plan, node_cfgs)
     return list(dict.fromkeys(lines))
 
 
@@ -49,26 +49,38 @@ def _single_sequences(model: ModelPlan, cfg: Config) -> Iterator[str]:
             )
 
 
-def _counted_twice(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]:
-    """Reward functions of the user's that return what credit adds besides."""
+def _returned_again(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]:
+    """Reward functions of the user's that return what credit adds besides, or what nobody gives."""
     for talk in plan.interactions.values():
-        if not talk.gives_rewards:
-            continue
         agents = {stage.policy for stage in talk.speaking}
         for name, node in plan.nodes.items():
             credit, user = node_cfgs[name].algorithm.credit, node_cfgs[name].custom_reward_function
-            counts = "scorer" in node.needs and node.agent in agents and credit.turn and credit.own
-            if not counts or user.path is None:
+            if "scorer" not in node.needs or node.agent not in agents or user.path is None:
+                continue
+            if talk.gives_rewards and not (credit.turn and credit.own):
                 continue
             for function in user.weights or [user.name]:
                 if not returns_given(user.path, function):
                     continue
                 yield (
                     f"node {name!r}: {function} of {user.path} returns what the environment gave "
-                    "(message['reward'] of the conversation), and algorithm.credit.turn="
-                    f"{credit.turn:g} adds that by itself: it counts twice. Return what the environment does "
-                    "not give, or set algorithm.credit.turn=0."
+                    f"(message['reward'] of the conversation), {_why_not_meant(talk, credit.turn)}"
                 )
+
+
+def _why_not_meant(talk: InteractionPlan, credit_turn: float) -> str:
+    if talk.gives_rewards:
+        return (
+            f"and algorithm.credit.turn={credit_turn:g} adds that by itself: it counts twice. Return what "
+            "the environment does not give, or set algorithm.credit.turn=0."
+        )
+    if not talk.acting:
+        return "which is always 0: the conversation has no environment. Return a score of the answer."
+    nodes = ", ".join(repr(stage.node) for stage in talk.acting)
+    return (
+        f"which is always 0: rewards_with_env=false of {nodes}. Set rewards_with_env=true, and "
+        "algorithm.credit.turn adds the rewards by itself; or return a score of the answer."
+    )
 
 
 def _node_warnings(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]:

@@ -155,11 +155,6 @@ def check_aligned(teacher: ResolvedNode, node: ResolvedNode, kept: Workflow) -> 
     """What is wrong with a teacher of another tokenizer, from which a node learns."""
     mine, actor = teacher.cfg.teacher, node.cfg.actor_rollout_ref.actor
     key = f"{teacher}: teacher.tokenizer=own"
-    if mine.top_k != SAMPLED:
-        yield NotSupportedError(
-            f"not supported yet: {key} with actor.distill.top_k={mine.top_k}: the words of two vocabularies "
-            "are not compared one by one, the spans of sampled text are. Set actor.distill.top_k=0."
-        )
     if mine.is_scored and not mine.is_remote:
         yield NotSupportedError(
             f"not supported yet: {key} with teacher.strategy={mine.strategy}: its engine has room for rows "

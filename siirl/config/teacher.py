@@ -159,3 +159,10 @@ class DistillConfig:
         "token alone there is reverse_kl",
         low=-1,
     )
+    unshared_coef: float = key(
+        1.0,
+        "with teacher.tokenizer=own: weight of the L1 distance between the sorted probabilities of tokens "
+        "that only one of both has, beside the divergence over those that both have",
+        when="top_k=-1",
+        low=0,
+    )

@@ -142,9 +142,9 @@ def why_unread(name: str, cfg: Config) -> str | None:
 def teacher_outputs(teacher: TeacherConfig) -> Names:
     """What a teacher computes of each token: outputs of a training engine; with its own tokenizer also
     the span of the token."""
-    if teacher.top_k == SAMPLED:
-        return ("log_prob", "span") if teacher.is_aligned else ("log_prob",)
-    return ("top_log_prob",) if teacher.top_k == WHOLE else ("top_log_prob", "top_ids")
+    known: dict[int, Names] = {SAMPLED: ("log_prob",), WHOLE: ("top_log_prob",)}
+    outputs = known.get(teacher.top_k, ("top_log_prob", "top_ids"))
+    return (*outputs, "span") if teacher.is_aligned else outputs
 
 
 def teacher_writes(node_id: str, cfg: Config) -> Names:

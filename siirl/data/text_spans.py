@@ -75,6 +75,19 @@ def as_text(pieces: Sequence[bytes]) -> tuple[str, list[bytes]]:
     return "".join(text), made
 
 
+def shared_words(one: Sequence[bytes], other: Sequence[bytes | None]) -> list[tuple[int, int]]:
+    """Pairs of a token of each that stand for the same text; None: for none. Each token is in one at most.
+
+    Of several of one text the last are paired: SentencePiece's bytes, which it falls back to, come first.
+    """
+    ids: tuple[dict[bytes | None, list[int]], ...] = ({}, {})
+    for of_text, pieces in zip(ids, (one, other), strict=True):
+        for token, piece in enumerate(pieces):
+            of_text.setdefault(piece, []).append(token)
+    both = ((ids[0][piece], ids[1][piece]) for piece in ids[0].keys() & ids[1].keys())
+    return [pair for a, b in both for pair in zip(reversed(a), reversed(b), strict=False)]
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     """What each token stands for in a text, by its id.
 

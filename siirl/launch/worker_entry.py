@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import getpass
 import logging
@@ -244,8 +245,8 @@ def _load_entry(name: str) -> Callable[..., None]:
 def _end_with_launcher() -> bool:
     """End this process and all that it started when the launcher is gone, even if it was killed.
 
-    A thread blocks on the reading end of a pipe whose only writer is the launcher. False: no launcher to
-    watch.
+    A thread blocks on the reading end of a pipe whose only writer is the launcher; where this process is
+    stopped then, as one that is about to say where it hangs, the kernel ends it. False: no launcher to watch.
     """
     lifeline_fd = os.environ.pop("SIIRL_LIFELINE_FD", None)
     if lifeline_fd is None:
@@ -256,6 +257,11 @@ def _end_with_launcher() -> bool:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
+    with contextlib.suppress(OSError, AttributeError):  # another system than Linux
+        own_fd = os.open(f"/proc/self/fd/{lifeline_fd}", os.O_RDONLY)  # workers share the other one
+        fcntl.fcntl(own_fd, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(own_fd, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(own_fd, fcntl.F_SETFL, fcntl.fcntl(own_fd, fcntl.F_GETFL) | os.O_ASYNC)
     return True
 
 

@@ -106,6 +106,8 @@ def check_distributions(cfg: Config, who: str, rows: int) -> None:
         )
     if cfg.teacher.top_k != WHOLE or size is None:
         return
+    if cfg.teacher.is_aligned:
+        size += _size(cfg.actor_rollout_ref.model.path) or 0
     whole, few = (rows * length * number / GIB for number in (4 * size, 12 * 64))
     if whole > LARGEST_GIB:
         takes, most = gib_texts(whole, LARGEST_GIB)

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.aggregate import TokenLoss, aggregate_loss, trained_only
-from siirl.algorithms.distillation import divergence, sampled_reverse_kl, span_sums
+from siirl.algorithms.distillation import divergence, sampled_reverse_kl, span_divergence, span_sums
 from siirl.algorithms.kl import kl_estimate, policy_ratio, straight_through
 from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
 from siirl.algorithms.rollout_correction import (
@@ -169,6 +169,18 @@ def _from_teachers(
         return sampled_reverse_kl(log_prob_BT, old_BT, column["teacher_log_prob"])
     teacher_BTK = _at_trained(rows["teacher_top_log_prob"], rows["response_mask"])
     whole = distill.top_k == WHOLE
+    if "teacher_span" in rows.keys():
+        return span_divergence(
+            outputs.top_log_prob_BT,
+            teacher_BTK,
+            outputs.log_prob_BT,
+            None if whole else rows["top_ids"],
+            rows["response_ids"],
+            rows["teacher_span"],
+            distill.divergence,
+            distill.beta,
+            distill.unshared_coef,
+        )
     return divergence(outputs.top_log_prob_BT, teacher_BTK, distill.divergence, distill.beta, whole=whole)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.functional import pad
 
 from siirl.algorithms.distillation import mixture
 from siirl.config.teacher import SAMPLED, WHOLE
@@ -45,12 +46,7 @@ def said_of_taken(
     taken_B = _taken(ctx, rows)
     mine = take_rows(rows, taken_B)
     outputs = teacher_outputs(teacher)
-    if own_tokens is None:
-        found = compute(mine, outputs)
-    else:
-        found = own_tokens.said(mine, lambda asked: compute(asked, ("log_prob",)))
-        aligned_BT = (found["span"] > 0) & mine["response_mask"]
-        ctx.metrics.mean("teacher/aligned", int(aligned_BT.sum()), int(mine["response_mask"].sum()))
+    found = compute(mine, outputs) if own_tokens is None else own_tokens.said(mine, compute, ctx.metrics)
     columns = {"weight": torch.where(taken_B, teacher.weight, 0.0)}
     for name in outputs:
         columns[name] = found[name]
@@ -77,7 +73,8 @@ def taught(ctx: OpContext, rows: TensorDict) -> TensorDict:
     """The rows with what their teachers say together, in the place of what each of them says.
 
     teacher_log_prob [B, T] of the sampled tokens, or with a teacher of another tokenizer of the spans
-    teacher_span [B, T]; or teacher_top_log_prob [B, T, K] of the tokens top_ids [B, T, K], or of all.
+    teacher_span [B, T]; or teacher_top_log_prob [B, T, K] of the tokens top_ids [B, T, K], or of all, at the
+    first of each span.
     DataError for a row that no teacher takes.
     """
     distill = ctx.cfg.actor_rollout_ref.actor.distill
@@ -94,16 +91,26 @@ def taught(ctx: OpContext, rows: TensorDict) -> TensorDict:
         return [widened(rows.get(column, each_BT), column, each_BT.shape[1]) for column in columns]
 
     def of_its_teacher(output: str) -> Tensor:
-        return torch.stack(of_all(output))[first_B, row_B]
+        columns = of_all(output)
+        if columns[0].ndim == 3:  # vocabularies differ: what one lacks is never said
+            nothing, width = (
+                -torch.inf if columns[0].is_floating_point() else 0,
+                max(x.shape[2] for x in columns),
+            )
+            columns = [pad(column, (0, width - column.shape[2]), value=nothing) for column in columns]
+        return torch.stack(columns)[first_B, row_B]
 
-    if any(f"{name}{OF_TEACHER}span" in rows.keys() for name in names):
-        found = {"teacher_log_prob": of_its_teacher("log_prob"), "teacher_span": of_its_teacher("span")}
-    elif distill.top_k == SAMPLED:
-        found = {"teacher_log_prob": mixture(of_all("log_prob"), weight_MB)}
-    elif distill.top_k == WHOLE:
-        found = {"teacher_top_log_prob": mixture(of_all("top_log_prob"), weight_MB)}
+    aligned = any(f"{name}{OF_TEACHER}span" in rows.keys() for name in names)
+    found = {"teacher_span": of_its_teacher("span")} if aligned else {}
+    if distill.top_k == SAMPLED:
+        of_rows = of_its_teacher("log_prob") if aligned else mixture(of_all("log_prob"), weight_MB)
+        found["teacher_log_prob"] = of_rows
+    elif distill.top_k == WHOLE and not aligned:
+        found["teacher_top_log_prob"] = mixture(of_all("top_log_prob"), weight_MB)
     else:
-        found = {"teacher_top_log_prob": of_its_teacher("top_log_prob"), "top_ids": of_its_teacher("top_ids")}
+        found["teacher_top_log_prob"] = of_its_teacher("top_log_prob")
+        if distill.top_k != WHOLE:
+            found["top_ids"] = of_its_teacher("top_ids")
     out = rows.exclude(*(name for name in rows.keys() if OF_TEACHER in name))
     for name, column in found.items():
         out[name] = column

@@ -280,8 +280,12 @@ def test_a_signal_ends_at_once(tmp_path, why):
     assert ends == [False] * (len(numbers) - 1) + [True]
 
 
-def test_workers_and_their_children_end_when_the_launcher_is_killed(tmp_path):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_workers_and_their_children_end_when_the_launcher_is_killed(tmp_path, stopped):
+    """Stopped ones, too: where a worker hangs, the launcher holds all others."""
     launcher, pids = start(tmp_path, "wait_stubbornly")
+    for pid in pids if stopped else ():
+        os.kill(pid, signal.SIGSTOP)
     launcher.kill()
     launcher.communicate()
     wait_until_dead(pids, 10)

@@ -7,11 +7,12 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from dist_harness import WorkerFailure
-from fixtures_tiny import make_tiny_model_dir
+from fixtures_tiny import make_tiny_model_dir, write_parquet
 from job_harness import Finished, Inputs, audited, overrides, run_job, three_steps, work
 from transformers import AutoModelForCausalLM
 
@@ -296,6 +297,41 @@ def test_episodes_go_on_while_the_trainer_trains_where_a_rank_plays_and_another_
     audited(run)
 
 
+UNTIL_HEARD = """
+
+def until_heard(began, turns):
+    \"\"\"Let environments go on, and sleep until so many turns have been heard; a minute at most.\"\"\"
+    if not turns:
+        return
+    time.sleep(0.5)
+    Path(SLEPT + "_begun").touch()
+    said = Path(SAID)
+    while time.time() < began + 60:
+        if sum(float(at) > began + 0.3 for at in said.read_text().split()) >= turns:
+            return
+        time.sleep(0.1)
+"""
+HELD = """
+
+import time
+
+_reset, _timed = Dice.reset, Dice.step
+
+
+def reset(self, task, seed):
+    self.held = (task["extra_info"] or {}).get("place", 0) >= 8
+    return _reset(self, task, seed)
+
+
+def step_when_it_trains(self, actions):
+    until = time.time() + 150
+    while self.held and not Path(SLEPT + "_begun").exists() and time.time() < until:
+        time.sleep(0.05)
+    return _timed(self, actions)
+
+
+Dice.reset, Dice.step = reset, step_when_it_trains
+"""
 READ = ("prompt_ids", "prompt_length", "response_ids", "response_mask", "weight_version", "rollout_log_prob")
 NOTES = """
 import time
@@ -317,12 +353,26 @@ def keep(ctx, rows):
 
 
 def answered_by_vllm(folder: Path) -> list[str]:
-    """As answered_elsewhere, and vLLM samples agent 1: its turns note when they are heard; rows are kept."""
+    """As answered_elsewhere, and vLLM samples agent 1: its turns note when they are heard; rows are kept.
+
+    Until rank 0 sleeps in training, episodes of later batches than the first wait with their second turns,
+    and it sleeps until it has heard some: no matter how fast or slow this machine is.
+    """
     answered_elsewhere(folder)
+    paths = {"SLEPT": repr(str(folder / "slept")), "SAID": repr(str(folder / "said"))}
+    slow = TRAINS_LONG.replace(
+        "time.sleep(2 if ctx.step < 3 else 0)", "until_heard(began, 9 * (ctx.step < 2))"
+    )
+    game = (folder / "game.py").read_text()
+    for name, text in (("trains_long.py", slow + UNTIL_HEARD), ("game.py", game + HELD)):
+        for word, path in paths.items():
+            text = text.replace(word, path)
+        (folder / name).write_text(text)
     (folder / "notes.py").write_text(f"FOLDER, READ = {str(folder)!r}, {READ!r}\n{NOTES}")
     nodes = yaml.safe_load((folder / "dag.yaml").read_text())["nodes"]
     second = next(one for one in nodes if one["node_id"] == "talk_1")
     second["config"] = {"rollout.name": "vllm", "rollout.max_num_seqs": 16}
+    next(one for one in nodes if one["node_id"] == "game")["config"]["deadline_s"] = 200
     second["agent_options"] = {"process_path": str(folder / "notes.py"), "post_process_kwargs": {}}
     keeps = {
         **{"node_id": "keep", "agent_group": 1, "node_type": "COMPUTE", "dependencies": ["game"]},
@@ -376,6 +426,11 @@ def test_vllm_answers_another_rank_while_the_trainer_trains(inputs, tmp_path):
     """Its service is kept over steps, validations and new weights; each token is of the version it names."""
     model = make_tiny_model_dir(tmp_path / "model", init_std=0.2, head_dim=32)
     keys = [*answered_by_vllm(tmp_path), *LONG_TAIL, *LAG, f"actor_rollout_ref.model.path={model}"]
+    rows = pq.read_table(inputs.train).to_pylist()
+    write_parquet(
+        tmp_path / "train.parquet", [row | {"extra_info": {"place": i}} for i, row in enumerate(rows)]
+    )
+    keys += [f"data.train_files={tmp_path / 'train.parquet'}", "data.shuffle=false"]
     keys += ["trainer.deadline_s=240", "trainer.ledger=rows"]
     run = run_job(3, overrides(inputs, tmp_path / "out", *keys), 600, run=keeping_weights)
     assert while_it_trained(tmp_path, "said") > 8, "turns of vLLM while rank 0 slept in training"

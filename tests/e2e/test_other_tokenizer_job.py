@@ -26,16 +26,29 @@ def texts(count: int) -> list[str]:
 def made(tmp_path_factory) -> Path:
     """A student that writes letters at random, and a teacher of bytes and words that knows the words."""
     folder = tmp_path_factory.mktemp("made")
-    letters = characters(folder / "letters", "abcdefgh userit:n", ("(", ")"))
+    return models(folder, characters(folder / "letters", "abcdefgh userit:n", ("(", ")")))
+
+
+@pytest.fixture(scope="module")
+def akin(tmp_path_factory) -> Path:
+    """As made; the student has 265 of the teacher's 270 tokens, and "fed" is none of them."""
+    folder = tmp_path_factory.mktemp("akin")
+    other_words = [text.replace("fed", "fgd") for text in texts(30)]
+    return models(folder, byte_level(folder / "words like these", 268, other_words, ("(", ")")))
+
+
+def models(folder: Path, of_student: Path) -> Path:
+    """Both, with a reward and data; the folder."""
     words = byte_level(folder / "words", 280, texts(50))
     sizes = {
-        name: len(AutoTokenizer.from_pretrained(x)) for name, x in (("student", letters), ("teacher", words))
+        name: len(AutoTokenizer.from_pretrained(x))
+        for name, x in (("student", of_student), ("teacher", words))
     }
     student, teacher = (
         make_tiny_model_dir(folder / name, vocab=size, seed=size, layers=1, tokenizer=False, max_positions=96)
         for name, size in sizes.items()
     )
-    for model, tokens in ((student, letters), (teacher, words)):
+    for model, tokens in ((student, of_student), (teacher, words)):
         AutoTokenizer.from_pretrained(tokens).save_pretrained(model)
     teach(teacher)
     (folder / "reward.py").write_text(REWARD)
@@ -135,15 +148,63 @@ def test_a_student_comes_nearer_to_a_teacher_that_has_other_tokens(made, tmp_pat
     assert divergence[0] * LENGTH == pytest.approx(before, rel=0.1), "of texts, in nats"
 
 
+@pytest.mark.timeout(500)
+def test_distributions_over_shared_words_teach_faster_than_sampled_text(akin, tmp_path):
+    """In nats between texts of both, whatever the loss says. A third of the teacher's words is not shared."""
+    steps, after = 20, {}
+    for top_k in (0, -1):
+        few = (f"trainer.total_training_steps={steps}", f"{ACTOR}.distill.top_k={top_k}")
+        found = run_job(1, keys(akin, tmp_path / str(top_k), *few), 400)
+        divergence = found.values("actor/teacher_divergence")
+        assert len(divergence) == steps and divergence[-1] < 0.5 * divergence[0]
+        after[top_k] = distance(tmp_path / str(top_k) / "hf_model", akin / "teacher")
+    print(distance(akin / "student", akin / "teacher"), after)
+    assert after[-1] < 0.5 * after[0]
+    assert divergence[-1] < 0.15 * divergence[0], "189 to 18 nats"
+    assert found.values("teacher/shared")[-1] == pytest.approx(2 / 3, abs=0.1)
+    assert min(found.values("teacher/aligned")) > 0.9
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_a_teacher_behind_a_service_says_the_same_in_its_own_tokens(made, tmp_path):
-    few, losses = "trainer.total_training_steps=2", []
-    with serving(ServedTeacher(made / "teacher")) as server:
+@pytest.mark.parametrize("top_k", [0, 6])
+def test_a_teacher_behind_a_service_says_the_same_in_its_own_tokens(akin, tmp_path, top_k):
+    few, losses = ("trainer.total_training_steps=2", f"{ACTOR}.distill.top_k={top_k}"), []
+    with serving(ServedTeacher(akin / "teacher")) as server:
         url = f"teacher.endpoint.url={server.url.replace('/score', '/v1/completions')}"
         for name, more in (("here", ()), ("there", (url,))):
-            losses.append(
-                run_job(1, keys(made, tmp_path / name, few, *more), 400).values("actor/distill_loss")
-            )
+            found = run_job(1, keys(akin, tmp_path / name, *few, *more), 400)
+            losses.append(found.values("actor/distill_loss"))
         assert any("prompt_logprobs" in message for message in server.messages)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("top_k", [-1, 8])
+def test_distributions_over_two_vocabularies_are_the_same_on_two_ranks_and_by_megatron(akin, tmp_path, top_k):
+    few = ("trainer.total_training_steps=2", f"{ACTOR}.distill.top_k={top_k}", f"{ROLLOUT}.temperature=1")
+    megatron = ("teacher.strategy=megatron", "teacher.megatron.param_dtype=float32")
+    losses = [
+        run_job(ranks, keys(akin, tmp_path / str(ranks), *few, *more), 400).values("actor/distill_loss")
+        for ranks, more in ((1, ()), (2, megatron))
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.timeout(500)
+def test_given_responses_are_learned_from_a_teacher_with_other_tokens(akin, tmp_path):
+    """Off-policy: the data has the texts, and the teacher's distributions say what else there was to say."""
+    rows = [
+        {"data_source": "words", "prompt": QUESTION, "response": text, "reward_model": {"ground_truth": ""}}
+        for text in texts(64)
+    ]
+    write_parquet(tmp_path / "given.parquet", rows)
+    given = (
+        *(f"{ROLLOUT}.name=dataset", f"{ROLLOUT}.n=1", f"{ROLLOUT}.ignore_eos=false"),
+        *(f"data.train_files={tmp_path / 'given.parquet'}", "data.max_response_length=40"),
+        *(f"{ACTOR}.distill.top_k=16", "trainer.total_training_steps=16"),
+    )
+    found = run_job(1, keys(akin, tmp_path / "run", *given), 400)
+    divergence = found.values("actor/teacher_divergence")
+    assert divergence[-1] < 0.3 * divergence[0] and min(found.values("teacher/aligned")) == 1

@@ -1,5 +1,7 @@
 """What check and plan say of a workflow that runs, but perhaps not as it was meant."""
 
+import re
+
 import pytest
 from plan_cases import add_agent, config
 
@@ -64,3 +66,41 @@ def test_a_key_of_a_node_without_effect_is_named_once_with_its_node(dag, overrid
     cfg = config(*overrides)
     plan, configs = compile_plan(dag.build(), cfg, 1)
     assert [line for line in plan_warnings(cfg, plan, configs) if "has no effect" in line] == expected
+
+
+GIVEN = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(message["reward"] for message in extra_info["conversation"])
+"""
+NOBODY = "node 'reward_0': compute_score of .* returns what .* gave .*, which is always 0: "
+
+
+def world(rewards: bool) -> DagBuilder:
+    """An agent in an environment, and a reward node."""
+    dag = DagBuilder("world")
+    dag.node("rollout", "MODEL_INFERENCE", "ROLLOUT")
+    env = {"env_path": "examples.multi_agent.games:Nim", "rewards_with_env": rewards}
+    dag.node("game", "ENV_INTERACT", dependencies=["rollout"], config=env, loop={"max_turns": 3})
+    dag.node("reward_0", "COMPUTE", "REWARD", dependencies=["game"])
+    dag.node("advantage", "COMPUTE", "ADVANTAGE", dependencies=["reward_0"])
+    dag.node("train", "MODEL_TRAIN", "ACTOR", dependencies=["advantage"])
+    return dag
+
+
+@pytest.mark.parametrize(
+    ("dag", "body", "expected"),
+    [
+        (world(True), GIVEN, "it counts twice. Return what"),
+        (world(False), GIVEN, f"{NOBODY}rewards_with_env=false of 'game'. Set rewards_with_env=true, "),
+        (pair(), GIVEN, f"{NOBODY}the conversation has no environment. Return a score"),
+        (world(False), GIVEN.replace('"reward"', '"turn"'), None),
+    ],
+    ids=["counted twice", "not counted", "no environment", "another key"],
+)
+def test_a_reward_function_that_returns_what_the_environment_gave_is_warned_of(dag, body, expected, tmp_path):
+    (tmp_path / "reward.py").write_text(body)
+    cfg = config(f"custom_reward_function.path={tmp_path / 'reward.py'}")
+    plan, configs = compile_plan(dag.build(), cfg, 1)
+    found = [line for line in plan_warnings(cfg, plan, configs) if "environment gave" in line]
+    assert len(found) == (expected is not None)
+    assert not found or re.search(expected, found[0]), found

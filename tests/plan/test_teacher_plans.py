@@ -106,6 +106,11 @@ def test_a_teacher_with_another_tokenizer_reads_messages_and_gives_spans():
     assert "raw_prompt" in reads(plan, "t")
     assert {"t_teacher_weight", "t_teacher_log_prob", "t_teacher_span"} <= reads(plan, "train")
     assert not {"raw_prompt", "t_teacher_span"} & reads(compiled(learning(teacher("t")), 2, PATH), "train")
+    for top_k, more in ((8, {"t_teacher_top_ids"}), (-1, set())):
+        keys = (PATH, f"{DISTILL}.top_k={top_k}")
+        plan = compiled(learning(teacher("t", config={"tokenizer": "own"})), 2, *keys)
+        found = {name for name in reads(plan, "train") if name.startswith("t_teacher_")}
+        assert found == {"t_teacher_weight", "t_teacher_top_log_prob", "t_teacher_span"} | more
 
 
 def test_rollouts_with_a_lag_do_not_decode_on_where_a_teacher_by_vllm_needs_their_devices():
@@ -303,10 +308,12 @@ REFUSED = {
         (f"{DISTILL}.enable=true", f"{LOSS}=vanilla"),
         "not supported yet: node 't': teacher.endpoint.url=.* with teacher.policy=0",
     ),
-    "another tokenizer, and whole vocabularies": (
-        lambda: learning(teacher("t", config={"tokenizer": "own"})),
+    "the whole vocabulary of another tokenizer by a service": (
+        lambda: learning(
+            teacher("t", config={"tokenizer": "own", "endpoint.url": "http://localhost:8000/v1/completions"})
+        ),
         (PATH, f"{DISTILL}.top_k=-1"),
-        "not supported yet: node 't': teacher.tokenizer=own with actor.distill.top_k=-1: .*top_k=0",
+        "not supported yet: node 't': teacher.endpoint.url=.* with actor.distill.top_k=-1",
     ),
     "another tokenizer in an engine here": (
         lambda: learning(teacher("t", config={"tokenizer": "own", "strategy": "vllm"})),

@@ -415,8 +415,9 @@ def full_kl_lines(
 
 def teacher_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
     """What distributions of teachers add: those of all rows of a rank, on the host until the update, at each
-    teacher and at the policy (moved there, or mixed); at the policy on the device those of a micro-batch by
-    both, their gradient, and what the divergence computes of them."""
+    teacher (of another tokenizer twice: by its words, and by the policy's) and at the policy (moved there, or
+    mixed); at the policy on the device those of a micro-batch by both, their gradient, and what the
+    divergence computes of them."""
     top_k = cfg.teacher.top_k if model.is_teacher else cfg.actor_rollout_ref.actor.distill.top_k
     learns = model.trains and model.is_policy and cfg.actor_rollout_ref.actor.distribution
     if top_k == SAMPLED or not (model.is_teacher or learns):
@@ -425,7 +426,8 @@ def teacher_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_sha
     tokens = rows_per_shard * cfg.actor_rollout_ref.rollout.response_length
     waiting = MemoryLine(model.name, "distributions", tokens * each, (), host=True)
     if model.is_teacher:
-        return [waiting]
+        twice = replace(waiting, num_bytes=2 * waiting.num_bytes)
+        return [twice if cfg.teacher.is_aligned else waiting]
     width = shape.vocabulary if top_k == WHOLE else min(top_k, shape.vocabulary)
     tokens = min(tokens, micro_batch_tokens(model, cfg, trains=True))
     computed = tokens * (each + width * 3 * BYTES["float32"])

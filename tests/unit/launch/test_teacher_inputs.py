@@ -61,6 +61,8 @@ def test_distributions_over_a_large_vocabulary_are_refused_with_their_size(tmp_p
         ConfigError, match=r"151,936 words, at 1,024 tokens of 64 rows, are 37 GiB .*64 \(0.0"
     ):
         check_distributions(cfg, "agent_0.teacher.t", rows=64)
+    with pytest.raises(ConfigError, match=r"303,872 words, at 1,024 tokens of 27 rows, are 31 GiB"):
+        check_distributions(keys(*paths, *whole, "teacher.tokenizer=own"), "agent_0.teacher.t", rows=27)
     check_distributions(keys(*paths, *whole[1:]), "agent_0.teacher.t", rows=64)
     check_distributions(
         keys(*paths, "actor_rollout_ref.actor.distill.top_k=64"), "agent_0.teacher.t", rows=64

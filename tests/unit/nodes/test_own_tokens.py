@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from bpe_tokenizers import SAMPLE, byte_level, characters
+from bpe_tokenizers import SAMPLE, byte_level, characters, sentencepiece_like
 from op_contexts import op_context
 from tensordict import TensorDict
 from transformers import AutoTokenizer
@@ -13,7 +13,9 @@ from transformers import AutoTokenizer
 from siirl.config import load_config
 from siirl.data.rows import make_rows
 from siirl.data.text_spans import token_bytes
+from siirl.engines.train.base import BatchCounts, TokenOutputs
 from siirl.nodes.own_tokens import OwnTokens
+from siirl.nodes.policy_loss import make_loss_fn
 from siirl.nodes.teacher_rows import taught, teacher_log_prob
 
 PROMPT = [{"role": "user", "content": "the larger of 3 and 7"}]
@@ -44,16 +46,40 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers")
     byte_level(folder / "words", 330)
     byte_level(folder / "bytes", 256, marks=("[[", "]]"))
+    words = " ".join(SAMPLE).split()
+    sentencepiece_like(folder / "pieces", 330, words)
+    sentencepiece_like(folder / "more pieces", 400, words)
     characters(folder / "letters", "the largr", marks=("[[", "]]"))
     return folder
 
 
-def teaching(folder, policy: str, teacher: str):
+class Speaker(Teacher):
+    """A model whose distribution over its words at each place follows from the token before, of so many."""
+
+    def __init__(self, size: int, top_k: int):
+        super().__init__()
+        draw = torch.Generator().manual_seed(size)
+        self.next_VV = (2 * torch.randn(size, size, generator=draw)).log_softmax(-1)
+        self.top_k = top_k
+
+    def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> dict:
+        super().compute(rows, outputs, temperature)
+        before_BT = torch.cat([rows["prompt_ids"][:, -1:], rows["response_ids"][:, :-1]], 1)
+        said_BTV = self.next_VV[before_BT] * rows["response_mask"][..., None]
+        found = {"log_prob": said_BTV.gather(-1, rows["response_ids"][..., None])[..., 0]}
+        found["top_log_prob"] = said_BTV
+        if "top_ids" in outputs:
+            found["top_log_prob"], found["top_ids"] = said_BTV.topk(self.top_k)
+        return found
+
+
+def teaching(folder, policy: str, teacher: str, *more: str):
     cfg = load_config(
         [
             f"actor_rollout_ref.model.path={folder / policy}",
             f"teacher.model.path={folder / teacher}",
             "teacher.tokenizer=own",
+            *more,
         ]
     )
     mine, its = (AutoTokenizer.from_pretrained(folder / name) for name in (policy, teacher))
@@ -189,3 +215,89 @@ def test_rows_of_a_teacher_of_the_policys_tokens_beside_it_keep_their_own(folder
     assert found["teacher_span"].tolist() == [[1, 2, 3], [3, 3, 3]]
     assert found["teacher_log_prob"].tolist() == [[-1, -1, -1], [0, 0, -2]]
     assert not any("_teacher_" in name for name in found.keys()), list(itertools.islice(found.keys(), 9))
+
+
+DISTILL = "actor_rollout_ref.actor.distill"
+
+
+def test_two_tokenizers_that_begin_texts_with_a_space_agree_on_it(folder):
+    ctx, own, mine, its = teaching(folder, "more pieces", "pieces")
+    teacher, response = Teacher(), mine("the larger of 7")["input_ids"]
+    assert token_bytes(mine)[response[0]].startswith(b" ")
+    teacher_log_prob(ctx, rows_of(mine, [*response, mine.eos_token_id]), teacher, own)
+    assert teacher.read[0][1] == [*its("the larger of 7")["input_ids"], its.eos_token_id]
+    assert ctx.metrics.values()["teacher/aligned"] == 1
+
+
+def loss_of(found: TensorDict, rows: TensorDict, policy_VV: torch.Tensor, *keys: str) -> list[torch.Tensor]:
+    """The actor's loss, and its gradient, of a policy whose next token follows from the one before."""
+    cfg = load_config(["actor_rollout_ref.actor.policy_loss.loss_mode=distill", *keys])
+    rows = taught(op_context("train", cfg), with_columns(rows.clone(), found))
+    z_VV = policy_VV.clone().requires_grad_()
+    before_BT = torch.cat([rows["prompt_ids"][:, -1:], rows["response_ids"][:, :-1]], 1)
+    all_BTV = z_VV.log_softmax(-1)[before_BT]
+    outputs = TokenOutputs(
+        log_prob_BT=all_BTV.gather(-1, rows["response_ids"][..., None])[..., 0],
+        entropy_BT=torch.zeros(before_BT.shape),
+        top_log_prob_BT=all_BTV.gather(-1, rows["top_ids"]) if "top_ids" in rows.keys() else all_BTV,
+    )
+    mask_BT = rows["response_mask"]
+    loss, _ = make_loss_fn(cfg)(outputs, rows, BatchCounts(float(mask_BT.sum()), len(rows), mask_BT.shape[1]))
+    return [loss, torch.autograd.grad(loss, z_VV)[0]]
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd"])
+@pytest.mark.parametrize("top_k", [-1, 5])
+def test_with_equal_tokenizers_the_loss_of_distributions_is_that_of_any_teacher(folder, top_k, divergence):
+    """And so is its gradient."""
+    keys = (f"{DISTILL}.top_k={top_k}", f"{DISTILL}.divergence={divergence}")
+    ctx, own, mine, _ = teaching(folder, "words", "words", *keys)
+    draw, size = random.Random(5), len(mine)
+    texts = [draw.choice(SAMPLE)[draw.randrange(5) :][: draw.randrange(1, 20)] for _ in range(20)]
+    rows = rows_of(mine, *([*mine(text)["input_ids"], mine.eos_token_id] for text in texts))
+    rows["rollout_log_prob"] = torch.zeros(rows["response_ids"].shape)
+    policy_VV = torch.randn(size, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    losses = []
+    plain = op_context("t", load_config(list(keys)), mine)
+    for context, its_own in ((ctx, own), (plain, None)):
+        found = teacher_log_prob(context, rows, Speaker(size, top_k), its_own)
+        assert ("t_teacher_span" in found.keys()) == (its_own is not None)
+        losses.append(loss_of(found, rows, policy_VV, *keys))
+    assert losses[1][0].item() > 0.05 and ctx.metrics.values()["teacher/aligned"] == 1
+    for one, other in zip(*losses, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(("policy", "teacher"), [("bytes", "words"), ("words", "pieces")])
+def test_words_of_equal_text_are_compared_and_ends_whatever_they_are_called(folder, policy, teacher):
+    """At the first token of a response, which SentencePiece begins with a space that no text has."""
+    ctx, own, mine, its = teaching(folder, policy, teacher, f"{DISTILL}.top_k=-1")
+    response = [*mine("larger")["input_ids"], mine.eos_token_id]
+    speaker = Speaker(len(its), -1)
+    found = teacher_log_prob(ctx, rows_of(mine, response), speaker, own)["t_teacher_top_log_prob"][0, 0]
+    (asked, read), pieces, own_pieces = speaker.read[0], token_bytes(mine), token_bytes(its)
+    said = speaker.next_VV[asked[-1]]
+    space = b" " if teacher == "pieces" else b""
+    of_text = {piece: word for word, piece in enumerate(own_pieces) if piece[:1] == space or not space}
+    of_text[space + pieces[mine.eos_token_id]] = its.eos_token_id
+    compared = {
+        word: of_text[space + piece]
+        for word, piece in enumerate(pieces)
+        if space + piece in of_text
+        and (of_text[space + piece] != its.eos_token_id or word == mine.eos_token_id)
+    }
+    assert len(compared) > (200 if teacher == "words" else 2)
+    is_long = len(read) != len(response)
+    for word in range(len(mine)):
+        if word == response[0] and is_long:
+            assert found[word] < said.max()  # that of the span
+        elif word in compared and not (is_long and compared[word] == read[0]):
+            assert found[word] == said[compared[word]], pieces[word]
+        else:
+            assert found[word].abs() == torch.inf, pieces[word]
+    others = [
+        float(said[w])
+        for w in range(len(its))
+        if w not in compared.values() and (w != read[0] or not is_long)
+    ]
+    assert found[len(mine) :].tolist()[: len(others)] == sorted(others, reverse=True)
