@@ -125,6 +125,8 @@ class Family:
     """Ends of the names of weights that are trained and computed with in float32, whatever others are in."""
     sees_images: bool = False
     """It has a vision tower, and a decoder as any other."""
+    decoder: str = "model"
+    """Where the files have embedding, layers and last norm."""
     latent: Latent | None = None
     sinks: bool = False
     """Its attention has a learned logit more in each softmax, of each head."""
@@ -391,10 +393,14 @@ FAMILIES: dict[str, Family] = {
         windows=True,
     ),
     "qwen2_5_vl": Family(
+        BOTH,
         vllm=InVLLM(vision_class="vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration"),
         compiled=True,
         sees_images=True,
         shares_hidden=True,
+        qkv_bias="always",
+        output_bias=False,
+        windows=True,
     ),
     "qwen3": Family(
         BOTH,
@@ -447,9 +453,12 @@ FAMILIES: dict[str, Family] = {
         tiny=_TINY_DELTA_NETS | _TINY_GATED_EXPERT,
     ),
     "qwen3_vl": Family(
+        BOTH,
         vllm=InVLLM(vision_class="vllm.model_executor.models.qwen3_vl:Qwen3VLForConditionalGeneration"),
         compiled=True,
         sees_images=True,
+        decoder="model.language_model",
+        qk_norm="heads",
     ),
     "seed_oss": Family(BOTH, True, float8=True, counted=True, output_bias=False),
     "smollm3": Family(any_head=True, float8=True),

@@ -40,6 +40,7 @@ from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, run
 from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token, scale_embedding
 from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.stage_routers import GroupRouter
+from siirl.engines.train.megatron.vision_stage import VisionStage
 from siirl.engines.train.megatron.weights import entries, family_of, tied_head
 from siirl.errors import DataError
 from siirl.model_files.directory import check_weight_files
@@ -56,9 +57,10 @@ def build_stages(
         moe_utils.te_general_gemm = None
     mlp.bias_swiglu_impl = gated_unit
     padded_vocab = -(-hf.vocab_size // dims.tp) * dims.tp
+    stage_class = VisionStage if family_of(hf).sees_images else STAGES[head]
     stages = []
     for chunk in range(dims.vpp):
-        stage = STAGES[head](
+        stage = stage_class(
             config=config,
             transformer_layer_spec=_block_spec(config, chunk if dims.vpp > 1 else None, place),
             vocab_size=padded_vocab,
@@ -175,9 +177,10 @@ class LocalParams:
         stages: list[Stage],
         scope: MegatronScope,
         dims: ParallelDims,
-        adapters: Sequence[Entry] = (),
+        more: Sequence[Entry] = (),
     ):
-        self.entries = [*entries(hf, head), *adapters]
+        """more: those of adapters, and of a vision tower."""
+        self.entries = [*entries(hf, head), *more]
         self.places = {"dense": (scope.groups.tp.rank(), dims.tp)}
         self.places["expert"] = (scope.groups.expt_tp.rank(), dims.etp)
         known = {entry.name: entry for entry in self.entries}

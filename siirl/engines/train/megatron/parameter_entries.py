@@ -44,6 +44,8 @@ class Entry:
     """Of half an adapter: the parameter that it is of."""
     untrained: bool = False
     """Float32 whatever the model's type, also in exports, and never changed: a buffer of its module."""
+    inner: tuple[int, ...] = ()
+    """Further sizes of a tensor of more than two dimensions, which is not cut by columns."""
 
     @property
     def num_rows(self) -> int:
@@ -58,7 +60,7 @@ class Entry:
             rows //= size
         if self.columns is None:
             return (rows,)
-        return (rows, self.columns // size if self.cut == "columns" else self.columns)
+        return (rows, self.columns // size if self.cut == "columns" else self.columns, *self.inner)
 
 
 class Run(NamedTuple):
@@ -95,12 +97,12 @@ def runs(entry: Entry, place: int, size: int) -> Iterator[Run]:
 def hf_shapes(found: list[Entry]) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> whole shape of every tensor that the entries are made of, in order."""
     rows: dict[str, int] = {}
-    columns: dict[str, int | None] = {}
+    inner: dict[str, tuple[int, ...]] = {}
     for entry in found:
         for block in (block for block in entry.blocks if block.hf):
             rows[block.hf] = max(rows.get(block.hf, 0), block.row + block.num_rows)
-            columns[block.hf] = entry.columns
-    return {name: (num,) if columns[name] is None else (num, columns[name]) for name, num in rows.items()}
+            inner[block.hf] = () if entry.columns is None else (entry.columns, *entry.inner)
+    return {name: (num, *inner[name]) for name, num in rows.items()}
 
 
 def latent_entries(config: PretrainedConfig, layer: int) -> list[Entry]:

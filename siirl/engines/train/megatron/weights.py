@@ -4,6 +4,8 @@ Pure, no communication. What sets families apart is their row (siirl/models/fami
 here only if its blocks differ from all of these.
 """
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ from siirl.models.trained import why_not
 CHOICE_BIAS = "choice_bias"
 """What a router adds where it chooses experts, as its module calls it."""
 EMBEDDING = "model.embed_tokens.weight"
-"""Hugging Face's name of the embedding in every family here."""
+"""Hugging Face's name of the embedding in every family of texts."""
 
 
 def _swiglu(config: PretrainedConfig, layer: int, wide: int, hf: str = "", own: str = "") -> list[Entry]:
@@ -198,7 +200,14 @@ def entries(config: PretrainedConfig, head: Head = "lm") -> list[Entry]:
             found.append(Entry(f"{VALUE_HEAD}.bias", (Block(f"{VALUE_HEAD}.bias", 0, 1),), None, "whole"))
     elif not config.tie_word_embeddings:
         found.append(Entry("output_layer.weight", (Block("lm_head.weight", 0, vocab),), hidden, "rows"))
-    return found
+    place = family_of(config).decoder
+    return found if place == "model" else [_placed(entry, place) for entry in found]
+
+
+def _placed(entry: Entry, place: str) -> Entry:
+    """An entry of a decoder that the files have elsewhere than at "model"."""
+    blocks = (block._replace(hf=re.sub(r"^model\.", f"{place}.", block.hf)) for block in entry.blocks)
+    return replace(entry, blocks=tuple(blocks))
 
 
 def num_active_weights(config: PretrainedConfig, head: Head = "lm") -> int:
