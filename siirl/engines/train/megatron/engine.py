@@ -113,7 +113,7 @@ class MegatronEngine(SteppingEngine):
             stage.to(self.device)
         choices = router_choices(self._hf.to_dict()) if settings.replays_routers else None
         self._routers = StageRouters(self._stages, choices) if choices else None
-        adapters = new_adapters(self._hf, plan.head, settings) if plan.trains else {}
+        adapters = new_adapters(self._whole, plan.head, settings) if plan.trains else {}
         added = adapter_entries(entries(self._hf, plan.head), adapters)
         if added:
             scale = settings.model.lora_alpha / settings.model.lora_rank

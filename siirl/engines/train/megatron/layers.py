@@ -61,7 +61,7 @@ class PackedRows(PackedSeqParams):
     images: PackedImages | None = None
     """As in PackedBatch."""
     seen_at: Tensor | None = None
-    """Places of the tokens of images among this rank's; those of other ranks lie behind the last one."""
+    """Places of the tokens of images among this rank's n; those of other ranks have the place n."""
     seen_inside: Sequence[Tensor] = ()
     """What each of the first layers adds to its hidden states there."""
     experts: Tensor | None = None

@@ -31,26 +31,30 @@ from siirl.engines.train.megatron.layers import new_parameter
 from siirl.engines.train.megatron.parameter_entries import Block, Entry, runs
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import NotSupportedError
+from siirl.models.families import family_of
 
 _A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+_DECODER = "model.language_model."
+"""Where transformers has the decoder of a model that sees images."""
 _LINEAR = (".linear_qkv.weight", ".linear_proj.weight", ".linear_fc1.weight", ".linear_fc2.weight")
 
 
-def new_adapters(hf: PretrainedConfig, head: Head, settings: EngineSettings) -> dict[str, Tensor]:
+def new_adapters(whole: PretrainedConfig, head: Head, settings: EngineSettings) -> dict[str, Tensor]:
     """Name -> values of all adapters at the start, whole: those that the same settings give under FSDP2.
 
-    {} without adapters. No communication: every rank draws them alike.
+    whole: of the model, with its vision tower if it has one. {} without adapters. No communication: every
+    rank draws them alike.
     """
     if not settings.model.lora_rank:
         return {}
-    model = empty_source(hf, settings.model, head)
+    model = empty_source(whole, settings.model, head)
     add_lora(model, settings.model, settings.seed)
     of_experts, found = adapter_parts(model), {}
     for name, param in model.named_parameters():
         if name in of_experts:
             found |= {part.name: part.of(param.detach()) for part in of_experts[name]}
         elif ".lora_" in name:
-            found[name] = param.detach()
+            found[name.replace(_DECODER, f"{family_of(whole.model_type).decoder}.", 1)] = param.detach()
     return found
 
 

@@ -86,13 +86,18 @@ def make_micro_batch(
     if context_group.size() > 1:
         shard = context_shard(bounds, context_group, input_ids.device)
         own_n = shard.index_n
-        input_ids, position_ids = input_ids[:, shard.index_n], position_ids[:, shard.index_n]
+        input_ids, position_ids = input_ids[:, shard.index_n], position_ids[..., shard.index_n]
         packed = own_predictions(packed, shard.index_n, length)
     if sequence_group is not None:
         own_n = own_n.chunk(sequence_group.size())[sequence_group.rank()]
     experts = packed.experts
     if experts is not None:
         experts = F.pad(experts, (0, 0, 0, extra), value=-1)[own_n]
+    seen_at = None
+    if packed.images is not None:
+        place_N = torch.full((length,), len(own_n), device=own_n.device)
+        place_N[own_n] = torch.arange(len(own_n), device=own_n.device)
+        seen_at = place_N[packed.images.index]
     like = torch.empty((), dtype=dtype, device=input_ids.device)
     arguments = PackedRows(
         qkv_format="thd",
@@ -111,6 +116,7 @@ def make_micro_batch(
         top_ids=packed.top_ids,
         flash=flash,
         images=packed.images,
+        seen_at=seen_at,
         experts=experts,
     )
     return MicroBatch(rows, packed, input_ids, position_ids, arguments, own_n)

@@ -1,8 +1,8 @@
 """A decoder that sees images: transformers' own vision tower on the first pipeline stage, Megatron's layers.
 
 Each rank that embeds has the whole tower and runs it over all images of a micro-batch, so under tensor
-parallelism they see alike. Where each has a run of the tokens (sequence parallelism), each puts in its place
-what lies in its run, and gradients of the tower are added up, as those of norms are.
+parallelism they see alike. Where each has a share of the tokens (sequence and context parallelism), each puts
+in its place what lies in its share, and gradients of the tower are added up, as those of norms are.
 
 Legend: n tokens of this rank's share, D hidden size, X tokens of images.
 """
@@ -66,9 +66,8 @@ class VisionStage(LanguageStage):
 
     def _seeing(self, embedded_n1D: Tensor, rows: PackedRows) -> Tensor:
         """Embedded tokens, those of images by the tower, whose inner states it leaves for the layers."""
-        assert rows.images is not None
+        assert rows.images is not None and rows.seen_at is not None
         features_XD, inner = image_features(self.get_submodule(TOWER), rows.images.pixels, rows.images.grids)
-        rows.seen_at = self._own(rows.images.index, len(embedded_n1D))
         features_XD = features_XD.to(embedded_n1D.dtype)
         hidden_n1D = _with_room(embedded_n1D).index_copy(0, rows.seen_at, features_XD.unsqueeze(1))[:-1]
         rows.seen_inside = inner = [x_XD.to(hidden_n1D.dtype) for x_XD in inner or ()]
@@ -76,13 +75,6 @@ class VisionStage(LanguageStage):
             rows.seen_inside = [x_XD.detach().requires_grad_() for x_XD in inner]
             return GradientsOfLayers.apply(hidden_n1D, rows.seen_inside, *inner)
         return hidden_n1D
-
-    def _own(self, index: Tensor, num_tokens: int) -> Tensor:
-        """Places among this rank's tokens of those of images; of other ranks' tokens, the one behind them."""
-        if not self.config.sequence_parallel:
-            return index
-        place = index - self.pg_collection.tp.rank() * num_tokens
-        return torch.where((place >= 0) & (place < num_tokens), place, num_tokens)
 
 
 def _with_room(hidden_n1D: Tensor) -> Tensor:
