@@ -125,6 +125,8 @@ class Family:
     """Ends of the names of weights that are trained and computed with in float32, whatever others are in."""
     sees_images: bool = False
     """It has a vision tower, and a decoder as any other."""
+    deepstack: int = 0
+    """First layers to which its tower adds inner states, unless deepstack_visual_indexes names others."""
     decoder: str = "model"
     """Where the files have embedding, layers and last norm."""
     latent: Latent | None = None
@@ -228,6 +230,12 @@ _STATES_BESIDE_IMAGES = replace(_STATES, package="torchvision")
 _DECAYS = ("linear_attn.A_log",)
 _DENSE = Family(float8=True)
 _OF_ANY_HEAD = Family(any_head=True, float8=True)
+
+
+def _vision(in_vllm: str, **more: Any) -> Family:
+    place = f"vllm.model_executor.models.{in_vllm}ForConditionalGeneration"
+    return Family(BOTH, vllm=InVLLM(vision_class=place), compiled=True, sees_images=True, **more)
+
 
 FAMILIES: dict[str, Family] = {
     "afmoe": _GROUPED_SHARED,
@@ -392,16 +400,7 @@ FAMILIES: dict[str, Family] = {
         output_bias=False,
         windows=True,
     ),
-    "qwen2_5_vl": Family(
-        BOTH,
-        vllm=InVLLM(vision_class="vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration"),
-        compiled=True,
-        sees_images=True,
-        shares_hidden=True,
-        qkv_bias="always",
-        output_bias=False,
-        windows=True,
-    ),
+    "qwen2_5_vl": _vision("qwen2_5_vl:Qwen2_5_VL", shares_hidden=True, qkv_bias="always", windows=True),
     "qwen3": Family(
         BOTH,
         any_head=True,
@@ -452,14 +451,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="heads",
         tiny=_TINY_DELTA_NETS | _TINY_GATED_EXPERT,
     ),
-    "qwen3_vl": Family(
-        BOTH,
-        vllm=InVLLM(vision_class="vllm.model_executor.models.qwen3_vl:Qwen3VLForConditionalGeneration"),
-        compiled=True,
-        sees_images=True,
-        decoder="model.language_model",
-        qk_norm="heads",
-    ),
+    "qwen3_vl": _vision("qwen3_vl:Qwen3VL", qk_norm="heads", decoder="model.language_model", deepstack=3),
     "seed_oss": Family(BOTH, True, float8=True, counted=True, output_bias=False),
     "smollm3": Family(any_head=True, float8=True),
     "solar_open": replace(_GROUPED_SHARED, vllm=_NO_MODEL),

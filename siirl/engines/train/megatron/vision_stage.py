@@ -26,6 +26,7 @@ from siirl.engines.train.settings import EngineSettings
 from siirl.engines.train.vision.tower import image_features, prepare_tower, tower_of
 from siirl.model_files.file_parts import file_parts
 from siirl.models.families import family_of
+from siirl.models.sizes import deepstack_layers
 
 TOWER = "visual"
 """The module of the tower in its stage."""
@@ -133,14 +134,9 @@ def add_tower(
         model.visual.requires_grad_(False)
     elif trains and settings.model.enable_gradient_checkpointing:
         recompute_activations(skeleton, {})
-    for number, layer in enumerate(first.decoder.layers[: num_inner(whole)]):
+    for number, layer in enumerate(first.decoder.layers[: deepstack_layers(whole.to_dict())]):
         layer.register_forward_hook(functools.partial(_add_inner, number), with_kwargs=True)
     return entries
-
-
-def num_inner(whole: PretrainedConfig) -> int:
-    """First layers to which the tower adds (deepstack)."""
-    return len(getattr(whole.vision_config, "deepstack_visual_indexes", ()))
 
 
 def _entries(skeleton: Any) -> list[Entry]:
