@@ -134,7 +134,7 @@ class MemoryLine:
 
 
 def read_shape(cfg: Config, role: str, decoder: bool = False) -> ModelShape | str:
-    """The shape of a role's model, or of its decoder beside a tower, or why it is not known, and left out."""
+    """The shape of a role's model (decoder: without its tower), or why none is known: it is then left out."""
     model = role_model(cfg, role)
     directory = Path(model.path).expanduser()
     try:

@@ -39,7 +39,7 @@ from siirl.engines.train.megatron.state import (
     load_training_state,
     training_state,
 )
-from siirl.engines.train.megatron.vision_stage import add_tower, decoder_config
+from siirl.engines.train.megatron.vision_stage import add_tower, decoder_config, decoder_place
 from siirl.engines.train.megatron.weights import entries, family_of, num_active_weights
 from siirl.engines.train.packed.micro_batches import (
     MicroBatchLimit,
@@ -114,7 +114,7 @@ class MegatronEngine(SteppingEngine):
         choices = router_choices(self._hf.to_dict()) if settings.replays_routers else None
         self._routers = StageRouters(self._stages, choices) if choices else None
         adapters = new_adapters(self._whole, plan.head, settings) if plan.trains else {}
-        added = adapter_entries(entries(self._hf, plan.head), adapters)
+        added = adapter_entries(entries(self._hf, plan.head, decoder_place(self._whole)), adapters)
         if added:
             scale = settings.model.lora_alpha / settings.model.lora_rank
             adapt_stages(self._stages, added, scale, self._config, self._scope, plan.dims)

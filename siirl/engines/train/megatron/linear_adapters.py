@@ -31,11 +31,8 @@ from siirl.engines.train.megatron.layers import new_parameter
 from siirl.engines.train.megatron.parameter_entries import Block, Entry, runs
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import NotSupportedError
-from siirl.models.families import family_of
 
 _A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
-_DECODER = "model.language_model."
-"""Where transformers has the decoder of a model that sees images."""
 _LINEAR = (".linear_qkv.weight", ".linear_proj.weight", ".linear_fc1.weight", ".linear_fc2.weight")
 
 
@@ -54,12 +51,13 @@ def new_adapters(whole: PretrainedConfig, head: Head, settings: EngineSettings) 
         if name in of_experts:
             found |= {part.name: part.of(param.detach()) for part in of_experts[name]}
         elif ".lora_" in name:
-            found[name.replace(_DECODER, f"{family_of(whole.model_type).decoder}.", 1)] = param.detach()
+            found[name] = param.detach()
     return found
 
 
 def adapter_entries(found: list[Entry], adapters: Mapping[str, Tensor]) -> list[Entry]:
-    """The entries of the adapters of those in `found`; NotSupportedError for adapters of other layers."""
+    """The entries of the adapters of those in `found`, whose names are those of transformers' modules;
+    NotSupportedError for adapters of other layers."""
     entries, left = [], set(adapters)
     for entry in found:
         modules = dict.fromkeys(_module(block) for block in entry.blocks)

@@ -44,6 +44,11 @@ def decoder_config(whole: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
+def decoder_place(whole: PretrainedConfig) -> str:
+    """Where transformers' modules have the decoder, and adapters with them, whatever the files say."""
+    return "model.language_model" if family_of(whole.model_type).sees_images else "model"
+
+
 class VisionStage(LanguageStage):
     """A stage of such a decoder."""
 

@@ -172,10 +172,11 @@ def head_dim(config: PretrainedConfig) -> int:
     return head_size(config.to_dict())
 
 
-def entries(config: PretrainedConfig, head: Head = "lm") -> list[Entry]:
+def entries(config: PretrainedConfig, head: Head = "lm", place: str = "") -> list[Entry]:
     """Every parameter of the model, in the order of export; a tied output head is not one.
 
-    Only a language model may have tie_word_embeddings.
+    Only a language model may have tie_word_embeddings. place: of the decoder in names, where they are not to
+    be those of the files.
     """
     hidden = config.hidden_size
     vocab = config.vocab_size
@@ -200,7 +201,7 @@ def entries(config: PretrainedConfig, head: Head = "lm") -> list[Entry]:
             found.append(Entry(f"{VALUE_HEAD}.bias", (Block(f"{VALUE_HEAD}.bias", 0, 1),), None, "whole"))
     elif not config.tie_word_embeddings:
         found.append(Entry("output_layer.weight", (Block("lm_head.weight", 0, vocab),), hidden, "rows"))
-    place = family_of(config).decoder
+    place = place or family_of(config).decoder
     return found if place == "model" else [_placed(entry, place) for entry in found]
 
 
