@@ -24,7 +24,7 @@ EARLY = tuple(
 )
 SEVERAL = tuple(
     f"+{MEGATRON}.override_transformer_config.recompute_{key}"
-    for key in ("granularity=full", "method=uniform", "num_layers=3")
+    for key in ("granularity=full", "method=uniform", "num_layers=4")
 )
 PARTS = (
     f"+{MEGATRON}.override_transformer_config.recompute_granularity=selective",
@@ -101,6 +101,14 @@ def test_two_ranks_agree(folder):
 @pytest.mark.parametrize("scenarios", [MORE, FOUR], ids=["two ranks", "four ranks"])
 def test_ranks_of_other_layouts_agree(folder, scenarios):
     check(folder, scenarios, deadline_s=800)
+
+
+@pytest.mark.slow
+def test_an_embedding_that_is_the_output_head_too(tmp_path):
+    """As small models of both families have it."""
+    folder = vision.make_vision_model(tmp_path / f"{QWEN3}_tied", QWEN3, layers=LAYERS, tied=True)
+    for scenarios in (ONE[:1], TWO):
+        check(folder, scenarios)
 
 
 @pytest.mark.parametrize("folder", some(vision.KINDS, QWEN3), indirect=True)

@@ -71,6 +71,8 @@ def expected(folder: Path, with_images: bool, frozen: bool) -> Seen:
     trained = {in_files(name, folder): p for name, p in model.named_parameters() if p.requires_grad}
     norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), cases.CLIP))
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+    if vision.is_tied(folder):
+        return Seen(log_prob_BT.detach(), entropy_BT.detach(), norm, grads)
     table = next(grad for name, grad in grads.items() if "embed_tokens" in name)
     assert float(table[vision.TWIN].abs().sum()) > 0, "a row has sampled the image token"
     table[vision.IMAGE], table[vision.TWIN] = table[vision.TWIN].clone(), 0.0

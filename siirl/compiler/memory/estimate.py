@@ -189,7 +189,7 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
     dense = of_config.dense_width(raw)
     expert_width = (raw.get(family.experts.width) if family.experts else None) or dense
     embedding = raw["vocab_size"] * hidden
-    copies = 1 if raw["tie_word_embeddings"] else 2
+    copies = 1 if raw.get("tie_word_embeddings") else 2
     return ModelShape(
         family=raw["model_type"],
         params=sum(per_layer) + hidden + copies * embedding,
