@@ -115,7 +115,7 @@ def test_two_ranks_train_on_images_and_what_is_frozen_stays_bit_equal(
     assert config["model_type"] == "qwen3_vl" and vision.hf_model(tmp_path / "hf_model")
 
 
-COMPARED = ("reward/score", "actor/loss", "actor/grad_norm", "actor/ref_kl", "actor/entropy", "flops/train")
+COMPARED = ("reward/score", "actor/loss", "actor/grad_norm", "actor/ref_kl", "actor/entropy")
 
 
 @pytest.mark.slow
@@ -135,6 +135,8 @@ def test_steps_under_megatron_are_those_under_fsdp(arguments, tmp_path, sampler,
     assert max(ours.values("actor/rollout_log_prob_diff")) < 1e-5
     for name in COMPARED:
         assert ours.values(name) == pytest.approx(theirs.values(name), rel=1e-4, abs=2e-5), name
+    if sizes:  # ranks with rows of their own compute a prompt that they share once each
+        assert ours.values("flops/train") == pytest.approx(theirs.values("flops/train"))
     one, two = (weights(tmp_path / name / "hf_model") for name in ("fsdp", "megatron"))
     assert one.keys() == two.keys()
 

@@ -75,17 +75,13 @@ class VisionStage(LanguageStage):
         assert rows.images is not None and rows.seen_at is not None
         features_XD, inner = image_features(self.get_submodule(TOWER), rows.images.pixels, rows.images.grids)
         features_XD = features_XD.to(embedded_n1D.dtype)
-        hidden_n1D = _with_room(embedded_n1D).index_copy(0, rows.seen_at, features_XD.unsqueeze(1))[:-1]
+        room_n1D = F.pad(embedded_n1D, (0, 0, 0, 0, 0, 1))  # a place more, for what is not of this rank
+        hidden_n1D = room_n1D.index_copy(0, rows.seen_at, features_XD.unsqueeze(1))[:-1]
         rows.seen_inside = inner = [x_XD.to(hidden_n1D.dtype) for x_XD in inner or ()]
         if any(x_XD.requires_grad for x_XD in inner):
             rows.seen_inside = [x_XD.detach().requires_grad_() for x_XD in inner]
             return GradientsOfLayers.apply(hidden_n1D, rows.seen_inside, *inner)
         return hidden_n1D
-
-
-def _with_room(hidden_n1D: Tensor) -> Tensor:
-    """One place more, for what is not of this rank."""
-    return F.pad(hidden_n1D, (0, 0, 0, 0, 0, 1))
 
 
 class GradientsOfLayers(torch.autograd.Function):
@@ -110,8 +106,10 @@ def _add_inner(
 ) -> tuple[Tensor, None]:
     """What a layer gives, with what the tower adds to it."""
     rows: PackedRows = kwargs["packed_seq_params"]
-    x_XD = rows.seen_inside[number]
-    return _with_room(found[0]).index_add(0, rows.seen_at, x_XD.unsqueeze(1))[:-1], None
+    hidden_n1D, at = found[0], rows.seen_at
+    own_XD = rows.seen_inside[number] * (at < len(hidden_n1D)).unsqueeze(1)
+    # no view: a stage frees the memory of what it has sent on
+    return hidden_n1D.index_add(0, at.clamp(max=len(hidden_n1D) - 1), own_XD.unsqueeze(1)), None
 
 
 def add_tower(
