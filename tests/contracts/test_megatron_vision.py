@@ -9,10 +9,11 @@ import train_engine_cases as cases
 import vision_cases as vision
 from dist_harness import run_workers
 from expert_cases import unequal_replicas
+from recorded_cases import distance
 from safetensors.torch import load_file
 from some_cases import some
 from train_engine_cases import Scenario
-from vision_engine_cases import FROZEN, KEPT, LORA, ROWS_1, VLM, check, check_adapters
+from vision_engine_cases import FROZEN, KEPT, LORA, ROWS_1, VLM, check, check_adapters, expected, run
 
 from siirl.data.rows import take_rows
 
@@ -22,6 +23,11 @@ PLAIN = (f"{MEGATRON}.use_distributed_optimizer=False",)
 EARLY = tuple(
     f"+{MEGATRON}.override_ddp_config.{key}"
     for key in ("overlap_grad_reduce=True", "overlap_param_gather=True", "bucket_size=20000")
+)
+BF16 = (f"{MEGATRON}.param_dtype=bfloat16",)
+HOST = (
+    "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True",
+    "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_offload_fraction=0.5",
 )
 SEVERAL = tuple(
     f"+{MEGATRON}.override_transformer_config.recompute_{key}"
@@ -102,6 +108,22 @@ def test_two_ranks_agree(folder):
 @pytest.mark.parametrize("scenarios", [MORE, FOUR], ids=["two ranks", "four ranks"])
 def test_ranks_of_other_layouts_agree(folder, scenarios):
     check(folder, scenarios, deadline_s=800)
+
+
+@pytest.mark.slow
+def test_in_bfloat16_it_is_off_by_its_rounding(folder):
+    """2^-9 of each number."""
+    scenarios = [
+        layout("a sequence in two", 2, *BF16, *SPLIT, tp=2),
+        layout("two stages", 2, *BF16, *ROWS_1, pp=2),
+        layout("two replicas", 2, *BF16, *EARLY, *HOST),
+    ]
+    wanted = expected(folder, True, False)
+    for seen in run_workers(run, 2, scenarios, str(folder), True, deadline_s=200)[0].values():
+        assert float((seen.log_prob - wanted.log_prob).abs().mean()) < 0.03
+        assert distance(seen.grads, wanted.grads) < 0.06
+        tower = [{n: x for n, x in one.grads.items() if "visual." in n} for one in (seen, wanted)]
+        assert distance(*tower) < 0.06
 
 
 @pytest.mark.slow
