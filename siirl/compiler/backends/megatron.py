@@ -52,6 +52,7 @@ def _megatron_model(cfg: Config, role: str, dims: ParallelDims, who: str, trains
         trains=trains,
         dims=dims,
         shape=read_shape(cfg, role, decoder=True),
+        recomputes=trains and role_model(cfg, role).enable_gradient_checkpointing,
         lora_rank=role_model(cfg, role).lora_rank,
         longest_row=cfg.actor_rollout_ref.rollout.prompt_length
         + cfg.actor_rollout_ref.rollout.response_length,
