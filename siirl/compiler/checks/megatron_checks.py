@@ -269,7 +269,8 @@ def _recompute(model: MegatronModel) -> Iterator[UserError]:
             "recompute_modules of every layer. Remove recompute_num_layers, or choose full."
         )
     acting = recomputation(options, model.recomputes)
-    if acting.get("recompute_method") == "uniform" and layers and isinstance(model.shape, ModelShape):
+    whole = acting.get("recompute_granularity") == "full" and acting.get("recompute_method") == "uniform"
+    if whole and layers and isinstance(model.shape, ModelShape):
         yield from _uniform(model, model.shape.layers, layers)
     others = [name for name in options if name.startswith("recompute_")]
     if options.get("moe_layer_recompute") and others:
