@@ -99,6 +99,10 @@ class Family:
     """Ends of the names of weights that are trained and computed with in float32, whatever others are in."""
     sees_images: bool = False
     """It has a vision tower, and a decoder as any other."""
+    deepstack: int = 0
+    """First layers to which its tower adds inner states, unless deepstack_visual_indexes names others."""
+    decoder: str = "model"
+    """Where the files have embedding, layers and last norm."""
     latent: Latent | None = None
     sinks: bool = False
     """Its attention has a learned logit more in each softmax, of each head."""
@@ -136,6 +140,10 @@ class Family:
     """When nothing reads sliding_window."""
     tiny: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """What config.json of a tiny model has besides sizes, so that all its parts are there (siirl test)."""
+
+    def headed(self, strategy: str) -> bool:
+        """Whether a strategy that trains it does so with a value or score head."""
+        return self.any_head and not (strategy == "megatron" and self.sees_images)
 
     @property
     def has_states(self) -> bool:
@@ -184,6 +192,13 @@ _NORMED_AFTER = Family(
     outer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
 )
 _OF_ANY_HEAD = Family(any_head=True, float8=True)
+
+
+def _vision(in_vllm: str, **more: Any) -> Family:
+    place = f"vllm.model_executor.models.{in_vllm}ForConditionalGeneration"
+    seen = InVLLM(vision_class=place)
+    return Family(BOTH, any_head=True, vllm=seen, compiled=True, sees_images=True, **more)
+
 
 FAMILIES: dict[str, Family] = {
     "afmoe": _GROUPED_SHARED,
@@ -377,13 +392,7 @@ FAMILIES: dict[str, Family] = {
         output_bias=False,
         windows=True,
     ),
-    "qwen2_5_vl": Family(
-        any_head=True,
-        vllm=InVLLM(vision_class="vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration"),
-        compiled=True,
-        sees_images=True,
-        shares_hidden=True,
-    ),
+    "qwen2_5_vl": _vision("qwen2_5_vl:Qwen2_5_VL", shares_hidden=True, qkv_bias="always", windows=True),
     "qwen3": Family(
         BOTH,
         any_head=True,
@@ -434,12 +443,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="heads",
         tiny=_TINY_DELTA_NETS | _TINY_GATED_EXPERT,
     ),
-    "qwen3_vl": Family(
-        any_head=True,
-        vllm=InVLLM(vision_class="vllm.model_executor.models.qwen3_vl:Qwen3VLForConditionalGeneration"),
-        compiled=True,
-        sees_images=True,
-    ),
+    "qwen3_vl": _vision("qwen3_vl:Qwen3VL", qk_norm="heads", decoder="model.language_model", deepstack=3),
     "seed_oss": Family(BOTH, True, float8=True, counted=True, output_bias=False),
     "smollm3": Family(any_head=True, float8=True),
     "solar_open": replace(_GROUPED_SHARED, vllm=_NO_MODEL),
@@ -481,4 +485,4 @@ def types_with(has: Callable[[Family], object]) -> tuple[str, ...]:
 
 def known_types(strategy: str, head: str = "lm") -> tuple[str, ...]:
     """The model types that a strategy trains with a head, in alphabetical order."""
-    return types_with(lambda row: strategy in row.strategies and (head == "lm" or row.any_head))
+    return types_with(lambda row: strategy in row.strategies and (head == "lm" or row.headed(strategy)))

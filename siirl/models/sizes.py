@@ -86,6 +86,12 @@ def state_numbers(config: Mapping[str, Any]) -> int:
     return width * size + (width + 2 * config["mamba_n_groups"] * size) * config["mamba_d_conv"]
 
 
+def deepstack_layers(whole: Mapping[str, Any]) -> int:
+    """First layers to which the tower of a model that sees images adds inner states. whole: config.json."""
+    indexes = (whole.get("vision_config") or {}).get("deepstack_visual_indexes")
+    return family_of(whole.get("model_type")).deepstack if indexes is None else len(indexes)
+
+
 def has_qk_norm(config: Mapping[str, Any]) -> bool:
     """Whether queries and keys are normed."""
     return bool(family_of(config.get("model_type")).qk_norm) and bool(config.get("use_qk_norm", True))

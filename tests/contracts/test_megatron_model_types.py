@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from train_engine_cases import Scenario
 
-from siirl.models.families import known_types, types_with
+from siirl.models.families import family_of, known_types, types_with
 from siirl.models.sizes import EXPERTS
 from siirl.models.trained import OWN_TYPE
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -50,7 +50,9 @@ YARN = {
 }
 OTHERWISE = {"deepseek_v2_lite": "deepseek_v2", "moonlight": "deepseek_v3", "granite_plain": "granite"}
 """Models with other parts of a type, by names of our own."""
-KINDS = (*known_types("megatron"), *OTHERWISE)
+TEXTS = [kind for kind in known_types("megatron") if not family_of(kind).sees_images]
+"""Those that see images are in test_megatron_vision.py."""
+KINDS = (*TEXTS, *OTHERWISE)
 VARIANTS: dict[str, dict[str, Any]] = {
     **{kind: {"sliding_window": 5} for kind in ("ministral", "mistral", "mixtral")},
     "phi3": {
@@ -264,7 +266,7 @@ def of_all_kinds(kind: str, *overrides: str) -> Scenario:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in known_types("megatron") if kind not in LATENT])
+@pytest.mark.parametrize("kind", [kind for kind in TEXTS if kind not in LATENT])
 def test_adapters_of_every_type_equal_peft(kind):
     path = str(reference(kind).folder)
     targets = list(ATTENTION) if has_experts(kind) else "all-linear"

@@ -65,6 +65,18 @@ def arguments(request, tmp_path_factory) -> list[str]:
     ]
 
 
+def megatron(**sizes: object) -> list[str]:
+    """Actor and reference under Megatron-Core; the reference has the actor's sizes."""
+    roles = (ACTOR, "actor_rollout_ref.ref")
+    keys = [
+        f"{role}.{key}" for role in roles for key in ("strategy=megatron", "megatron.param_dtype=float32")
+    ]
+    return [*keys, *(f"{ACTOR}.megatron.{key}={value}" for key, value in sizes.items())]
+
+
+IN_TWO = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
@@ -74,6 +86,7 @@ def model_of(arguments: list[str]) -> Path:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
 @pytest.mark.parametrize(
     ("sampler", "trained"),
     [
@@ -84,10 +97,13 @@ def model_of(arguments: list[str]) -> Path:
         pytest.param("vllm", "adapters", marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_train_on_images_and_what_is_frozen_stays_bit_equal(arguments, tmp_path, sampler, trained):
+def test_two_ranks_train_on_images_and_what_is_frozen_stays_bit_equal(
+    arguments, tmp_path, sampler, trained, strategy
+):
     keys = [f"{ROLLOUT}.name={sampler.partition(' ')[0]}", f"trainer.output_dir={tmp_path}"]
     if sampler == "vllm on both":
         keys += [f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    keys += megatron(**IN_TWO) if strategy == "megatron" else []
     keys += [f"{ACTOR}.freeze_vision_tower=true" if trained == "the text part" else f"{MODEL}.lora_rank=4"]
     job = run_job(2, [*arguments, *keys], deadline_s=500)
     assert max(job.values("actor/rollout_log_prob_diff")) < 1e-5
@@ -178,6 +194,32 @@ def test_a_teacher_that_sees_says_of_its_own_tokens_what_the_policy_does(argumen
         job = run_job(2, [*arguments, *keys, f"trainer.output_dir={tmp_path / name}"], deadline_s=300)
         norms[name] = job.values("actor/grad_norm")[0]
     assert norms["same"] < 1e-4 < 0.1 < norms["other"], norms
+
+
+COMPARED = ("reward/score", "actor/loss", "actor/grad_norm", "actor/ref_kl", "actor/entropy")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sampler", ["hf", "vllm"])
+@pytest.mark.parametrize("sizes", [IN_TWO, {}, {"context_parallel_size": 2}], ids=["tp2 sp", "dp2", "cp2"])
+def test_steps_under_megatron_are_those_under_fsdp(arguments, tmp_path, sampler, sizes):
+    found = []
+    for name, ranks, keys in (("fsdp", 1, []), ("megatron", 2, megatron(**sizes))):
+        more = [
+            f"{ROLLOUT}.name={sampler}",
+            f"{ROLLOUT}.temperature=0.9",
+            f"trainer.output_dir={tmp_path / name}",
+        ]
+        found.append(run_job(ranks, [*arguments, *keys, *more], deadline_s=500))
+    theirs, ours = found
+    assert max(ours.values("actor/rollout_log_prob_diff")) < 1e-5
+    for name in COMPARED:
+        assert ours.values(name) == pytest.approx(theirs.values(name), rel=1e-4, abs=2e-5), name
+    if sizes:  # ranks with rows of their own compute a prompt that they share once each
+        assert ours.values("flops/train") == pytest.approx(theirs.values("flops/train"))
+    one, two = (weights(tmp_path / name / "hf_model") for name in ("fsdp", "megatron"))
+    assert one.keys() == two.keys()
 
 
 GALLERY = """
@@ -319,13 +361,15 @@ def test_responses_to_images_go_on_in_the_next_step(arguments, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_on_one_rank_that_stops_and_goes_on_ends_as_one_on_two_ranks(arguments, tmp_path):
-    whole = [*arguments, f"trainer.output_dir={tmp_path / 'whole'}", "trainer.save_freq=1"]
+@pytest.mark.parametrize("keys", [[], megatron(**IN_TWO)], ids=["fsdp", "megatron"])
+def test_a_run_on_one_rank_that_stops_and_goes_on_ends_as_one_on_two_ranks(arguments, tmp_path, keys):
+    whole = [*arguments, *keys, f"trainer.output_dir={tmp_path / 'whole'}", "trainer.save_freq=1"]
     run_job(2, whole, deadline_s=300)
     parts = [*arguments, f"trainer.output_dir={tmp_path / 'parts'}", "trainer.save_freq=1"]
     run_job(1, [*parts, "trainer.total_training_steps=1"], deadline_s=300)
     shutil.rmtree(tmp_path / "parts" / "hf_model", ignore_errors=True)
-    run_job(1, [*parts, "trainer.resume_mode=auto", "trainer.resume_changed=true"], deadline_s=300)
+    ranks = 2 if keys else 1
+    run_job(ranks, [*parts, *keys, "trainer.resume_mode=auto", "trainer.resume_changed=true"], deadline_s=300)
     one, two = (weights(tmp_path / name / "hf_model") for name in ("parts", "whole"))
     before = weights(model_of(arguments))
     assert one.keys() == two.keys() and not all(torch.equal(one[name], before[name]) for name in one)

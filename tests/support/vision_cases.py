@@ -29,14 +29,21 @@ TEMPLATE = (
 )
 
 
-def make_vision_model(path: Path, kind: str, layers: int = 3, noise: float = 0.1, seed: int = 0) -> Path:
-    """Write a vision model of random weights with its tokenizer and its processor of images."""
+def make_vision_model(
+    path: Path, kind: str, layers: int = 3, noise: float = 0.1, seed: int = 0, tied: bool = False
+) -> Path:
+    """Write a vision model of random weights with its tokenizer and its processor of images.
+
+    tied: its embedding is its output head, too.
+    """
     from transformers import AutoModelForImageTextToText
 
     patch = 14 if kind == "qwen2_5_vl" else 16
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(_config(kind, layers, patch), dtype=torch.float32)
+        config = _config(kind, layers, patch)
+        config.tie_word_embeddings = tied
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(noise * torch.randn_like(parameter))
@@ -143,8 +150,8 @@ NUM_ROWS, WIDTH = len(SEEN), 12
 
 
 def vision_rows(path: Path, step: int = 0, with_images: bool = True) -> TensorDict:
-    """Rows of unequal length for the engines: one has no response, one has sampled the image token, and some
-    are shown an image in the response.
+    """Rows of unequal length for the engines: one has no response, one has sampled the image token (unless
+    TWIN cannot have its embedding, which is an output head), and some are shown an image in the response.
     """
     reader, draw = ImageReader(str(path)), torch.Generator().manual_seed(100 + step)
     shown = [seen if with_images else () for seen in SEEN]
@@ -160,7 +167,8 @@ def vision_rows(path: Path, step: int = 0, with_images: bool = True) -> TensorDi
         mask_BT[row, 2 : 4 + count] = False
         response_B[row] = max(int(response_B[row]), 6 + count)
         placed[row] = placed[row].joined(Seen((later,), (len(prompts[row]) + 3,)))
-    ids_BT[4, 1] = ids_BT[4, WIDTH - 2] = IMAGE
+    if not is_tied(path):
+        ids_BT[4, 1] = ids_BT[4, WIDTH - 2] = IMAGE
     mask_BT &= torch.arange(WIDTH) < response_B[:, None]
     return make_rows(
         {
@@ -175,6 +183,10 @@ def vision_rows(path: Path, step: int = 0, with_images: bool = True) -> TensorDi
             "image_starts": [list(one.starts) for one in placed],
         }
     )
+
+
+def is_tied(path: Path) -> bool:
+    return json.loads((path / "config.json").read_text())["tie_word_embeddings"]
 
 
 def prompt_of(reader: ImageReader, seen: tuple[str, ...]) -> list[int]:
@@ -218,14 +230,16 @@ def hf_inputs(
 
 
 def hf_model(path: Path) -> Any:
-    """The model in plain transformers; TWIN is embedded as IMAGE, which it would look for in the text."""
+    """The model in plain transformers; TWIN is embedded as IMAGE, which it would look for in the text, unless
+    it is tied."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     model.config._attn_implementation = "eager"
     table = model.get_input_embeddings().weight
-    with torch.no_grad():
-        table[TWIN] = table[IMAGE]
+    if not is_tied(path):
+        with torch.no_grad():
+            table[TWIN] = table[IMAGE]
     return model
 
 

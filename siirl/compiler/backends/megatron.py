@@ -7,6 +7,7 @@ from typing import Any
 from siirl.compiler.backends.base import ASKED, Backend, balances
 from siirl.compiler.checks.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.compiler.checks.megatron_options import recomputation
+from siirl.compiler.checks.megatron_vision import check_first_stage
 from siirl.compiler.checks.model_checks import check_attention_kernels, check_model_of_node
 from siirl.compiler.memory.estimate import (
     BYTES,
@@ -33,6 +34,9 @@ from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
 from siirl.config.teacher import FrozenConfig
 from siirl.errors import ConfigError, UserError
 from siirl.findings import Check
+from siirl.models.config_json import config_json
+from siirl.models.overridden import overridden
+from siirl.models.sizes import deepstack_layers
 from siirl.parallel.dims import ParallelDims, megatron_groups
 from siirl.parallel.placement import Ranks
 
@@ -47,7 +51,8 @@ def _megatron_model(cfg: Config, role: str, dims: ParallelDims, who: str, trains
         optimizer_options=_optimizer_options(group),
         trains=trains,
         dims=dims,
-        shape=read_shape(cfg, role),
+        shape=read_shape(cfg, role, decoder=True),
+        recomputes=trains and role_model(cfg, role).enable_gradient_checkpointing,
         lora_rank=role_model(cfg, role).lora_rank,
         longest_row=cfg.actor_rollout_ref.rollout.prompt_length
         + cfg.actor_rollout_ref.rollout.response_length,
@@ -78,6 +83,13 @@ def check_built(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) 
     return check_megatron(model)
 
 
+def check_tower(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) -> Iterator[UserError]:
+    """The layers to which a vision tower adds lie beside it."""
+    model, described = role_model(cfg, role), _megatron_model(cfg, role, dims, str(node), node.op.trains)
+    whole = overridden(config_json(model), model.override_config)
+    return check_first_stage(described, deepstack_layers(whole))
+
+
 class Megatron(Backend):
     """Weights are cut by tp, pp, cp and ep."""
 
@@ -85,6 +97,7 @@ class Megatron(Backend):
         Check("model", ASKED, check_kernels),
         Check("model", ("cfg", "role", "node"), check_model_of_node),
         Check("model", ASKED, check_built),
+        Check("model", ASKED, check_tower),
     )
     shares_prompts = five_sizes = True
     offloads = ("megatron.param_offload",)

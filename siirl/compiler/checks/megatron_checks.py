@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.compiler.checks.megatron_options import MODULES, Kind, refusal
+from siirl.compiler.checks.megatron_options import MODULES, Kind, recomputation, refusal
 from siirl.compiler.memory.estimate import ModelShape
 from siirl.config.common import MegatronConfig
 from siirl.errors import ConfigError, UserError
@@ -39,6 +39,8 @@ class MegatronModel:
     dims: ParallelDims
     shape: ModelShape | str
     """Its sizes, or why they are not known: checks that need them are then left to the engine."""
+    recomputes: bool
+    """Whole layers are computed again, unless options say otherwise."""
     lora_rank: int
     longest_row: int
     """Most tokens of prompt and response."""
@@ -282,6 +284,10 @@ def _recompute(model: MegatronModel) -> Iterator[UserError]:
             f"recompute_granularity=selective with recompute_num_layers={layers}: it recomputes the "
             "recompute_modules of every layer. Remove recompute_num_layers, or choose full."
         )
+    acting = recomputation(options, model.recomputes)
+    whole = acting.get("recompute_granularity") == "full" and acting.get("recompute_method") == "uniform"
+    if whole and layers and isinstance(model.shape, ModelShape):
+        yield from _uniform(model, model.shape.layers, layers)
     others = [name for name in options if name.startswith("recompute_")]
     if options.get("moe_layer_recompute") and others:
         yield model.wrong(
@@ -296,6 +302,21 @@ def _recompute(model: MegatronModel) -> Iterator[UserError]:
             f"recompute_modules names {', '.join(absent)}: a layer of {model.shape.family} has none. It may "
             f"name {', '.join(sorted(here))}."
         )
+
+
+def _uniform(model: MegatronModel, layers: int, together: int) -> Iterator[UserError]:
+    """Layers that are computed again together are of one chunk, which has no others."""
+    with contextlib.suppress(ValueError):
+        chunks = split_layers(layers, model.dims.pp, model.dims.vpp, model.options)
+        counts = sorted({count for stage in chunks for count in stage})
+        if any(count % together for count in counts):
+            fits = [n for n in range(together - 1, 0, -1) if not any(count % n for count in counts)]
+            key = f"{model.keys}.override_transformer_config.recompute_num_layers"
+            yield model.wrong(
+                f"recompute_method=uniform with recompute_num_layers={together} does not divide chunks of "
+                f"{', '.join(map(str, counts))} layers. Set {key}={'|'.join(map(str, fits))}, or "
+                "recompute_method=block."
+            )
 
 
 def _gradients(model: MegatronModel) -> Iterator[UserError]:

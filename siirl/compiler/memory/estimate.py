@@ -133,8 +133,8 @@ class MemoryLine:
         return self.num_bytes * (self.host and activity not in self.during)
 
 
-def read_shape(cfg: Config, role: str) -> ModelShape | str:
-    """The shape of a role's model, or why it is not known: the estimate is then left out."""
+def read_shape(cfg: Config, role: str, decoder: bool = False) -> ModelShape | str:
+    """The shape of a role's model (decoder: without its tower), or why none is known: it is then left out."""
     model = role_model(cfg, role)
     directory = Path(model.path).expanduser()
     try:
@@ -142,15 +142,15 @@ def read_shape(cfg: Config, role: str) -> ModelShape | str:
         family = family_of(json.loads(text).get("model_type"))
     except (OSError, json.JSONDecodeError) as error:
         return f"{directory / 'config.json'} cannot be read ({type(error).__name__})"
-    found = _shape_of(text, json.dumps(model.override_config, default=str), family)
+    found = _shape_of(text, json.dumps(model.override_config, default=str), family, decoder)
     return found if isinstance(found, ModelShape) else found.replace(_FILE, str(directory / "config.json"))
 
 
 @functools.lru_cache(maxsize=64)
-def _shape_of(text: str, changes: str, family: Family) -> ModelShape | str:
+def _shape_of(text: str, changes: str, family: Family, decoder: bool) -> ModelShape | str:
     """The shape of a model, by its config.json, override_config in JSON, and the row of its family."""
     raw = language_part(overridden(json.loads(text), json.loads(changes)))
-    if not family_of(raw.get("model_type")).counted:
+    if not (family_of(raw.get("model_type")).counted or (decoder and family.sees_images)):
         counted = ", ".join(types_with(lambda row: row.counted))
         return f"model_type {raw.get('model_type')!r} is none of {counted}"
     problem = without_value(raw)
@@ -189,7 +189,7 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
     dense = of_config.dense_width(raw)
     expert_width = (raw.get(family.experts.width) if family.experts else None) or dense
     embedding = raw["vocab_size"] * hidden
-    copies = 1 if raw["tie_word_embeddings"] else 2
+    copies = 1 if raw.get("tie_word_embeddings") else 2
     return ModelShape(
         family=raw["model_type"],
         params=sum(per_layer) + hidden + copies * embedding,

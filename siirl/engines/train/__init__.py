@@ -64,7 +64,8 @@ itself.
   `initialize_model_parallel` finds them there. `cpu_shim.py` lets it run on CPU, in the same scope only.
   `weights.py` says which rows of which Hugging Face tensors make up each parameter; loading (each rank
   reads its own slices), export and checkpoints follow from it. Checkpoints hold rectangles of Hugging Face
-  tensors, so a run may go on with other parallel sizes, or under FSDP.
+  tensors, so a run may go on with other parallel sizes, or under FSDP. A model that sees images has its
+  vision tower, which is transformers', beside the embedding (`vision_stage.py`).
 - **Log-probs** come from chunks of hidden states; full fp32 logits never exist.
 - **Rollout seeds** are a function of (run seed, agent, step, prompt, sample), so that sampling does not
   depend on the layout.

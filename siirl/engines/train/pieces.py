@@ -4,6 +4,7 @@ torch.distributed.checkpoint writes and reads the rectangles as they are, so a c
 names can be read on any other layout, or by another strategy. No communication.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -60,18 +61,21 @@ class PiecewiseTensor(ChunkedTensor):
         return next(piece.local for piece in self.pieces if torch.Size(piece.offset) == index.offset)
 
 
-def rectangles(flat: Tensor, start: int, columns: int, row: int, column: int) -> Iterator[Piece]:
-    """The pieces of consecutive elements of a matrix: a part of a row, whole rows, a part of a row.
+def rectangles(flat: Tensor, start: int, inner: tuple[int, ...], origin: tuple[int, ...]) -> Iterator[Piece]:
+    """The pieces of consecutive elements of a tensor: of a matrix a part of a row, whole rows, a part of one.
 
-    flat: elements start, start + 1, ... of a row-major block of `columns` columns, which begins at (row,
-    column) of the whole matrix.
+    flat: elements start, start + 1, ... of a row-major block whose rows are of the shape `inner`, and which
+    begins at `origin` of the whole tensor.
     """
-    end = start + flat.numel()
+    end, row = start + flat.numel(), math.prod(inner)
     at = start
     while at < end:
-        first = at % columns
-        stop = min(end, at - first + columns) if first or end - at < columns else end - end % columns
-        local = flat[at - start : stop - start]
-        shape = (1, stop - at) if first or stop - at < columns else ((stop - at) // columns, columns)
-        yield Piece(local.view(shape), (row + at // columns, column + first))
+        first = at % row
+        stop = min(end, at - first + row) if first or end - at < row else end - end % row
+        local, number = flat[at - start : stop - start], origin[0] + at // row
+        if not first and stop - at >= row:
+            yield Piece(local.view(-1, *inner), (number, *origin[1:]))
+        else:
+            for part, offset in rectangles(local, first, inner[1:], origin[1:]):
+                yield Piece(part.unsqueeze(0), (number, *offset))
         at = stop

@@ -276,3 +276,18 @@ def test_check_and_plan_say_what_was_chosen_and_why(tmp_path, capsys):
     assert "agent_0.actor: model.enable_gradient_checkpointing=false: activations fit: " in said
     assert main(["check", "--elsewhere", *keys]) == 0
     assert "chosen: agent_0.rollout: rollout.enforce_eager=false: CUDA graphs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cut"),
+    [("megatron", "megatron.context_parallel_size"), ("fsdp", "ulysses_sequence_parallel_size")],
+)
+def test_a_micro_batch_that_is_cut_holds_the_longest_row(tmp_path, strategy, cut):
+    """One row, as of a model whose memory is not known. Megatron's budget is that of all ranks."""
+    path = model(tmp_path, model_type="smollm3" if strategy == "fsdp" else "qwen3_vl")
+    seeing = ["data.dataset_type=vlm"] if strategy == "megatron" else []
+    rows = ("data.max_prompt_length=32", "data.max_response_length=5")
+    keys = (path, *seeing, f"{ACTOR}.strategy={strategy}", f"{ACTOR}.{cut}=2", *rows)
+    plan, configs = planned(H200, *keys, world=2)
+    assert chosen(plan)[TOKENS] == (40 if strategy == "megatron" else 19)
+    assert not [problem for cfg in configs.values() for problem in contradictions(cfg)]

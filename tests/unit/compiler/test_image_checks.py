@@ -36,9 +36,10 @@ def compiled(tmp_path: Path, kind: str, *keys: str):
 
 
 @pytest.mark.parametrize("sampler", ["hf", "vllm"])
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
 @pytest.mark.parametrize("kind", VISION_MODELS)
-def test_images_reach_every_node_that_runs_a_model(tmp_path, kind, sampler):
-    keys = (VLM, f"{ROLLOUT}.name={sampler}")
+def test_images_reach_every_node_that_runs_a_model(tmp_path, kind, strategy, sampler):
+    keys = (VLM, f"{ROLLOUT}.name={sampler}", f"{ACTOR}.strategy={strategy}")
     plan = compiled(tmp_path, kind, *keys, f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.ppo_mini_batch_size=4")
     reads = {ins.node: ins.reads for ins in plan.instructions if isinstance(ins, Run)}
     images = FieldKey(0, "images")
@@ -57,6 +58,7 @@ TWO_RANKS = (
     f"{ROLLOUT}.tensor_model_parallel_size=2",
     *("trainer.n_gpus_per_node=2", "trainer.device=cpu"),
 )
+IN_TWO = (VLM, f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.pipeline_model_parallel_size=2")
 REFUSED = {
     "ranks of GPUs": ("qwen3_vl", (VLM, *TWO_RANKS, "trainer.device=cuda"), "on CPUs alone. Set .*size=1"),
     "a model of texts": ("qwen3", (VLM,), "which sees no images. Use a model of qwen2_5_vl, qwen3_vl"),
@@ -82,7 +84,64 @@ REFUSED = {
         "rollout.merge_lora=false with a qwen3_vl: .*Set .*merge_lora=true",
     ),
     "liger": ("qwen2_5_vl", (VLM, f"{MODEL}.use_liger=true"), "Liger kernels.*use_liger=false"),
-    "megatron": ("qwen3_vl", (VLM, f"{ACTOR}.strategy=megatron"), "a vision_config.*Set strategy=fsdp"),
+    "layers that are not beside the tower": (
+        "qwen3_vl",
+        (*IN_TWO, f"{MODEL}.override_config.num_hidden_layers=4"),
+        r"the first stage of pp\(2\) holds 2 of the 4 layers.*the first 3 \(deepstack\). "
+        rf"Set {ACTOR}.megatron.pipeline_model_parallel_size=1",
+    ),
+    "fewer layers beside the tower": (
+        "qwen3_vl",
+        (*IN_TWO, f"{ACTOR}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=2"),
+        r"holds 2 of the 32 layers.*Set .*pipeline_model_parallel_size=2\|1, without num_layers_in_first",
+    ),
+    "layers of the second chunk": (
+        "qwen3_vl",
+        (
+            *(*IN_TWO, f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2"),
+            f"{MODEL}.override_config.num_hidden_layers=8",
+        ),
+        "has 2 chunks, whose first one holds 2 of the 8 layers.*pipeline_model_parallel_size=2.1 and "
+        ".*virtual_pipeline_model_parallel_size=null",
+    ),
+    "heads": (
+        "qwen3_vl",
+        (
+            *(VLM, f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size=2"),
+            f"{MODEL}.override_config.num_attention_heads=7",
+        ),
+        "attention heads do not divide over tp",
+    ),
+    "mbridge": (
+        "qwen3_vl",
+        (VLM, f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.use_mbridge=true"),
+        "use_mbridge=true for a qwen3_vl: .* has not been seen",
+    ),
+    "programs": (
+        "qwen3_vl",
+        (VLM, "actor_rollout_ref.serve.command=python agent.py"),
+        "of episodes that a program plays .*remove actor_rollout_ref.serve",
+    ),
+    "a critic under megatron": (
+        "qwen3_vl",
+        (VLM, "algorithm.adv_estimator=gae", "critic.strategy=megatron"),
+        "a value head, which under megatron was not seen. Set strategy=fsdp",
+    ),
+}
+FIXED = {
+    "stages with enough layers": (
+        *IN_TWO,
+        f"{MODEL}.override_config.num_hidden_layers=6",
+    ),
+    "a longer first stage": (
+        *(*IN_TWO, f"{MODEL}.override_config.num_hidden_layers=4"),
+        f"{ACTOR}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=3",
+    ),
+    "chunks with enough layers": (
+        *(*IN_TWO, f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2"),
+        f"{MODEL}.override_config.num_hidden_layers=12",
+    ),
+    "context in two": (VLM, f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.context_parallel_size=2"),
 }
 TOOLS = "tools:\n  - function: math:sqrt\n    name: root\n    description: root\n"
 
@@ -117,6 +176,11 @@ def test_programs_that_play_episodes_may_send_images(tmp_path):
 def test_an_engine_of_several_ranks_takes_images(tmp_path):
     rollout = compiled(tmp_path, "qwen3_vl", VLM, *TWO_RANKS).models["agent_0.rollout"]
     assert rollout.dims.tp == 2
+
+
+@pytest.mark.parametrize("keys", FIXED.values(), ids=FIXED)
+def test_layers_beside_the_tower_are_accepted(tmp_path, keys):
+    compiled(tmp_path, "qwen3_vl", *keys)
 
 
 def test_a_reference_and_a_reward_model_are_held_to_the_same(tmp_path):
@@ -191,7 +255,9 @@ def test_one_node_has_no_other_kind_of_dataset(tmp_path):
 def test_a_vision_model_is_judged_by_its_text_part():
     for kind in VISION_MODELS:
         raw = {"model_type": kind, "vision_config": {"depth": 2}}
-        assert not why_not({**raw, "text_config": {"layer_types": ["full_attention"]}}, "fsdp")
+        for strategy in ("fsdp", "megatron"):
+            assert not why_not({**raw, "text_config": {"layer_types": ["full_attention"]}}, strategy)
+        assert "hidden_act=gelu" in why_not({**raw, "text_config": {"hidden_act": "gelu"}}, "megatron")
         assert "linear_attention" in why_not(
             {**raw, "text_config": {"layer_types": ["linear_attention"]}}, "fsdp"
         )

@@ -296,6 +296,13 @@ REFUSED = {
         (option("recompute_granularity", "full"),),
         "needs recompute_method=uniform|block and recompute_num_layers >= 1",
     ),
+    "layers that are computed again in unequal numbers": (
+        "Qwen3-8B",
+        2,
+        (*sizes(pp=2), option("recompute_num_layers", 4)),
+        "recompute_method=uniform with recompute_num_layers=4 does not divide chunks of 18 layers. Set "
+        f"{ACTOR}.override_transformer_config.recompute_num_layers=3|2|1, or recompute_method=block.",
+    ),
     "an unknown recompute": (
         "Qwen3-8B",
         2,

@@ -21,7 +21,7 @@ from siirl.data.completions import no_experts
 from siirl.data.rows import take_rows
 from siirl.engines.train.attention.attention_kernels import flash_kernels
 from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
-from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, new_head
+from siirl.engines.train.hf_model import config_changes, model_class, new_head
 from siirl.engines.train.language_model import logits_scale, pass_flops
 from siirl.engines.train.megatron.adamw import StatePlace, state_place
 from siirl.engines.train.megatron.exporter import Exporter
@@ -39,9 +39,11 @@ from siirl.engines.train.megatron.state import (
     load_training_state,
     training_state,
 )
+from siirl.engines.train.megatron.vision_stage import add_tower, decoder_config, decoder_place
 from siirl.engines.train.megatron.weights import entries, family_of, num_active_weights
 from siirl.engines.train.packed.micro_batches import (
     MicroBatchLimit,
+    images_seen,
     repeated_prompt_tokens,
     row_lengths,
 )
@@ -86,7 +88,8 @@ class MegatronEngine(SteppingEngine):
         super().__init__(plan.name, settings, device, host_parts)
         self._dims = plan.dims
         self._rounds = plan.dims.pp if plan.dims.vpp > 1 else 1  # the interleaved schedule runs whole ones
-        self._hf = load_hf_config(settings.model)
+        self._whole = load_hf_config(settings.model)
+        self._hf = decoder_config(self._whole)
         family_of(self._hf)
         if plan.head != "lm":
             self._hf.tie_word_embeddings = False  # there is no output head to tie
@@ -105,16 +108,19 @@ class MegatronEngine(SteppingEngine):
         settings = self._settings
         self._config = transformer_config(self._hf, settings, plan.dims, plan.trains, _finalize)
         self._stages = build_stages(self._hf, plan.head, self._config, self._scope, plan.dims)
+        tower = add_tower(self._stages, self._whole, settings, plan.trains)
         for stage in self._stages:  # a router is made on the CPU and moved in the first forward: too late
             stage.to(self.device)
         choices = router_choices(self._hf.to_dict()) if settings.replays_routers else None
         self._routers = StageRouters(self._stages, choices) if choices else None
-        adapters = new_adapters(self._hf, plan.head, settings) if plan.trains else {}
-        added = adapter_entries(entries(self._hf, plan.head), adapters)
+        adapters = new_adapters(self._whole, plan.head, settings) if plan.trains else {}
+        added = adapter_entries(entries(self._hf, plan.head, decoder_place(self._whole)), adapters)
         if added:
             scale = settings.model.lora_alpha / settings.model.lora_rank
             adapt_stages(self._stages, added, scale, self._config, self._scope, plan.dims)
-        self._params = LocalParams(self._hf, plan.head, self._stages, self._scope, plan.dims, added)
+        self._tower_weights = sum(x.num_rows * (x.columns or 0) for x in tower if not x.inner)
+        more = [*added, *tower]
+        self._params = LocalParams(self._hf, plan.head, self._stages, self._scope, plan.dims, more)
         fresh = new_head(self._hf, plan.head, settings.seed) | adapters
         problem: UserError | None = None
         try:
@@ -278,7 +284,8 @@ class MegatronEngine(SteppingEngine):
     def _padded_lengths(self, micro_batches: list[TensorDict], shares: bool) -> list[int]:
         """Tokens that each micro-batch is filled up to: what ranks that share them divide, and where experts
         gather everybody's tokens as many on all data-parallel ranks."""
-        totals: list[float] = [max(1, packed_tokens(rows, shares)) for rows in micro_batches]
+        black = self._settings.image_reader is not None  # the token of an image where no row has any
+        totals: list[float] = [max(1, packed_tokens(rows, shares)) + black for rows in micro_batches]
         if self._config.moe_token_dispatcher_type == "allgather" and self._config.num_moe_experts:
             totals = self._reduce(totals, dist.ReduceOp.MAX)
         multiple = self._dims.tp if self._config.sequence_parallel else 1
@@ -372,7 +379,8 @@ class MegatronEngine(SteppingEngine):
 
     def hf_config_changes(self) -> dict[str, Any]:
         head = self._settings.head
-        changes = config_changes(MODEL_CLASSES[head]._model_mapping[type(self._hf)].__name__, head)
+        kind = model_class(self._whole, head)._model_mapping[type(self._whole)]
+        changes = config_changes(kind.__name__, head)
         return written_changes(self._settings.model) | changes
 
     def flops(self, rows: TensorDict, backward: bool) -> float:
@@ -380,7 +388,11 @@ class MegatronEngine(SteppingEngine):
         num_weights = num_active_weights(self._hf, self._settings.head)
         again = repeated_prompt_tokens(rows) if self._shares_prompts(rows) else []
         whole, less = (pass_flops(num_weights, self._hf, x, backward) for x in (row_lengths(rows), again))
-        return whole - less
+        reader, seeing = self._settings.image_reader, 0.0
+        if reader is not None:
+            patches = reader.num_patches(images_seen(rows, self._shares_prompts(rows)))
+            seeing = 2.0 * patches * self._tower_weights * (3.0 if backward else 1.0)
+        return whole - less + seeing
 
     def _local_tensors(self, part: str) -> Iterator[Tensor]:
         """This rank's tensors of a part; main weights are the optimizer's, unless they are the model's."""

@@ -12,6 +12,7 @@ from siirl.engines.train.adapters.lora import adapter_name
 from siirl.engines.train.megatron.model import LocalParams
 from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, runs
 from siirl.engines.train.megatron.scope import MegatronScope
+from siirl.engines.train.megatron.vision_stage import TOWER
 from siirl.parallel.dims import ParallelDims
 
 BUCKET_BYTES = 64 << 20
@@ -165,7 +166,7 @@ class Exporter:
         experts: dict[tuple[str, int], dict[int, Entry]] = {}
         for entry in self._params.entries:
             if entry.layer is None:
-                stage = 0 if entry.name.startswith("embedding") else self._dims.pp - 1
+                stage = 0 if entry.name.startswith(("embedding", TOWER)) else self._dims.pp - 1
                 slots.append(_Slot((entry,), stage, False))
             elif entry.expert is None:
                 slots.append(_Slot((entry,), stage_of_layer[entry.layer], False))

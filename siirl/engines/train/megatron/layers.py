@@ -29,6 +29,7 @@ from siirl.engines.train.experts.grouped_product import GROUPED_MULTIPLE, Groupe
 from siirl.engines.train.megatron.context_parallel import ContextShard, context_attention
 from siirl.engines.train.megatron.fused import Heads, StreamNorm, TurnedHeads, rotated
 from siirl.engines.train.packed.sequence_bounds import SequenceBounds
+from siirl.engines.train.vision.packed_images import PackedImages
 
 Rope = tuple[Tensor, Tensor]
 """Cosines and sines of the positions, [N, D] each."""
@@ -57,6 +58,12 @@ class PackedRows(PackedSeqParams):
     """As in PackedBatch."""
     flash: FlashKernels | None = None
     """What attention runs by in bf16 on a GPU, without context parallelism; None: torch's kernels."""
+    images: PackedImages | None = None
+    """As in PackedBatch."""
+    seen_at: Tensor | None = None
+    """Places of the tokens of images among this rank's n; those of other ranks have the place n."""
+    seen_inside: Sequence[Tensor] = ()
+    """What each of the first layers adds to its hidden states there."""
     experts: Tensor | None = None
     """Of this rank's share of the tokens, [n, W]; -1: the router chooses."""
     seen: dict[int, Tensor] = field(default_factory=dict)

@@ -36,14 +36,15 @@ _A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 _LINEAR = (".linear_qkv.weight", ".linear_proj.weight", ".linear_fc1.weight", ".linear_fc2.weight")
 
 
-def new_adapters(hf: PretrainedConfig, head: Head, settings: EngineSettings) -> dict[str, Tensor]:
+def new_adapters(whole: PretrainedConfig, head: Head, settings: EngineSettings) -> dict[str, Tensor]:
     """Name -> values of all adapters at the start, whole: those that the same settings give under FSDP2.
 
-    {} without adapters. No communication: every rank draws them alike.
+    whole: of the model, with its vision tower if it has one. {} without adapters. No communication: every
+    rank draws them alike.
     """
     if not settings.model.lora_rank:
         return {}
-    model = empty_source(hf, settings.model, head)
+    model = empty_source(whole, settings.model, head)
     add_lora(model, settings.model, settings.seed)
     of_experts, found = adapter_parts(model), {}
     for name, param in model.named_parameters():
@@ -55,7 +56,8 @@ def new_adapters(hf: PretrainedConfig, head: Head, settings: EngineSettings) -> 
 
 
 def adapter_entries(found: list[Entry], adapters: Mapping[str, Tensor]) -> list[Entry]:
-    """The entries of the adapters of those in `found`; NotSupportedError for adapters of other layers."""
+    """The entries of the adapters of those in `found`, whose names are those of transformers' modules;
+    NotSupportedError for adapters of other layers."""
     entries, left = [], set(adapters)
     for entry in found:
         modules = dict.fromkeys(_module(block) for block in entry.blocks)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModel, PretrainedConfig
 
 from siirl.engines.train.attention.shared_attention import FlashKernels
 from siirl.engines.train.megatron.context_parallel import context_shard
@@ -36,9 +36,9 @@ class MicroBatch:
 
 def make_rope(config: PretrainedConfig, device: torch.device) -> nn.Module:
     """The rotary embedding of the model's config.json, scaled as it says: transformers' of its type."""
-    code = inspect.getmodule(AutoModelForCausalLM._model_mapping[type(config)])
-    kind = next(value for name, value in vars(code).items() if name.endswith("RotaryEmbedding"))
-    return kind(config).to(device)
+    code = inspect.getmodule(AutoModel._model_mapping[type(config)])
+    names = (name for name in vars(code) if name.endswith("RotaryEmbedding") and "Vision" not in name)
+    return vars(code)[next(names)](config).to(device)
 
 
 def _ropes(rope: nn.Module, like: Tensor, position_ids: Tensor) -> dict[bool, Rope]:
@@ -82,19 +82,24 @@ def make_micro_batch(
     position_ids, bounds = packed.position_ids, packed.bounds
     if extra:
         filler = torch.arange(extra, device=position_ids.device)
-        position_ids = torch.cat([position_ids, filler.unsqueeze(0)], dim=1)
+        position_ids = torch.cat([position_ids, filler.expand(*position_ids.shape[:-1], extra)], dim=-1)
         bounds = with_segment(bounds, extra)
     shard, own_n = None, torch.arange(length, device=input_ids.device)
     if context_group.size() > 1:
         shard = context_shard(bounds, context_group, input_ids.device)
         own_n = shard.index_n
-        input_ids, position_ids = input_ids[:, shard.index_n], position_ids[:, shard.index_n]
+        input_ids, position_ids = input_ids[:, shard.index_n], position_ids[..., shard.index_n]
         packed = own_predictions(packed, shard.index_n, length)
     if sequence_group is not None:
         own_n = own_n.chunk(sequence_group.size())[sequence_group.rank()]
     experts = packed.experts
     if experts is not None:
         experts = F.pad(experts, (0, 0, 0, extra), value=-1)[own_n]
+    seen_at = None
+    if packed.images is not None:
+        place_N = torch.full((length,), len(own_n), device=own_n.device)
+        place_N[own_n] = torch.arange(len(own_n), device=own_n.device)
+        seen_at = place_N[packed.images.index]
     like = torch.empty((), dtype=dtype, device=input_ids.device)
     arguments = PackedRows(
         qkv_format="thd",
@@ -112,6 +117,8 @@ def make_micro_batch(
         ref_hidden=packed.ref_hidden,
         top_ids=packed.top_ids,
         flash=flash,
+        images=packed.images,
+        seen_at=seen_at,
         experts=experts,
     )
     return MicroBatch(rows, packed, input_ids, position_ids, arguments, own_n)

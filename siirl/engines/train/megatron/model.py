@@ -42,6 +42,7 @@ from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, run
 from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token, scale_embedding
 from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.stage_routers import GroupRouter
+from siirl.engines.train.megatron.vision_stage import VisionStage
 from siirl.engines.train.megatron.weights import embedding_scale, entries, family_of, tied_head
 from siirl.engines.train.megatron.whole_norms import WholeNormAttention
 from siirl.errors import DataError
@@ -59,9 +60,10 @@ def build_stages(
         moe_utils.te_general_gemm = None
     mlp.bias_swiglu_impl = gated_unit
     padded_vocab = -(-hf.vocab_size // dims.tp) * dims.tp
+    stage_class = VisionStage if family_of(hf).sees_images else STAGES[head]
     stages = []
     for chunk in range(dims.vpp):
-        stage = STAGES[head](
+        stage = stage_class(
             config=config,
             transformer_layer_spec=_block_spec(hf, config, chunk if dims.vpp > 1 else None, place),
             vocab_size=padded_vocab,
@@ -200,9 +202,10 @@ class LocalParams:
         stages: list[Stage],
         scope: MegatronScope,
         dims: ParallelDims,
-        adapters: Sequence[Entry] = (),
+        more: Sequence[Entry] = (),
     ):
-        self.entries = [*entries(hf, head), *adapters]
+        """more: those of adapters, and of a vision tower."""
+        self.entries = [*entries(hf, head), *more]
         self.places = {"dense": (scope.groups.tp.rank(), dims.tp)}
         self.places["expert"] = (scope.groups.expt_tp.rank(), dims.etp)
         known = {entry.name: entry for entry in self.entries}

@@ -46,6 +46,8 @@ class Entry:
     """Float32 whatever the model's type, also in exports, and never changed: a buffer of its module."""
     stacked: bool = False
     """Of an expert: the files have those of all experts of a layer in one tensor, [E, ...]."""
+    inner: tuple[int, ...] = ()
+    """Further sizes of a tensor of more than two dimensions, which is not cut by columns."""
 
     @property
     def num_rows(self) -> int:
@@ -60,7 +62,7 @@ class Entry:
             rows //= size
         if self.columns is None:
             return (rows,)
-        return (rows, self.columns // size if self.cut == "columns" else self.columns)
+        return (rows, self.columns // size if self.cut == "columns" else self.columns, *self.inner)
 
 
 class Run(NamedTuple):
@@ -97,14 +99,14 @@ def runs(entry: Entry, place: int, size: int) -> Iterator[Run]:
 def hf_shapes(found: list[Entry]) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> whole shape of every tensor that the entries are made of, in order."""
     rows: dict[str, int] = {}
-    columns: dict[str, tuple[int, ...]] = {}
+    inner: dict[str, tuple[int, ...]] = {}
     experts: dict[str, tuple[int, ...]] = {}
     for entry in found:
         for block in (block for block in entry.blocks if block.hf):
             rows[block.hf] = max(rows.get(block.hf, 0), block.row + block.num_rows)
-            columns[block.hf] = () if entry.columns is None else (entry.columns,)
+            inner[block.hf] = () if entry.columns is None else (entry.columns, *entry.inner)
             experts[block.hf] = (1 + (entry.expert or 0),) if entry.stacked else ()
-    return {name: (*experts[name], num, *columns[name]) for name, num in rows.items()}
+    return {name: (*experts[name], num, *inner[name]) for name, num in rows.items()}
 
 
 def latent_entries(config: PretrainedConfig, layer: int) -> list[Entry]:

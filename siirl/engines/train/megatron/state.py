@@ -1,5 +1,6 @@
 """The training state of a Megatron model as rectangles of Hugging Face tensors, and AdamW's state itself."""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -150,18 +151,16 @@ def live_pieces(params: LocalParams) -> dict[str, list[Piece]]:
 def pieces_of(params: LocalParams, entry: Entry, flat: Tensor, start: int) -> Iterator[tuple[str, Piece]]:
     """(Hugging Face name, rectangle) of elements start, start + 1, ... of a local parameter."""
     place, size = params.place(entry)
-    columns = 1 if entry.columns is None else entry.local_shape(size)[1]
+    inner = entry.local_shape(size)[1:]
+    columns = math.prod(inner)
     for run in runs(entry, place, size):
         first = max(start, run.start * columns)
         last = min(start + flat.numel(), (run.start + run.num_rows) * columns)
         if first >= last:
             continue
         part, at = flat[first - start : last - start], first - run.start * columns
-        if entry.columns is None:
-            found = iter((Piece(part, (run.row + at,)),))
-        else:
-            found = rectangles(part, at, columns, run.row, run.column)
-        for piece in found:
+        origin = (run.row, run.column, *(0 for _ in entry.inner))[: 1 + len(inner)]
+        for piece in rectangles(part, at, inner, origin):
             if entry.stacked:
                 piece = Piece(piece.local.unsqueeze(0), (entry.expert, *piece.offset))
             yield run.hf, piece

@@ -4,6 +4,8 @@ Pure, no communication. What sets families apart is their row (siirl/models/fami
 here only if its blocks differ from all of these.
 """
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from siirl.models.trained import why_not
 CHOICE_BIAS = "choice_bias"
 """What a router adds where it chooses experts, as its module calls it."""
 EMBEDDING = "model.embed_tokens.weight"
-"""Hugging Face's name of the embedding in every family here."""
+"""Hugging Face's name of the embedding in every family of texts."""
 
 
 def _swiglu(config: PretrainedConfig, layer: int, wide: int, hf: str = "", own: str = "") -> list[Entry]:
@@ -203,10 +205,11 @@ def head_dim(config: PretrainedConfig) -> int:
     return head_size(config.to_dict())
 
 
-def entries(config: PretrainedConfig, head: Head = "lm") -> list[Entry]:
+def entries(config: PretrainedConfig, head: Head = "lm", place: str = "") -> list[Entry]:
     """Every parameter of the model, in the order of export; a tied output head is not one.
 
-    Only a language model may have tie_word_embeddings.
+    Only a language model may have tie_word_embeddings. place: of the decoder in names, where they are not to
+    be those of the files.
     """
     hidden = config.hidden_size
     vocab = config.vocab_size
@@ -231,7 +234,14 @@ def entries(config: PretrainedConfig, head: Head = "lm") -> list[Entry]:
             found.append(Entry(f"{VALUE_HEAD}.bias", (Block(f"{VALUE_HEAD}.bias", 0, 1),), None, "whole"))
     elif not config.tie_word_embeddings:
         found.append(Entry("output_layer.weight", (Block("lm_head.weight", 0, vocab),), hidden, "rows"))
-    return found
+    place = place or family_of(config).decoder
+    return found if place == "model" else [_placed(entry, place) for entry in found]
+
+
+def _placed(entry: Entry, place: str) -> Entry:
+    """An entry of a decoder that the files have elsewhere than at "model"."""
+    blocks = (block._replace(hf=re.sub(r"^model\.", f"{place}.", block.hf)) for block in entry.blocks)
+    return replace(entry, blocks=tuple(blocks))
 
 
 def num_active_weights(config: PretrainedConfig, head: Head = "lm") -> int:

@@ -5,7 +5,6 @@ Legend: B rows, S tokens of each, X patches, C numbers of a patch, I images, H h
 """
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,16 +87,21 @@ def see(decoder: Any, ids_BS: Tensor, pixels_XC: Tensor, grids_I3: Tensor, index
     patches. That is said by place: a policy may sample the image token, and then it is a token as any other.
     Where the tower gives its inner states too (deepstack), they come along.
     """
-    places = {f"image_{name}": x for name, x in _places(decoder.visual, grids_I3, pixels_XC.device).items()}
-    seen = decoder.get_image_features(pixels_XC, grids_I3, return_dict=True, **places)
+    features, inner = image_features(decoder.visual, pixels_XC, grids_I3)
     embeds_BSD = decoder.get_input_embeddings()(ids_BS)
-    features = _of_all_images(seen.pooler_output).to(embeds_BSD.dtype)
+    features = features.to(embeds_BSD.dtype)
     embeds_BSD = embeds_BSD.flatten(0, 1).index_copy(0, index, features).view_as(embeds_BSD)
-    inner = getattr(seen, "deepstack_features", None)
     if inner is None:
         return {"inputs_embeds": embeds_BSD}
-    inner = [_of_all_images(of_layer).to(embeds_BSD.dtype) for of_layer in inner]
+    inner = [of_layer.to(embeds_BSD.dtype) for of_layer in inner]
     return {"inputs_embeds": embeds_BSD, "visual_pos_masks": index, "deepstack_visual_embeds": inner}
+
+
+def image_features(tower: Any, pixels_XC: Tensor, grids_I3: Tensor) -> tuple[Tensor, list[Tensor] | None]:
+    """What the decoder has in the place of image tokens, one image after the other, and what its first layers
+    add to them (deepstack), if they do. grids_I3: on the host."""
+    seen = tower(pixels_XC.type(tower.dtype), grid_thw=grids_I3, **_places(tower, grids_I3, pixels_XC.device))
+    return seen.pooler_output, getattr(seen, "deepstack_features", None)
 
 
 def _places(tower: Any, grids_I3: Tensor, device: torch.device) -> dict[str, Any]:
@@ -128,8 +132,3 @@ def _add_inner(hidden_BSD: Tensor, index: Tensor, inner: Tensor) -> Tensor:
     """Hidden states, to which a tower's inner states are added at the tokens of images."""
     flat = hidden_BSD.flatten(0, 1)
     return flat.index_add(0, index, inner.to(flat.dtype)).view_as(hidden_BSD)
-
-
-def _of_all_images(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """Which of them come image by image differs between versions of transformers."""
-    return features if isinstance(features, Tensor) else torch.cat(tuple(features))
