@@ -117,11 +117,6 @@ REFUSED = {
         (VLM, f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.use_mbridge=true"),
         "use_mbridge=true for a qwen3_vl: .* has not been seen",
     ),
-    "programs": (
-        "qwen3_vl",
-        (VLM, "actor_rollout_ref.serve.command=python agent.py"),
-        "of episodes that a program plays .*remove actor_rollout_ref.serve",
-    ),
     "a critic under megatron": (
         "qwen3_vl",
         (VLM, "algorithm.adv_estimator=gae", "critic.strategy=megatron"),
