@@ -16,6 +16,7 @@ _WIDEST = 160
 _POLICY = "actor_rollout_ref"
 _ACTOR, _MODEL, _ROLLOUT = f"{_POLICY}.actor", f"{_POLICY}.model", f"{_POLICY}.rollout"
 _VLLM, _MEGATRON, _ON_CPU = f"{_ROLLOUT}.name=vllm", f"{_ACTOR}.strategy=megatron", "trainer.device=cpu"
+_VLM = "data.dataset_type=vlm"
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,14 @@ def _of_megatron() -> Iterator[Limit]:
         {"num_experts_per_tok": 1},
         of="mixtures of experts",
         words="whose router learns nothing",
+    )
+    yield Limit(
+        "... with a first pipeline stage of fewer layers than take features of images",
+        types_with(lambda row: row.deepstack),
+        "its tower is there, and sends nothing on",
+        (_MEGATRON, _VLM, f"{_ACTOR}.megatron.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=2"),
+        {"text_config": {"num_hidden_layers": 4}},
+        words="its inner states to the first 3 (deepstack)",
     )
     yield Limit(
         "`megatron.use_mbridge`",

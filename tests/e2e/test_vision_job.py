@@ -331,8 +331,9 @@ VALUED = (
         pytest.param("hf", LAG, marks=pytest.mark.slow),
         pytest.param("hf", PPO, marks=pytest.mark.slow),
         pytest.param("vllm", (), marks=pytest.mark.slow),
+        pytest.param("hf", megatron(**IN_TWO), marks=pytest.mark.slow),
     ],
-    ids=["hf", "with a lag", "with a critic", "vllm"],
+    ids=["hf", "with a lag", "with a critic", "vllm", "megatron"],
 )
 def test_an_environment_shows_an_image_each_turn(arguments, tmp_path, sampler, keys):
     (tmp_path / "gallery.py").write_text(GALLERY.replace("IMAGE", repr(vision.SMALL)))
@@ -380,8 +381,12 @@ def test_a_run_on_one_rank_that_stops_and_goes_on_ends_as_one_on_two_ranks(argum
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("sampler", ["hf", "vllm"])
-def test_the_example_learns_to_name_the_colour_of_an_image(tmp_path, sampler):
-    run_example(tmp_path, f"{ROLLOUT}.name={sampler}", example="vision")
+@pytest.mark.parametrize(
+    ("sampler", "keys"),
+    [("hf", []), ("vllm", []), ("hf", megatron(**IN_TWO))],
+    ids=["hf", "vllm", "megatron"],
+)
+def test_the_example_learns_to_name_the_colour_of_an_image(tmp_path, sampler, keys):
+    run_example(tmp_path, f"{ROLLOUT}.name={sampler}", *keys, example="vision")
     learnt = Finished.read(tmp_path).values("val/colours/accuracy/mean")
     assert learnt[0] < 0.4 and learnt[-1] > 0.9, learnt

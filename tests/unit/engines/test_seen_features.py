@@ -1,52 +1,16 @@
 """A vision tower: what transformers computes of images, at once, and nothing that waits for the device."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import vision_cases as vision
-from torch import nn
 from transformers import AttentionInterface, AutoModelForImageTextToText
 
 from siirl.engines.train.attention.packed_attention import PACKED_ATTENTION
 from siirl.engines.train.hf_model import build_skeleton
 from siirl.engines.train.vision.tower import TOWER_ATTENTION, prepare_tower, see, tower_of
 
-SIZES = [2, 3]
 GRIDS = torch.tensor([[1, 4, 8], [1, 6, 2], [1, 2, 2]])
 """Of three images: frames, rows and columns of patches."""
-
-
-class Decoder(nn.Module):
-    """Tokens and images in two numbers each."""
-
-    visual = SimpleNamespace(config=SimpleNamespace(spatial_merge_size=1))
-
-    def __init__(self, whole: tuple[str, ...]) -> None:
-        super().__init__()
-        self._tokens, self._whole = nn.Embedding(8, 2), whole
-        torch.manual_seed(0)
-        nn.init.normal_(self._tokens.weight)
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self._tokens
-
-    def get_image_features(self, pixels, grids, return_dict, **places):
-        pooled, inner = torch.arange(10.0).view(5, 2), torch.arange(10.0, 20.0).view(5, 2)
-        return SimpleNamespace(
-            pooler_output=pooled if "pooled" in self._whole else pooled.split(SIZES),
-            deepstack_features=[inner if "inner" in self._whole else inner.split(SIZES)],
-        )
-
-
-@pytest.mark.parametrize("whole", [(), ("inner",), ("pooled",), ("pooled", "inner")])
-def test_features_of_images_are_the_same_whole_and_one_by_one(whole):
-    index, grids = torch.tensor([0, 1, 3, 4, 5]), torch.tensor([[1, 1, 2], [1, 1, 3]])
-    read = see(Decoder(whole), torch.ones(1, 6, dtype=torch.int64), torch.empty(0), grids, index)
-    assert read["inputs_embeds"][0, index].tolist() == torch.arange(10.0).view(5, 2).tolist()
-    assert [layer.tolist() for layer in read["deepstack_visual_embeds"]] == [
-        torch.arange(10.0, 20.0).view(5, 2).tolist()
-    ]
 
 
 def config_of(kind):
