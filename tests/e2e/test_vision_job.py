@@ -336,8 +336,11 @@ def test_a_run_on_one_rank_that_stops_and_goes_on_ends_as_one_on_two_ranks(argum
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("sampler", ["hf", "vllm"])
-def test_the_example_learns_to_name_the_colour_of_an_image(tmp_path, sampler):
-    run_example(tmp_path, f"{ROLLOUT}.name={sampler}", example="vision")
+@pytest.mark.parametrize(("sampler", "estimator"), [("hf", "grpo"), ("vllm", "grpo"), ("hf", "gae")])
+def test_the_example_learns_to_name_the_colour_of_an_image(tmp_path, sampler, estimator):
+    critic = ("optim.lr=1e-3", "use_dynamic_bsz=true", "fsdp_config.mixed_precision.param_dtype=float32")
+    keys = [f"{ROLLOUT}.name={sampler}", f"algorithm.adv_estimator={estimator}"]
+    keys += [f"critic.{key}" for key in critic] if estimator == "gae" else []
+    run_example(tmp_path, *keys, example="vision")
     learnt = Finished.read(tmp_path).values("val/colours/accuracy/mean")
     assert learnt[0] < 0.4 and learnt[-1] > 0.9, learnt
