@@ -379,12 +379,19 @@ def test_a_run_on_one_rank_that_stops_and_goes_on_ends_as_one_on_two_ranks(argum
     assert few < 1e-4 and float(gap.max()) < 2e-3, (few, gap.max())
 
 
+PPO_OF_COLOURS = (
+    "algorithm.adv_estimator=gae",
+    *("critic.optim.lr=1e-3", "critic.use_dynamic_bsz=true"),
+    "critic.fsdp_config.mixed_precision.param_dtype=float32",
+)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("sampler", "keys"),
-    [("hf", []), ("vllm", []), ("hf", megatron(**IN_TWO))],
-    ids=["hf", "vllm", "megatron"],
+    [("hf", ()), ("vllm", ()), ("hf", megatron(**IN_TWO)), ("hf", PPO_OF_COLOURS)],
+    ids=["hf", "vllm", "megatron", "with a critic"],
 )
 def test_the_example_learns_to_name_the_colour_of_an_image(tmp_path, sampler, keys):
     run_example(tmp_path, f"{ROLLOUT}.name={sampler}", *keys, example="vision")

@@ -1,6 +1,5 @@
 """Vision models whose text part has a value or score head, of which transformers has no classes."""
 
-from functools import cache
 from typing import Any
 
 from transformers import AutoModelForImageTextToText, PretrainedConfig
@@ -16,10 +15,11 @@ GENERIC = {
 }
 
 
-@cache
 def register_headed(auto: Any, config: type[PretrainedConfig]) -> None:
     """Have an Auto class of transformers build a type that sees images: the same base as with a language
-    head, `score` on top, and the files' names as with that. No communication."""
+    head, `score` on top, and the files' names as with that; once. No communication."""
+    if config in auto._model_mapping:
+        return
     whole: Any = AutoModelForImageTextToText._model_mapping[config]
     generic = GENERIC[auto.__name__]
     name = whole.__name__.removesuffix("ConditionalGeneration") + generic.__name__.removeprefix("GenericFor")
