@@ -148,7 +148,7 @@ def _of_megatron() -> Iterator[Limit]:
     )
     yield Limit(
         "... with `clip_qkv`",
-        ("olmoe",),
+        ("olmo", "olmoe"),
         "siirl does not clip queries, keys and values there",
         (_MEGATRON,),
         {"clip_qkv": 8.0},

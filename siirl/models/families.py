@@ -122,6 +122,8 @@ class Family:
     """The files have gate and up in one tensor."""
     mlp_norm: str = "post_attention_layernorm"
     """What the files call the norm of what the MLP is given; "": neither it nor attention is given norms."""
+    norms_weigh: bool = True
+    """Norms have weights; without these they are LayerNorms, of an epsilon of 1e-5."""
     outer_norms: tuple[str, ...] = ()
     """What the files call norms of what attention and MLP give; none in most."""
     centered_norms: bool = False
@@ -355,7 +357,7 @@ FAMILIES: dict[str, Family] = {
         ),
         windows=True,
     ),
-    "olmo": _DENSE,
+    "olmo": Family(BOTH, float8=True, counted=True, norms_weigh=False),
     "olmo2": _NORMED_AFTER,
     "olmo3": replace(_NORMED_AFTER, windows=True),
     "olmoe": Family(

@@ -99,6 +99,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
     },
     "gpt_oss": {"sliding_window": 5, "swiglu_limit": 0.7, "swiglu_alpha": 1.3},
+    "olmo": {"pad_token_id": None},
     "olmo2": {"num_key_value_heads": 4, "pad_token_id": None},
     "olmo3": {
         **{"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},

@@ -175,14 +175,14 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
     qkv_bias, qk_norms = has_qkv_bias(raw), has_qk_norm(raw)
     output_bias = raw.get("attention_out_bias") or (qkv_bias and family.output_bias)
     attention += (q_width + 2 * kv_width) * bool(qkv_bias) + hidden * bool(output_bias)
-    if qk_norms:
-        attention += q_width + kv_width if family.qk_norm == "whole" else 2 * head_dim
+    attention += qk_norms * (q_width + kv_width if family.qk_norm == "whole" else 2 * head_dim)
     attention += heads * family.sinks
     norms = 2 * bool(family.mlp_norm) + len(family.outer_norms)
+    of_norm = hidden * family.norms_weigh
     mixers = [nets.params] * nets.layers if nets else []  # in whatever order
     mixers += [attention] * (layers - len(mixers))
     per_layer = [
-        mixer + norms * hidden + of_config.mlp_params(raw, index) for index, mixer in enumerate(mixers)
+        mixer + norms * of_norm + of_config.mlp_params(raw, index) for index, mixer in enumerate(mixers)
     ]
     moe_layers = sum(of_config.has_experts(raw, index) for index in range(layers))
     experts = of_config.experts_of(raw) if moe_layers else 0
@@ -192,7 +192,7 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
     copies = 1 if raw.get("tie_word_embeddings") else 2
     return ModelShape(
         family=raw["model_type"],
-        params=sum(per_layer) + hidden + copies * embedding,
+        params=sum(per_layer) + of_norm + copies * embedding,
         embedding_params=copies * embedding,
         layer_params=max(per_layer, default=0),
         layers=layers,
@@ -212,7 +212,7 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
         norms=norms,
         qk_norms=qk_norms,
         layer_tensors=7
-        + norms
+        + norms * family.norms_weigh
         + 2 * qk_norms
         + 3 * bool(qkv_bias)
         + bool(output_bias)

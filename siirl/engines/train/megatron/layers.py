@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import layer_norm, silu
 
 from siirl.engines.train.attention.packed_attention import packed_attention
 from siirl.engines.train.attention.shared_attention import FlashKernels
@@ -99,6 +99,24 @@ class LayerNorm(RMSNorm):
 
     def forward(self, x: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.with_stream(x, stream)
+
+
+class PlainNorm(nn.Module):
+    """LayerNorm without weights."""
+
+    def __init__(self, *_: Any, **__: Any):
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x.float(), x.shape[-1:], eps=1e-5).type_as(x)
+
+
+class PlainLayerNorm(PlainNorm):
+    """At the beginning of a layer's part."""
+
+    def forward(self, x: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if stream is None else stream + x
+        return total, super().forward(total)
 
 
 class NoNorm(nn.Module):

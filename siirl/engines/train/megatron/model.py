@@ -30,6 +30,8 @@ from siirl.engines.train.megatron.layers import (
     LayerNorm,
     NoNorm,
     PackedAttention,
+    PlainLayerNorm,
+    PlainNorm,
     RMSNorm,
 )
 from siirl.engines.train.megatron.linear_adapters import (
@@ -98,7 +100,8 @@ def _block_spec(
     every = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     specs = {kind: _layer_spec(hf, config, config.num_moe_experts if kind else None) for kind in set(every)}
     layers = [specs[kind] for kind in every[first : first + number]]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    norm = RMSNorm if family_of(hf).norms_weigh else PlainNorm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _layer_spec(hf: PretrainedConfig, config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
@@ -116,7 +119,8 @@ def _layer_spec(hf: PretrainedConfig, config: TransformerConfig, num_experts: in
         clamp = {"alpha": hf.swiglu_alpha, "limit": hf.swiglu_limit}
         parts.mlp.submodules.experts = ModuleSpec(module=ClampedExperts, params=clamp)
         parts.mlp.submodules.router = BiasedRouter
-    parts.input_layernorm = parts.pre_mlp_layernorm = LayerNorm if family.mlp_norm else NoNorm
+    norm = LayerNorm if family.norms_weigh else PlainLayerNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm if family.mlp_norm else NoNorm
     if isinstance(config, MLATransformerConfig):
         parts.self_attention = ModuleSpec(module=LatentAttention)
         return layer

@@ -39,7 +39,7 @@ def transformer_config(
         "kv_channels": head_dim(hf),
         "ffn_hidden_size": hf.intermediate_size,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": hf.rms_norm_eps,
+        "layernorm_epsilon": getattr(hf, "rms_norm_eps", 1e-5),
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,

@@ -227,7 +227,8 @@ def entries(config: PretrainedConfig, head: Head = "lm", place: str = "") -> lis
     ]
     for layer in range(config.num_hidden_layers):
         found += _layer(config, layer)
-    found.append(whole("decoder.final_layernorm.weight", "model.norm.weight"))
+    if family_of(config).norms_weigh:
+        found.append(whole("decoder.final_layernorm.weight", "model.norm.weight"))
     if head != "lm":
         found.append(Entry(f"{VALUE_HEAD}.weight", (Block(f"{VALUE_HEAD}.weight", 0, 1),), hidden, "whole"))
         if head != "trained_score":
@@ -269,9 +270,10 @@ def _layer(config: PretrainedConfig, layer: int) -> list[Entry]:
             f"{own}.{name}.weight", (Block(f"{hf}.{hf_name}.weight", 0, length),), None, "whole", layer
         )
 
-    found = [vector("input_layernorm", "input_layernorm", hidden)] if family.mlp_norm else []
+    inner = family.mlp_norm and family.norms_weigh
+    found = [vector("input_layernorm", "input_layernorm", hidden)] if inner else []
     found += latent_entries(config, layer) if family.latent is not None else _attention(config, layer)
-    if family.mlp_norm:
+    if inner:
         found.append(vector("pre_mlp_layernorm", family.mlp_norm, hidden))
     for part, name in zip(("self_attention", "mlp"), family.outer_norms, strict=bool(family.outer_norms)):
         found.append(vector(f"{part}.outer_norm", name, hidden))
