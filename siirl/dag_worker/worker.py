@@ -82,6 +82,7 @@ class DAGWorker:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self.groups = ProcessGroupManager(plan.groups, backend, cfg.trainer.deadline_s)
         self.transport = Transport(self.groups, torch.device("cpu"), row_cost)
+        self._node_cfgs = {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()}
         self.last_step = 0  # of the run
         sections = (plan.instructions, plan.validation)
         self._numbers = {id(ins): index for section in sections for index, ins in enumerate(section)}
@@ -403,7 +404,7 @@ class DAGWorker:
 
     def node_cfg(self, name: str) -> Config:
         """The resolved configuration of a node."""
-        return with_overrides(self.cfg, self.plan.nodes[name].overrides)
+        return self._node_cfgs[name]
 
     def _tokenizer(self, cfg: Config) -> PreTrainedTokenizerBase:
         data, rollout = cfg.data, cfg.actor_rollout_ref.rollout

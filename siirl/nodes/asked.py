@@ -122,7 +122,7 @@ class Service:
         if self._is_started:
             return
         self.sampler.prepare(speaks)
-        self.tenants.engine.prepare()
+        self.tenants.engine.prepare(self._cfg.actor_rollout_ref.model.lora_rank)
         for one in self.tenants.on_first(self._listen):
             self._restore(one)
         self._is_started = True

@@ -18,6 +18,7 @@ from siirl.compiler.plan_instructions import (
     SyncWeights,
     Until,
 )
+from siirl.config import with_overrides
 from siirl.dag.ops import OPS
 from siirl.dag_worker.cached_memory import cached_after
 from siirl.dag_worker.worker import DAGWorker
@@ -125,6 +126,9 @@ def test_where_nobody_takes_memory_in_turn_it_stays_until_little_is_free(monkeyp
 def test_an_engine_takes_memory_in_turn_if_it_sleeps_or_is_on_several_ranks(overrides, wakes):
     overrides = ("actor_rollout_ref.rollout.name=vllm", *overrides)
     worker = object.__new__(DAGWorker)
-    worker.cfg, worker.plan = config(*overrides), template_plan(2, *overrides)
+    cfg, worker.plan = config(*overrides), template_plan(2, *overrides)
+    worker._node_cfgs = {
+        name: with_overrides(cfg, node.overrides) for name, node in worker.plan.nodes.items()
+    }
     (name,) = (name for name, model in worker.plan.models.items() if model.generates)
     assert worker._wakes(name) == wakes

@@ -8,7 +8,7 @@ import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
-from service_worker import service_of
+from service_worker import MOST_RANK, service_of
 from test_service_training import (
     ASKED,
     SPECS,
@@ -36,7 +36,7 @@ ROUNDING = 3e-6
 @pytest.fixture
 def together(tenants, monkeypatch):
     """Requests of several models go through the layers in one pass, as on a GPU."""
-    tenants.engine.prepare()
+    tenants.engine.prepare(MOST_RANK)
     monkeypatch.setattr(tenants.engine, "_in_turn", False)
     return tenants
 

@@ -223,6 +223,10 @@ ASKED = {
 }
 
 
+ADAM = dict.fromkeys(SPECS, AdamStep(1e-2, 0.9, 0.95, 1e-12, 0.1, 1.0))
+ADAM["c:train:0"] = AdamStep(3e-3, 0.8, 0.95, 1e-12, 0.0, 0.0)
+
+
 def asked_of(model: str, step: int) -> ForwardBackward:
     """Of another loss for each model, and more data for some."""
     name, follows, num_targets = ASKED[model]
@@ -244,7 +248,7 @@ def trained(tenants, models: list[str]) -> dict[str, dict[str, torch.Tensor]]:
                     f"{step} {time} {row}": torch.tensor(x) for row, x in enumerate(one.log_probs)
                 }
                 told[model][f"{step} {time} loss"] = torch.tensor(one.loss, dtype=torch.float64)
-        tenants.step([OptimStep(model, AdamStep(1e-2, 0.9, 0.95, 1e-12, 0.1, 1.0)) for model in models])
+        tenants.step([OptimStep(model, ADAM[model]) for model in models])
     for model in models:
         tenants.save(SaveState(model, f"tinker://{model}/weights/end", True))
         told[model] |= tenants.read(f"tinker://{model}/weights/end")[1]
@@ -463,6 +467,20 @@ def test_a_gradient_that_is_not_finite_takes_no_step(tenants):
     assert "no step was taken" in said
     after = adapter_of(tenants, "a:train:0")
     assert all(torch.equal(before[name], one) for name, one in after.items())
+
+
+def test_a_step_that_is_refused_costs_those_beside_it_nothing(tenants):
+    broken, whole, gone = "a:train:0", "b:train:0", "c:train:0"
+    for model in (broken, whole):
+        created(tenants, model)
+    before, huge = adapter_of(tenants, whole), changed(logprobs=np.full(7, -1e4, np.float32))
+    train(tenants, ForwardBackward(broken, "importance_sampling", {}, huge, False))
+    train(tenants, ForwardBackward(whole, "cross_entropy", {}, data_of(1), False))
+    adam = AdamStep(1e-2, 0.9, 0.9, 1e-8, 0.0, 0.0)
+    first, norm, last = tenants.step([OptimStep(model, adam) for model in (broken, whole, gone)])
+    assert "no step was taken" in str(first) and "no model" in str(last) and 0 < norm < math.inf
+    after = adapter_of(tenants, whole)
+    assert not any(torch.equal(before[name], one) for name, one in after.items())
 
 
 def test_tenants_of_the_file_have_their_keys_beside_the_servers_own(service, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from torch.optim.adamw import adamw
 from siirl.algorithms.log_probs import linear_log_prob_entropy
 from siirl.algorithms.top_log_probs import linear_drawn_log_probs, linear_log_probs_of, linear_top_log_probs
 from siirl.compiler.memory.estimate import LOGITS_CHUNK
-from siirl.engines.train.adapters.adapted_layers import LEAST, AdaptedLayers, Adapter, Gradient, Segment
+from siirl.engines.train.adapters.adapted_layers import AdaptedLayers, Adapter, Gradient, Segment
 from siirl.engines.train.base import AdamStep
 from siirl.engines.train.fsdp.fsdp_engine import FSDPEngine
 from siirl.engines.train.kept_logits import kept_logits_bytes
@@ -34,6 +34,10 @@ from siirl.models.families import family_of
 
 Loss = Callable[[Tensor, Sequence[int]], Tensor]
 """(log-probs of the targets of some rows, one behind the other, [N] or [N, K]; which rows) -> their sum."""
+
+TYPICAL_ROWS = (250, 249, 249, 249)
+"""Tokens of rows that layers are compiled with: the compiler chooses kernels for such a number. Together a
+prime, as it takes sizes that are equal once for the same."""
 
 
 @dataclass(frozen=True)
@@ -199,12 +203,13 @@ class AdapterEngine:
         self._model.eval()
         self._model.head = self._head
 
-    def prepare(self) -> None:
-        """Have compiled layers compiled, which takes a while: by passes whose results nobody has."""
+    def prepare(self, rank: int) -> None:
+        """Have compiled layers compiled, which takes a while, for passes like these with whatever adapters.
+        rank: as clients' adapters have it."""
         if self._has_compiled_layers:
-            rows = [[0] * (LEAST + 3)] * self.group.size()
+            rows = [[0] * length for length in TYPICAL_ROWS] * self.group.size()
             targets = [np.zeros(len(row), np.int64) for row in rows]
-            work = Work(self.new_adapter(LEAST + 1), rows, targets, lambda log_prob, _: log_prob.sum())
+            work = Work(self.new_adapter(rank), rows, targets, lambda log_prob, _: log_prob.sum())
             for gradients in (True, False):
                 self.run([work], gradients)
 
