@@ -48,7 +48,10 @@ YARN = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9},
     "original_max_position_embeddings": 32,
 }
-OTHERWISE = {"deepseek_v2_lite": "deepseek_v2", "moonlight": "deepseek_v3", "granite_plain": "granite"}
+OTHERWISE = {
+    **{"deepseek_v2_lite": "deepseek_v2", "moonlight": "deepseek_v3"},
+    **{"granite_plain": "granite", "gpt_oss_plain": "gpt_oss"},
+}
 """Models with other parts of a type, by names of our own."""
 TEXTS = [kind for kind in known_types("megatron") if not family_of(kind).sees_images]
 """Those that see images are in test_megatron_vision.py."""
@@ -98,6 +101,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"logits_scaling": 1.0, "attention_multiplier": 1.0},
         **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0},
     },
+    "gpt_oss_plain": {"attention_bias": False, "layer_types": ["full_attention"] * 4},
     "gpt_oss": {"sliding_window": 5, "swiglu_limit": 0.7, "swiglu_alpha": 1.3},
     "olmo": {"pad_token_id": None},
     "olmo2": {"num_key_value_heads": 4, "pad_token_id": None},
@@ -186,7 +190,7 @@ def results(rank: int, world: int, kind: str, expected: Reference) -> dict[str, 
     found: dict[str, str] = {}
     saved: Path | None = None
     within_heads = kind not in NORMED_WHOLE or model_config(kind).num_key_value_heads >= world
-    for scenario in layouts(world, has_experts(kind), within_heads, kind not in SINKS):
+    for scenario in layouts(world, has_experts(kind), within_heads, OTHERWISE.get(kind, kind) not in SINKS):
         gaps: dict[str, float] = {}
         problem, saved = wrong(scenario, expected, saved, gaps)
         case = case_of(OTHERWISE.get(kind, kind), scenario, f"as {kind}" if kind in OTHERWISE else TRAINING)

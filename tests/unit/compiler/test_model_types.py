@@ -216,6 +216,7 @@ def test_what_a_type_has_not_been_seen_with_is_refused(tmp_path, kind, key, word
         compile_plan(load_dag(cfg), cfg, 1)
 
 
+ON_MEGATRON = "actor.strategy=megatron"
 OSS_20B = {
     "model_type": "gpt_oss",
     "num_local_experts": 32,
@@ -235,6 +236,9 @@ OSS_20B = {
         ("vllm", {}, (), ""),
         ("vllm", {"swiglu_limit": 1.0}, (), r"a gpt_oss in vLLM: with swiglu_limit=1\.0 .*rollout\.name=hf"),
         ("hf", {}, ("model.attention_kernels=flash_attn_4",), r"flash_attn_4 for attention sinks \(gpt_oss"),
+        ("hf", {}, (ON_MEGATRON, "model.attention_kernels=flash_attn_4"), "flash_attn_4 for attention sinks"),
+        ("hf", {}, (ON_MEGATRON,), ""),
+        ("hf", {"attention_bias": False}, (ON_MEGATRON,), ""),
         ("hf", {}, ("actor.fsdp_config.expert_parallel_size=5",), "does not divide the 32 experts"),
         ("hf", {}, ("model.lora_rank=4",), "LoRA adapters on experts"),
         ("hf", {"quantization_config": {"quant_method": "mxfp4"}}, (), ""),
@@ -345,7 +349,7 @@ def test_adapters_lie_on_those_experts_on_which_they_were_compared(tmp_path, raw
     (tmp_path / "config.json").write_text(json.dumps(raw))
     model = "actor_rollout_ref.model"
     lora = (f"{model}.path={tmp_path}", f"{model}.lora_rank=4", f"{model}.target_modules={targets}")
-    for strategy in ("fsdp",) if raw is OSS_20B else ("fsdp", "megatron"):
+    for strategy in ("fsdp", "megatron"):
         keys = (*lora, f"{ACTOR}.strategy={strategy}")
         cfg = config(*keys)
         if not words:
