@@ -134,6 +134,14 @@ def test_an_embedding_that_is_the_output_head_too(tmp_path):
         check(folder, scenarios)
 
 
+@pytest.mark.slow
+def test_layers_that_see_a_window(tmp_path):
+    kind = vision.KINDS[0]
+    folder = vision.make_vision_model(tmp_path / f"{kind}_window", kind, layers=LAYERS, window=5)
+    for scenarios in (ONE[:1], (*TWO[:2], MORE[4])):
+        check(folder, scenarios)
+
+
 @pytest.mark.parametrize("folder", some(vision.KINDS, QWEN3), indirect=True)
 def test_without_any_image_the_tower_has_a_gradient_of_zeros(folder):
     scenario = layout("a sequence in two", 2, *SPLIT, *ROWS_1, tp=2)

@@ -30,11 +30,17 @@ TEMPLATE = (
 
 
 def make_vision_model(
-    path: Path, kind: str, layers: int = 3, noise: float = 0.1, seed: int = 0, tied: bool = False
+    path: Path,
+    kind: str,
+    layers: int = 3,
+    noise: float = 0.1,
+    seed: int = 0,
+    tied: bool = False,
+    window: int | None = None,
 ) -> Path:
     """Write a vision model of random weights with its tokenizer and its processor of images.
 
-    tied: its embedding is its output head, too.
+    tied: its embedding is its output head, too. window: tokens that each second layer sees.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -43,6 +49,10 @@ def make_vision_model(
         torch.manual_seed(seed)
         config = _config(kind, layers, patch)
         config.tie_word_embeddings = tied
+        if window is not None:
+            kinds = ["full_attention", "sliding_attention"] * layers
+            config.text_config.sliding_window, config.text_config.use_sliding_window = window, True
+            config.text_config.layer_types = kinds[:layers]
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
