@@ -7,7 +7,7 @@ from typing import Any
 from siirl.compiler.backends.base import ASKED, Backend, balances
 from siirl.compiler.checks.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.compiler.checks.megatron_options import recomputation
-from siirl.compiler.checks.megatron_vision import check_first_stage
+from siirl.compiler.checks.megatron_vision import layers_beside_tower
 from siirl.compiler.checks.model_checks import check_attention_kernels, check_model_of_node
 from siirl.compiler.memory.estimate import (
     BYTES,
@@ -87,7 +87,7 @@ def check_tower(cfg: Config, role: str, dims: ParallelDims, node: ResolvedNode) 
     """The layers to which a vision tower adds lie beside it."""
     model, described = role_model(cfg, role), _megatron_model(cfg, role, dims, str(node), node.op.trains)
     whole = overridden(config_json(model), model.override_config)
-    return check_first_stage(described, deepstack_layers(whole))
+    return layers_beside_tower(described, deepstack_layers(whole))
 
 
 class Megatron(Backend):

@@ -8,7 +8,7 @@ from siirl.errors import UserError
 from siirl.parallel.pipeline_layers import FIRST, split_layers
 
 
-def check_first_stage(model: MegatronModel, layers: int) -> Iterator[UserError]:
+def layers_beside_tower(model: MegatronModel, layers: int) -> Iterator[UserError]:
     """The first layers, so many of them, to which the tower adds inner states, are where the tower is."""
     shape, dims = model.shape, model.dims
     if not (layers and isinstance(shape, ModelShape)):
