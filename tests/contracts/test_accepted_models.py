@@ -39,9 +39,9 @@ SOME = {
         "qwen3_next",
         "granitemoehybrid",
     ),
-    "megatron": ("mixtral", "mistral", "glm4", "qwen2_moe"),
+    "megatron": ("mixtral", "mistral", "glm4", "qwen2_moe", "granitemoe", "olmo3", "gpt_oss"),
 }
-"""What `make test` builds: models that differ in attention, windows, dropout, experts and states."""
+"""What `make test` builds: models that differ in attention, windows, dropout, norms, experts and states."""
 FEW_VALUES = ["mixtral", "llama", "deepseek_v2"]
 """Of which `make test` also builds those whose files leave values out."""
 SHARED = Scenario("two ranks share rows", 2, sizes=(("cp", 2),))

@@ -210,6 +210,8 @@ def wrong(
     engine, groups = cases.build_engine(scenario, expected.folder)
     try:
         exported = {name: weight.clone() for name, weight in engine.export_weights()}
+        if list(exported) != list(engine.weight_specs()):
+            return "weights come in another order than their shapes", None
         if exported.keys() != expected.weights.keys():
             return f"other weights: {sorted(exported.keys() ^ expected.weights.keys())[:4]}", None
         if unequal := [x for x, weight in expected.weights.items() if not torch.equal(exported[x], weight)]:

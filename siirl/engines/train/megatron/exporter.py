@@ -114,8 +114,9 @@ class Exporter:
         size, each = self._size(slot.is_expert), self._each(slot)
         full: dict[str, Tensor] = {}
         for number, entry in enumerate(slot.entries):
-            for name in {block.hf for block in entry.blocks if block.hf} - full.keys():
-                full[name] = shards.new_empty(self._shapes[name])
+            for name in dict.fromkeys(block.hf for block in entry.blocks if block.hf):
+                if name not in full:
+                    full[name] = shards.new_empty(self._shapes[name])
             for place in range(size):
                 shard = shards[number // each * size + place]
                 shard = shard.view(each, *entry.local_shape(size))[number % each]
