@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -234,79 +235,15 @@ Dice.step = step
 """
 
 
-def apart(folder: Path) -> list[str]:
-    """The game, played on rank 1; rank 0 trains, and sleeps while it does."""
-    game(folder)
-    stepped = (folder / "game.py").read_text() + TIMED.replace("BEGUN", repr(str(folder / "begun")))
-    (folder / "game.py").write_text(stepped)
-    (folder / "trains_long.py").write_text(TRAINS_LONG.replace("SLEPT", repr(str(folder / "slept"))))
-    dag = yaml.safe_load((folder / "dag.yaml").read_text())
-    for node in dag["nodes"]:
-        node["placement"] = "1" if node["node_id"] in ("talk_0", "game") else "0"
-    dag["nodes"].append(
-        {
-            **{"node_id": "slow", "agent_group": 0, "node_type": "COMPUTE", "dependencies": ["advantage_0"]},
-            **{"executable_ref": f"{folder / 'trains_long.py'}:train_long", "reads": ["advantage"]},
-            **{"writes": [], "placement": "0"},
-        }
-    )
-    return workflow(folder, dag["nodes"])
-
-
-def while_it_trained(folder: Path, what: str = "begun_stepped") -> int:
-    """How often something has happened while rank 0 slept in training; by default a step of environments."""
-    slept = [tuple(map(float, line.split())) for line in (folder / "slept").read_text().splitlines()]
-    times = map(float, (folder / what).read_text().split())
-    return sum(any(began + 0.3 < at < ended for began, ended in slept) for at in times)
-
-
-def test_episodes_on_ranks_of_their_own_go_on_while_the_trainer_trains(inputs, tmp_path):
-    """Turns, environments and weights go on; each prompt is trained once, within the bound."""
-    run = compared(inputs, tmp_path, 2, apart, "trainer.ledger=rows", steps=3)
-    assert while_it_trained(tmp_path / "plain") == 0 < while_it_trained(tmp_path / "lagging")
-    assert 0 < max(run.values("rollout/staleness_max")) <= 2
-    assert run.values("rollout/in_flight")[-1] == 0 and not any(run.values("rollout/restarted"))
-    begun = [(tmp_path / name / "begun").read_text().split() for name in ("plain", "lagging")]
-    assert sorted(begun[0]) == sorted(begun[1]), "no environment is begun again"
-    audited(run)
-
-
-def answered_elsewhere(folder: Path) -> list[str]:
-    """The game of two agents: agent 1, which acts, answers on rank 2. Rank 0 trains both."""
-    apart(folder)
-    nodes = yaml.safe_load((folder / "dag.yaml").read_text())["nodes"]
-    second = [{"placement": "0"} | one for one in agent(1, "game")]
-    second[0] |= {"placement": "2", "dependencies": ["talk_0"]}
-    next(one for one in nodes if one["node_id"] == "game")["dependencies"] = ["talk_1"]
-    return workflow(folder, [*nodes, *second])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1100)
-def test_episodes_go_on_while_the_trainer_trains_where_a_rank_plays_and_another_answers(inputs, tmp_path):
-    """Neither waits for the other: turns of both agents are said while rank 0 sleeps."""
-    run = compared(inputs, tmp_path, 3, answered_elsewhere, "trainer.ledger=rows", deadline_s=500)
-    assert while_it_trained(tmp_path / "plain") == 0 < while_it_trained(tmp_path / "lagging")
-    for of in ("agent_0", "agent_1"):
-        assert 0 < max(run.values(f"{of}/rollout/token_staleness")) <= 2
-    assert 0 < max(run.values("agent_0/rollout/staleness_max")) <= 2
-    assert run.values("agent_0/rollout/in_flight")[-1] == 0
-    assert not any(run.values("agent_0/rollout/restarted"))
-    begun = [(tmp_path / name / "begun").read_text().split() for name in ("plain", "lagging")]
-    assert sorted(begun[0]) == sorted(begun[1]), "no environment is begun again"
-    audited(run)
-
-
 UNTIL_HEARD = """
 
 def until_heard(began, turns):
-    \"\"\"Let environments go on, and sleep until so many turns have been heard; a minute at most.\"\"\"
-    if not turns:
-        return
+    \"\"\"Let environments go on, and sleep for 2 s, and until so many were heard; a minute at most.\"\"\"
     time.sleep(0.5)
     Path(SLEPT + "_begun").touch()
+    time.sleep(1.5)
     said = Path(SAID)
-    while time.time() < began + 60:
+    while turns and time.time() < began + 60:
         if sum(float(at) > began + 0.3 for at in said.read_text().split()) >= turns:
             return
         time.sleep(0.1)
@@ -332,6 +269,112 @@ def step_when_it_trains(self, actions):
 
 Dice.reset, Dice.step = reset, step_when_it_trains
 """
+
+
+def held(folder: Path, heard: str, turns: int) -> None:
+    """Until rank 0 sleeps in training, episodes of later batches than the first wait with their second turns;
+    in its first step it sleeps until so many lines more are in a file: whatever the machine's speed.
+
+    The rows say their places: `placed`.
+    """
+    paths = {"SLEPT": repr(str(folder / "slept")), "SAID": repr(str(folder / heard))}
+    slow = TRAINS_LONG.replace(
+        "time.sleep(2 if ctx.step < 3 else 0)", f"until_heard(began, {turns}) if ctx.step < 2 else None"
+    )
+    game = (folder / "game.py").read_text()
+    for name, text in (("trains_long.py", slow + UNTIL_HEARD), ("game.py", game + HELD)):
+        for word, path in paths.items():
+            text = text.replace(word, path)
+        (folder / name).write_text(text)
+    dag = yaml.safe_load((folder / "dag.yaml").read_text())
+    next(one for one in dag["nodes"] if one["node_id"] == "game")["config"]["deadline_s"] = 200
+    (folder / "dag.yaml").write_text(yaml.safe_dump(dag))
+
+
+def placed(inputs, folder: Path) -> list[str]:
+    """The keys of training rows that say their places, in their order."""
+    rows = pq.read_table(inputs.train).to_pylist()
+    rows = [row | {"extra_info": {"place": i}} for i, row in enumerate(rows)]
+    write_parquet(folder / "train.parquet", rows)
+    return [f"data.train_files={folder / 'train.parquet'}", "data.shuffle=false"]
+
+
+def apart(folder: Path) -> list[str]:
+    """The game, played on rank 1; rank 0 trains, and sleeps while it does."""
+    game(folder)
+    stepped = (folder / "game.py").read_text() + TIMED.replace("BEGUN", repr(str(folder / "begun")))
+    (folder / "game.py").write_text(stepped)
+    (folder / "trains_long.py").write_text(TRAINS_LONG.replace("SLEPT", repr(str(folder / "slept"))))
+    dag = yaml.safe_load((folder / "dag.yaml").read_text())
+    for node in dag["nodes"]:
+        node["placement"] = "1" if node["node_id"] in ("talk_0", "game") else "0"
+    dag["nodes"].append(
+        {
+            **{"node_id": "slow", "agent_group": 0, "node_type": "COMPUTE", "dependencies": ["advantage_0"]},
+            **{"executable_ref": f"{folder / 'trains_long.py'}:train_long", "reads": ["advantage"]},
+            **{"writes": [], "placement": "0"},
+        }
+    )
+    return workflow(folder, dag["nodes"])
+
+
+def heard_of(made: Callable[[Path], list[str]]) -> Callable[[Path], list[str]]:
+    """The same workflow, `held` until some step of an environment, where there is a lag."""
+
+    def both(folder: Path) -> list[str]:
+        keys = made(folder)
+        held(folder, "begun_stepped", int(folder.name == "lagging"))
+        return keys
+
+    return both
+
+
+def while_it_trained(folder: Path, what: str = "begun_stepped") -> int:
+    """How often something has happened while rank 0 slept in training; by default a step of environments."""
+    slept = [tuple(map(float, line.split())) for line in (folder / "slept").read_text().splitlines()]
+    times = map(float, (folder / what).read_text().split())
+    return sum(any(began + 0.3 < at < ended for began, ended in slept) for at in times)
+
+
+def test_episodes_on_ranks_of_their_own_go_on_while_the_trainer_trains(inputs, tmp_path):
+    """Turns, environments and weights go on; each prompt is trained once, within the bound."""
+    keys = (*placed(inputs, tmp_path), "trainer.ledger=rows")
+    run = compared(inputs, tmp_path, 2, heard_of(apart), *keys, steps=3)
+    assert while_it_trained(tmp_path / "plain") == 0 < while_it_trained(tmp_path / "lagging")
+    assert 0 < max(run.values("rollout/staleness_max")) <= 2
+    assert run.values("rollout/in_flight")[-1] == 0 and not any(run.values("rollout/restarted"))
+    begun = [(tmp_path / name / "begun").read_text().split() for name in ("plain", "lagging")]
+    assert sorted(begun[0]) == sorted(begun[1]), "no environment is begun again"
+    audited(run)
+
+
+def answered_elsewhere(folder: Path) -> list[str]:
+    """The game of two agents: agent 1, which acts, answers on rank 2. Rank 0 trains both."""
+    apart(folder)
+    nodes = yaml.safe_load((folder / "dag.yaml").read_text())["nodes"]
+    second = [{"placement": "0"} | one for one in agent(1, "game")]
+    second[0] |= {"placement": "2", "dependencies": ["talk_0"]}
+    next(one for one in nodes if one["node_id"] == "game")["dependencies"] = ["talk_1"]
+    return workflow(folder, [*nodes, *second])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1100)
+def test_episodes_go_on_while_the_trainer_trains_where_a_rank_plays_and_another_answers(inputs, tmp_path):
+    """Neither waits for the other: turns of both agents are said while rank 0 sleeps."""
+    keys = (*placed(inputs, tmp_path), "trainer.ledger=rows")
+    run = compared(inputs, tmp_path, 3, heard_of(answered_elsewhere), *keys, deadline_s=500)
+    assert while_it_trained(tmp_path / "plain") == 0 < while_it_trained(tmp_path / "lagging")
+    for of in ("agent_0", "agent_1"):
+        assert 0 < max(run.values(f"{of}/rollout/token_staleness")) <= 2
+    assert 0 < max(run.values("agent_0/rollout/staleness_max")) <= 2
+    assert run.values("agent_0/rollout/in_flight")[-1] == 0
+    assert not any(run.values("agent_0/rollout/restarted"))
+    begun = [(tmp_path / name / "begun").read_text().split() for name in ("plain", "lagging")]
+    assert sorted(begun[0]) == sorted(begun[1]), "no environment is begun again"
+    audited(run)
+
+
 READ = ("prompt_ids", "prompt_length", "response_ids", "response_mask", "weight_version", "rollout_log_prob")
 NOTES = """
 import time
@@ -353,26 +396,13 @@ def keep(ctx, rows):
 
 
 def answered_by_vllm(folder: Path) -> list[str]:
-    """As answered_elsewhere, and vLLM samples agent 1: its turns note when they are heard; rows are kept.
-
-    Until rank 0 sleeps in training, episodes of later batches than the first wait with their second turns,
-    and it sleeps until it has heard some: no matter how fast or slow this machine is.
-    """
+    """As answered_elsewhere, and vLLM samples agent 1: its turns note when they are heard; rows are kept."""
     answered_elsewhere(folder)
-    paths = {"SLEPT": repr(str(folder / "slept")), "SAID": repr(str(folder / "said"))}
-    slow = TRAINS_LONG.replace(
-        "time.sleep(2 if ctx.step < 3 else 0)", "until_heard(began, 9 * (ctx.step < 2))"
-    )
-    game = (folder / "game.py").read_text()
-    for name, text in (("trains_long.py", slow + UNTIL_HEARD), ("game.py", game + HELD)):
-        for word, path in paths.items():
-            text = text.replace(word, path)
-        (folder / name).write_text(text)
+    held(folder, "said", 9)
     (folder / "notes.py").write_text(f"FOLDER, READ = {str(folder)!r}, {READ!r}\n{NOTES}")
     nodes = yaml.safe_load((folder / "dag.yaml").read_text())["nodes"]
     second = next(one for one in nodes if one["node_id"] == "talk_1")
     second["config"] = {"rollout.name": "vllm", "rollout.max_num_seqs": 16}
-    next(one for one in nodes if one["node_id"] == "game")["config"]["deadline_s"] = 200
     second["agent_options"] = {"process_path": str(folder / "notes.py"), "post_process_kwargs": {}}
     keeps = {
         **{"node_id": "keep", "agent_group": 1, "node_type": "COMPUTE", "dependencies": ["game"]},
@@ -426,11 +456,7 @@ def test_vllm_answers_another_rank_while_the_trainer_trains(inputs, tmp_path):
     """Its service is kept over steps, validations and new weights; each token is of the version it names."""
     model = make_tiny_model_dir(tmp_path / "model", init_std=0.2, head_dim=32)
     keys = [*answered_by_vllm(tmp_path), *LONG_TAIL, *LAG, f"actor_rollout_ref.model.path={model}"]
-    rows = pq.read_table(inputs.train).to_pylist()
-    write_parquet(
-        tmp_path / "train.parquet", [row | {"extra_info": {"place": i}} for i, row in enumerate(rows)]
-    )
-    keys += [f"data.train_files={tmp_path / 'train.parquet'}", "data.shuffle=false"]
+    keys += placed(inputs, tmp_path)
     keys += ["trainer.deadline_s=240", "trainer.ledger=rows"]
     run = run_job(3, overrides(inputs, tmp_path / "out", *keys), 600, run=keeping_weights)
     assert while_it_trained(tmp_path, "said") > 8, "turns of vLLM while rank 0 slept in training"
