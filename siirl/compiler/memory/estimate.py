@@ -181,9 +181,7 @@ def model_shape(raw: Mapping[str, Any]) -> ModelShape:
     of_norm = hidden * family.norms_weigh
     mixers = [nets.params] * nets.layers if nets else []  # in whatever order
     mixers += [attention] * (layers - len(mixers))
-    per_layer = [
-        mixer + norms * of_norm + of_config.mlp_params(raw, index) for index, mixer in enumerate(mixers)
-    ]
+    per_layer = [mixer + norms * of_norm + of_config.mlp_params(raw, i) for i, mixer in enumerate(mixers)]
     moe_layers = sum(of_config.has_experts(raw, index) for index in range(layers))
     experts = of_config.experts_of(raw) if moe_layers else 0
     dense = of_config.dense_width(raw)
