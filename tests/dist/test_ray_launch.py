@@ -106,7 +106,7 @@ def launch(job: Job) -> int:
 def nothing_is_reserved() -> bool:
     import ray
 
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while ray.available_resources().get("CPU") != 4 and time.monotonic() < end:
         time.sleep(0.1)
     return ray.available_resources().get("CPU") == 4
