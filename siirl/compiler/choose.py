@@ -21,7 +21,7 @@ from siirl.config import Config, with_overrides
 from siirl.config.batch import batch_of
 from siirl.config.common import FLA, FLASH_4, why_not_fla
 from siirl.config.resolve import COMPUTE_DTYPE, get
-from siirl.config.roles import ROLES, BatchKeys, role_group, role_model, sequence_ranks, token_budget
+from siirl.config.roles import ROLES, BatchKeys, least_budget, role_group, role_model, token_budget
 from siirl.models.config_json import as_built
 from siirl.models.families import family_of
 from siirl.models.sizes import head_size
@@ -94,11 +94,9 @@ def _free_batches(draft: Draft, model: ModelPlan) -> Iterator[BatchKeys]:
 
 
 def _micro_batch(draft: Draft, model: ModelPlan, keys: BatchKeys, rows: int) -> Changes:
-    """The values for so many rows of the longest kind, padded where they are cut into equal pieces."""
+    """The values for so many rows of the longest kind."""
     cfg = draft.cfg(model)
-    tokens = ceil(rows * longest_row(cfg, model.role) / sequence_ranks(cfg, model.role))
-    if model.backend == "megatron":
-        tokens += -tokens % role_group(cfg, model.role).megatron.row_multiple
+    tokens = least_budget(cfg, model.role, rows * longest_row(cfg, model.role))
     values = {keys.dynamic: True, keys.max_tokens: tokens}
     return {key: value for key, value in values.items() if draft.is_free(model, key)}
 

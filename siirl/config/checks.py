@@ -9,7 +9,7 @@ from siirl.access import is_loopback
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
 from siirl.config.contradictions import CONTRADICTIONS, about
 from siirl.config.resolve import get
-from siirl.config.roles import ROLES, role_group, sequence_ranks, token_budget
+from siirl.config.roles import ROLES, least_budget, sequence_ranks, token_budget
 from siirl.config.root import Config
 from siirl.config.tree import default_config, with_broken
 from siirl.errors import ConfigError, UserError, joined
@@ -86,9 +86,7 @@ def _budgets(cfg: Config) -> Iterator[ConfigError]:
             continue
         for keys in filter(None, (role.train, role.forward)):
             budget, ranks = get(cfg, keys.max_tokens), sequence_ranks(cfg, name)
-            least = -(-longest // ranks)
-            if role_group(cfg, name).strategy == "megatron":
-                least += -least % role_group(cfg, name).megatron.row_multiple
+            least = least_budget(cfg, name, longest)
             if get(cfg, keys.dynamic) and token_budget(cfg, name, keys) < longest:
                 shared = f" on each of the {ranks} ranks that share it" if ranks > 1 else ""
                 yield about(

@@ -244,6 +244,12 @@ def token_budget(cfg: Config, role: str, keys: BatchKeys) -> int:
     return get(cfg, keys.max_tokens) * sequence_ranks(cfg, role)
 
 
+def least_budget(cfg: Config, role: str, tokens: int) -> int:
+    """The least keys.max_tokens that holds so many, padded where they are cut into pieces of equal length."""
+    share, group = -(-tokens // sequence_ranks(cfg, role)), role_group(cfg, role)
+    return share + -share % group.megatron.row_multiple if group.strategy == "megatron" else share
+
+
 def role_model(cfg: Config, role: str) -> ModelConfig:
     """Which model a role loads: that of the policy, or one of its own."""
     return get(cfg, ROLES[role].model)

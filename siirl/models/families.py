@@ -71,6 +71,8 @@ class Family:
     """That train it."""
     any_head: bool = False
     """It trains with a value or score head, too: transformers has these for it, or parts to build them of."""
+    headed_by: tuple[str, ...] = field(default=BOTH, kw_only=True)
+    """Of those strategies the ones that train it so."""
     vllm: InVLLM = field(default_factory=InVLLM)
     sglang: bool = False
     """SGLang was seen to take its weights as they are trained, and to give their log-probs."""
@@ -143,10 +145,6 @@ class Family:
     tiny: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """What config.json of a tiny model has besides sizes, so that all its parts are there (siirl test)."""
 
-    def headed(self, strategy: str) -> bool:
-        """Whether a strategy that trains it does so with a value or score head."""
-        return self.any_head and not (strategy == "megatron" and self.sees_images)
-
     @property
     def has_states(self) -> bool:
         """Some of its layers have a state of each row in the place of keys and values."""
@@ -199,7 +197,7 @@ _OF_ANY_HEAD = Family(any_head=True, float8=True)
 def _vision(in_vllm: str, **more: Any) -> Family:
     place = f"vllm.model_executor.models.{in_vllm}ForConditionalGeneration"
     seen = InVLLM(vision_class=place)
-    return Family(BOTH, any_head=True, vllm=seen, compiled=True, sees_images=True, **more)
+    return Family(BOTH, any_head=True, headed_by=FSDP, vllm=seen, compiled=True, sees_images=True, **more)
 
 
 FAMILIES: dict[str, Family] = {
@@ -487,4 +485,8 @@ def types_with(has: Callable[[Family], object]) -> tuple[str, ...]:
 
 def known_types(strategy: str, head: str = "lm") -> tuple[str, ...]:
     """The model types that a strategy trains with a head, in alphabetical order."""
-    return types_with(lambda row: strategy in row.strategies and (head == "lm" or row.headed(strategy)))
+
+    def trains(row: Family) -> bool:
+        return strategy in row.strategies and (head == "lm" or (row.any_head and strategy in row.headed_by))
+
+    return types_with(trains)

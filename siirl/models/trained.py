@@ -64,7 +64,7 @@ def _problem(config: Mapping[str, Any], strategy: str, head: str) -> str:
     if kind in known_types(strategy, head):
         return ""
     if kind in known_types(strategy):
-        why = "under megatron was not seen" if family_of(kind).any_head else "transformers does not have"
+        why = f"under {strategy} was not seen" if family_of(kind).any_head else "transformers does not have"
         return f"{kind} with a {head} head, which {why}"
     return f"{kind} is no model type whose results under {strategy} were compared with transformers'"
 

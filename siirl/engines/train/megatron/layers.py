@@ -184,8 +184,16 @@ class Attention(SelfAttention):
         assert packed_seq_params is not None
         if self.config.num_query_groups < self.world_size:  # a rank has a share of a group
             return super().forward(hidden_states, attention_mask, packed_seq_params=packed_seq_params)
-        core, norm = self.core_attention, self.q_layernorm
         mixed, _bias = self.linear_qkv(hidden_states)
+        heads = self.heads(mixed, packed_seq_params)
+        attend = partial(self.core_attention.attended, rows=packed_seq_params)
+        recomputes = self.checkpoint_core_attention and self.training
+        attended_NHD = checkpoint(attend, False, *heads) if recomputes else attend(*heads)
+        return self.linear_proj(attended_NHD.reshape(len(mixed), 1, -1))
+
+    def heads(self, mixed: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [N, heads, D] of their product; the first two normed and turned."""
+        core, norm = self.core_attention, self.q_layernorm
         weights = (None, None) if norm is None else (norm(), self.k_layernorm())
         how = Heads(
             groups=self.num_query_groups_per_partition,
@@ -194,11 +202,7 @@ class Attention(SelfAttention):
             eps=0.0 if norm is None else norm.eps,
             from_one=norm is not None and norm.from_one,
         )
-        heads = TurnedHeads.apply(mixed, *packed_seq_params.ropes[core.is_narrow], *weights, how)
-        attend = partial(core.attended, rows=packed_seq_params)
-        recomputes = self.checkpoint_core_attention and self.training
-        attended_NHD = checkpoint(attend, False, *heads) if recomputes else attend(*heads)
-        return self.linear_proj(attended_NHD.reshape(len(mixed), 1, -1))
+        return TurnedHeads.apply(mixed, *rows.ropes[core.is_narrow], *weights, how)
 
 
 class PackedAttention(nn.Module):
