@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from dist_harness import run_interpreted
 from state_rows import ROWS, rows_of
 
 from siirl.engines.train.attention.state_layers import convolution, packed_convolution, traced_convolution
@@ -37,3 +38,8 @@ def test_taps_of_packed_rows_are_those_of_each_part(rows, share, width):
     grads = [torch.autograd.grad((way * told).sum(), given) for way in ways]
     for ours, theirs in zip((ways[0], *grads[0]), (ways[1], *grads[1]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_kernels_of_the_convolution_equal_plain_torch():
+    pytest.importorskip("triton")
+    run_interpreted("convolution_kernels_cases")

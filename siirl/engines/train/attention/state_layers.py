@@ -5,7 +5,7 @@ transformers hands the keywords of a decoder down to the convolution and the rul
 layer, so the bounds of packed rows arrive there: two functions of the modules that define a model are
 replaced, and which kernels compute the others is not left to what happens to be installed. Packed rows are
 computed by torch's kernels, padded, or by fla's (model.attention_kernels, `fla_kernels.py`); the convolution
-of compiled layers is code of their graph (`traced_convolution`). Where rows share a prompt, its last state
+of compiled layers is part of their graph (`traced_convolution`). Where rows share a prompt, its last state
 and the last inputs of its convolution start each of its responses, and gradients flow back through both.
 Sources: Yang et al., "Gated Delta Networks" (2024); Dao and Gu, "Transformers are SSMs" (2024).
 
@@ -111,10 +111,11 @@ def traced_convolution(
     activation: str | None = None,
     *,
     bounds: SequenceBounds,
+    kernels: ModuleType | None = None,
     **extra: object,
 ) -> Tensor:
-    """`packed_convolution` as operations that a compiler makes one kernel of, forward and backward: each tap
-    is the inputs, so many tokens later, where these are of the same segment. In float32 at least.
+    """`packed_convolution` as operations of a graph: each tap is the inputs, so many tokens later, where
+    these are of the same segment. In float32 at least, or by one operation of `kernels`.
 
     The first tokens behind a shared prompt are computed once more by themselves, as they read its last ones.
     """
@@ -127,11 +128,14 @@ def traced_convolution(
         sum_XC = sum_XC if bias is None else sum_XC + bias.to(wide)
         return (sum_XC if activation is None else F.silu(sum_XC)).to(x_NC.dtype)
 
-    y_NC = inputs_NC * weight_WC[0]
-    for back in range(1, weight.shape[1]):
-        before_NC = F.pad(inputs_NC, (0, 0, back, 0))[:-back]
-        y_NC = y_NC + torch.where(taps.place_N1 >= back, before_NC, 0.0) * weight_WC[back]
-    y_NC = finished(y_NC)
+    if kernels is not None and weight.shape[1] in kernels.WIDTHS:
+        y_NC = kernels.convolved(x_NC, weight, bias, taps.place_N1, activation is not None)
+    else:
+        y_NC = inputs_NC * weight_WC[0]
+        for back in range(1, weight.shape[1]):
+            before_NC = F.pad(inputs_NC, (0, 0, back, 0))[:-back]
+            y_NC = y_NC + torch.where(taps.place_N1 >= back, before_NC, 0.0) * weight_WC[back]
+        y_NC = finished(y_NC)
     if taps.begin_M is not None:
         read_WMC = inputs_NC[taps.source_WM.clamp(min=0)] * (taps.source_WM >= 0).unsqueeze(-1)
         y_MC = finished((read_WMC * weight_WC.unsqueeze(1)).sum(0))
