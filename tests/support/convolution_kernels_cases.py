@@ -22,6 +22,8 @@ def main() -> None:
     for width, channels in ((4, 150), (2, 6), (3, 7)):
         held(bounds, width, channels, True, "silu")
         held(bounds, width, channels, True, None)
+    held(bounds, 1, 7, True, "silu")
+    in_a_graph(bounds)
 
 
 def held(bounds, width: int, channels: int, biased: bool, activation: str | None) -> None:
@@ -38,5 +40,25 @@ def held(bounds, width: int, channels: int, biased: bool, activation: str | None
         y = traced_convolution(x, weight, bias if biased else None, activation, bounds=bounds, kernels=by)
         wanted = given if biased else given[:2]
         found.append([y, *torch.autograd.grad((y * told).sum(), wanted)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-5)
+
+
+def in_a_graph(bounds) -> None:
+    """As of a compiled layer: lengths, and what else is not a parameter's, are not known."""
+    bounds.taps = taps_of(bounds, 4)
+    layer = torch.nn.Conv1d(6, 6, 4, groups=6, bias=False)
+    kernels, told = SimpleNamespace(**vars(convolution_kernels)), torch.randn(1, 6, len(bounds.padded_index))
+
+    def by(kernels, hidden_NC):
+        weight = layer.weight.squeeze(1)
+        x = hidden_NC.transpose(1, 2)
+        return traced_convolution(x, weight, None, "silu", bounds=bounds, kernels=kernels)
+
+    hidden = torch.randn(1, len(bounds.padded_index), 6, requires_grad=True)
+    compiled = torch.compile(by, dynamic=True, fullgraph=True, backend="aot_eager")
+    found = []
+    for y in (compiled(kernels, hidden), by(None, hidden)):
+        found.append([y, *torch.autograd.grad((y * told).sum(), (hidden, layer.weight))])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-5)

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDTHS = range(2, 5)
-"""Of a convolution: a backward program holds as many tokens, and what is known of their gradients."""
+WIDEST = 4
+"""Taps of a convolution: a backward program holds as many tokens, and what is known of their gradients."""
 ROWS, COLUMNS = 16, 256
 """Tokens and channels that one program computes forward."""
 RUN, STRIP = 64, 128
@@ -132,7 +132,8 @@ def _backward(
     to = sums + tl.program_id(0).to(tl.int64) * (WIDTH + 1) * channels + column
     tl.store(to, s4, mask=wide)
     tl.store(to + WIDTH * channels, s0, mask=wide)
-    tl.store(to + (WIDTH - 1) * channels, s1, mask=wide)
+    if WIDTH > 1:
+        tl.store(to + (WIDTH - 1) * channels, s1, mask=wide)
     if WIDTH > 2:
         tl.store(to + (WIDTH - 2) * channels, s2, mask=wide)
     if WIDTH > 3:
@@ -143,11 +144,11 @@ def _backward(
 def convolved(x_NC: Tensor, weight_CW: Tensor, bias: Tensor | None, place_N1: Tensor, silu: bool) -> Tensor:
     """The convolution of each channel within each segment, and its SiLU: [N, C] -> [N, C].
 
-    place_N1: int32, the place of each token in its segment. W is one of WIDTHS.
+    place_N1: int32, the place of each token in its segment. W is at most WIDEST.
     """
     x_NC, weight_CW = _rows(x_NC), weight_CW.contiguous()
     (tokens, channels), width = x_NC.shape, weight_CW.shape[1]
-    assert width in WIDTHS
+    assert width <= WIDEST
     out_NC = x_NC.new_empty(tokens, channels)
     _forward[(triton.cdiv(tokens, ROWS), triton.cdiv(channels, COLUMNS))](
         *(x_NC, weight_CW, weight_CW if bias is None else bias, place_N1, out_NC),
@@ -175,7 +176,7 @@ def convolved_backward(
     _backward[(runs, triton.cdiv(channels, STRIP))](
         *(x_NC, weight_CW, weight_CW if bias is None else bias, place_N1, grad_NC, grad_x_NC, sums),
         *(tokens, channels, x_NC.stride(0), grad_NC.stride(0), width, silu, bias is not None, RUN, STRIP),
-        num_warps=2,
+        num_warps=1,
     )
     return grad_x_NC, sums
 

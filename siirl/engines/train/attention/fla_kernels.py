@@ -18,7 +18,7 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.simple_gla import chunk_simple_gla
 from torch import Tensor, nn
 
-from siirl.engines.train.attention.convolution_kernels import WIDTHS as WIDTHS
+from siirl.engines.train.attention.convolution_kernels import WIDEST as WIDEST
 from siirl.engines.train.attention.convolution_kernels import convolved as convolved
 from siirl.engines.train.packed.sequence_bounds import SequenceBounds
 

@@ -120,7 +120,7 @@ def traced_convolution(
     The first tokens behind a shared prompt are computed once more by themselves, as they read its last ones.
     """
     assert activation in (None, "silu", "swish") and bounds.taps is not None
-    x_NC, taps = hidden_states[0].T, bounds.taps
+    x_NC, taps = hidden_states.squeeze(0).T, bounds.taps
     wide = torch.promote_types(x_NC.dtype, torch.float32)
     inputs_NC, weight_WC = x_NC.to(wide), weight.to(wide).T.flip(0)
 
@@ -128,7 +128,7 @@ def traced_convolution(
         sum_XC = sum_XC if bias is None else sum_XC + bias.to(wide)
         return (sum_XC if activation is None else F.silu(sum_XC)).to(x_NC.dtype)
 
-    if kernels is not None and weight.shape[1] in kernels.WIDTHS:
+    if kernels is not None and weight.shape[1] <= kernels.WIDEST:
         y_NC = kernels.convolved(x_NC, weight, bias, taps.place_N1, activation is not None)
     else:
         y_NC = inputs_NC * weight_WC[0]
@@ -157,7 +157,7 @@ def packed_convolution(
 
     Where ranks share the tokens, each has some of the channels of all, in messages around it.
     """
-    x_NC, weight_CW, shard = hidden_states[0].T, weight, bounds.shard
+    x_NC, weight_CW, shard = hidden_states.squeeze(0).T, weight, bounds.shard
     if shard is not None:
         x_NC = all_tokens(x_NC.unsqueeze(-1), shard).squeeze(-1)
         weight_CW = weight_CW.chunk(shard.group.size())[shard.group.rank()]
@@ -206,7 +206,7 @@ def packed_scan(
     """The scan of Mamba-2 within each row: inputs [1, N, H, V] and steps dt [1, N, H], before their softplus,
     keys B and queries C of each group [1, N, G, K], decays A [H] -> [1, N, H, V]."""
     assert bounds.shard is None, "ranks that share the tokens of rows have no scan"
-    given = (x[0] for x in (hidden_states, dt, B, C))
+    given = (x.squeeze(0) for x in (hidden_states, dt, B, C))
     return _in_parts(
         bounds, lambda x, step, b, c, **part: by(x, step, A, b, c, **part, **extra), *given
     ).unsqueeze(0)
