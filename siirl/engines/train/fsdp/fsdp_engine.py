@@ -128,6 +128,8 @@ class FSDPEngine(SteppingEngine):
     _live: LiveWeights | None = None
     _is_gathered = False
     """See passing."""
+    _ends_mini_batch = True
+    """What FSDP was told of the backward pass that comes; at first it takes each for the last."""
 
     def __init__(
         self,
@@ -272,9 +274,11 @@ class FSDPEngine(SteppingEngine):
         for number, index in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
             self._model.set_is_last_backward(is_last)
-            if self._accumulates_locally:  # weights stay gathered, and gradients whole, until the last
+            # Weights stay gathered, and gradients whole, until the last; FSDP tells each module.
+            if self._accumulates_locally and is_last != self._ends_mini_batch:
                 self._model.set_requires_gradient_sync(is_last)
                 self._model.set_reshard_after_backward(is_last)
+                self._ends_mini_batch = is_last
             with phase("micro_batch"):
                 mine = take_rows(rows, index)
                 batch = self._packed(mine, shares)
