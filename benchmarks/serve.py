@@ -1,12 +1,13 @@
 """Clients of `siirl serve` at once: tokens a second of one and of several, sample latency, shares in a flood.
 
     python benchmarks/serve.py [--gpu] [--small] [--parts plain,one,all,sample,flood] [--tenants 8]
-        [--rank 8] [--rows 2] [--length 32] [--seconds 20] [--steps 20] [--model DIR] [--out FILE]
-        [key=value ...]
+        [--rank 8] [--rows 2] [--length 32] [--ahead 1] [--seconds 20] [--steps 20] [--model DIR]
+        [--out FILE] [key=value ...]
 
 Starts a server (keys as of `siirl serve`) on a model with random weights and asks it over HTTP, each tenant
 from a thread of its own: forward_backward and optim_step one after the other, both sent before either is
-read, as the client does; the package tinker is not needed. The parts: `plain`, a job of siirl that trains an
+read, as the client does, and a step ahead (submit_ahead=1, the default of the cookbook's supervised training;
+--ahead 0: none); the package tinker is not needed. The parts: `plain`, a job of siirl that trains an
 adapter of that rank on the same rows (supervised, its steps without the first ones), against which a step of
 one tenant is held; tokens a second of `one` tenant, then of `all` at once; `sample`, seconds from a request
 for 16 tokens to its answer, alone and beside training tenants; `flood`, tokens of each tenant while one has
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -113,12 +115,18 @@ class Client:
 
     def step(self, model: str, rows: np.ndarray) -> None:
         """A gradient and a step by it."""
+        self.finish(self.submit(model, rows))
+
+    def submit(self, model: str, rows: np.ndarray) -> tuple[dict, dict]:
+        """Ask for both; what `finish` waits for."""
         self._numbers[model] += 2
         number = self._numbers[model] - 1
         trained = self.ask("forward_backward", training(model, number, rows), PROTOBUF)
-        stepped = self.ask("optim_step", {"model_id": model, "seq_id": number + 1, "adam_params": ADAM})
-        self.answer(trained)
-        self.answer(stepped)
+        return trained, self.ask("optim_step", {"model_id": model, "seq_id": number + 1, "adam_params": ADAM})
+
+    def finish(self, submitted: tuple[dict, dict]) -> None:
+        for told in submitted:
+            self.answer(told)
 
     def sampler(self, base: str) -> str:
         self.samplers += 1
@@ -151,9 +159,10 @@ def training(model: str, number: int, rows: np.ndarray) -> bytes:
 class Load:
     """Models that are trained by threads until `stop`; tokens of each tenant meanwhile."""
 
-    def __init__(self, clients: list[Client], rows: np.ndarray) -> None:
+    def __init__(self, clients: list[Client], rows: np.ndarray, ahead: int) -> None:
         self.tokens = [0] * len(clients)
-        self._rows, self._over, self._lock = rows, threading.Event(), threading.Lock()
+        self._rows, self._ahead = rows, ahead
+        self._over, self._lock = threading.Event(), threading.Lock()
         self._threads = [
             threading.Thread(target=self._train, args=[number, client, model], daemon=True)
             for number, client in enumerate(clients)
@@ -163,10 +172,14 @@ class Load:
             thread.start()
 
     def _train(self, number: int, client: Client, model: str) -> None:
+        submitted = deque(client.submit(model, self._rows) for _ in range(self._ahead))
         while not self._over.is_set():
-            client.step(model, self._rows)
+            submitted.append(client.submit(model, self._rows))
+            client.finish(submitted.popleft())
             with self._lock:
                 self.tokens[number] += self._rows.size - len(self._rows)
+        while submitted:
+            client.finish(submitted.popleft())
 
     def stop(self) -> None:
         self._over.set()
@@ -174,11 +187,11 @@ class Load:
             thread.join()
 
 
-def per_second(clients: list[Client], rows: np.ndarray, seconds: float) -> list[float]:
+def per_second(clients: list[Client], rows: np.ndarray, seconds: float, ahead: int) -> list[float]:
     """Tokens a second of each, after a step of each."""
     for client in clients:
         client.step(client.models[0], rows)
-    load, begin_s = Load(clients, rows), time.perf_counter()
+    load, begin_s = Load(clients, rows, ahead), time.perf_counter()
     while time.perf_counter() - begin_s < seconds or not all(load.tokens):
         time.sleep(seconds / 100)
     before, took_s = list(load.tokens), time.perf_counter() - begin_s
@@ -297,26 +310,26 @@ def measured(args: argparse.Namespace, server: Server, rows: np.ndarray, report:
     for part, asking in (("one", clients[:1]), ("all", clients)):
         if part in args.parts:
             before_s, begin_s = server.cpu_s, time.perf_counter()
-            found = per_second(asking, rows, seconds)
+            found = per_second(asking, rows, seconds, args.ahead)
             cpu_share = (server.cpu_s - before_s) / (time.perf_counter() - begin_s)
             told = {"one_tokens_per_s": found[0]} if part == "one" else {"all_tokens_per_s": found}
             say(report, part, **told, **{f"{part}_tokens_per_cpu_s": sum(found) / cpu_share})
     if "sample" in args.parts:
         told = {"alone": latencies(clients[0], base, rows, seconds / 2)}
-        load = Load(clients[1:], rows)
+        load = Load(clients[1:], rows, args.ahead)
         told["beside"] = latencies(clients[0], base, rows, seconds)
         load.stop()
         say(report, "sample", sample_s=told)
     if "flood" in args.parts:
         for client in clients[2:]:
             client.close()
-        flooding, *others = per_second([new(FLOOD), *clients[:2]], rows, seconds)
+        flooding, *others = per_second([new(FLOOD), *clients[:2]], rows, seconds, args.ahead)
         say(report, "flood", flood={"flooding": flooding, "others": others})
 
 
 def report_of(args: argparse.Namespace) -> Report:
     """A new one; with --parts it goes on with the other parts of a file of the same settings."""
-    names = ("gpu", "small", "tenants", "rank", "rows", "length", "seconds", "keys")
+    names = ("gpu", "small", "tenants", "rank", "rows", "length", "ahead", "seconds", "keys")
     own = {name: getattr(args, name) for name in names}
     report = Report(args.out, dict.fromkeys(PARTS, 1), **own)
     old = json.loads(args.out.read_text()) if args.out.is_file() and set(args.parts) != set(PARTS) else {}
@@ -339,6 +352,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tenants", type=int, default=8)
     for name, cpu, gpu in (("rank", 8, 32), ("rows", 2, 8), ("length", 32, 128)):
         parser.add_argument(f"--{name}", type=int, help=f"by default {cpu}, with --gpu {gpu}")
+    parser.add_argument("--ahead", type=int, default=1, help="steps that are sent before the last is read")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     parser.add_argument("--steps", type=int, default=20, help="of the plain job that are counted")
     parser.add_argument("--model", type=Path, help="where the model is made, unless it is there already")
