@@ -5,6 +5,7 @@ Legend: N packed tokens, M response tokens among them, D hidden size, V vocabula
 
 import math
 from abc import ABC, abstractmethod
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -213,25 +214,43 @@ def seen_back(hf: PreTrainedModel) -> float:
     return min((window for window in windows if window is not None), default=math.inf)
 
 
-def model_flops(hf: PreTrainedModel, lengths: list[int], backward: bool, num_patches: int = 0) -> float:
-    """pass_flops of a whole Hugging Face model: all its matrices, a tied output head too, the table not.
+class MultipliedWeights(NamedTuple):
+    """How many weights of a whole model a token is multiplied by, and a patch of an image.
 
-    Of experts, which transformers has as one tensor [E, ...] each layer, those that a token chooses. Of a
-    vision tower, its matrices for each patch of an image, without its attention.
+    All matrices, a tied output head too, the table not. Of experts, which transformers has as one tensor
+    [E, ...] each layer, those that a token chooses. Of a vision tower its matrices, without its attention.
     """
-    config = hf.config.get_text_config()
-    head, table = hf.get_output_embeddings(), hf.get_input_embeddings().weight
-    tied = head is not None and head.weight is table
-    num_weights = 0 if tied else -table.numel()
-    tower = tower_of(hf)
-    of_tower = {id(p): p for p in tower.parameters()} if tower is not None else {}
-    for param in {id(p): p for p in hf.parameters() if id(p) not in of_tower}.values():
-        if param.ndim == 3 and param.shape[1] > 1:  # of a convolution of each channel by itself it is 1
-            num_weights += param.numel() * _experts_of_a_token(config) // param.shape[0]
-        elif param.ndim > 1:
-            num_weights += param.numel()
-    seeing = 2.0 * num_patches * sum(p.numel() for p in of_tower.values() if p.ndim == 2)
-    return pass_flops(num_weights, config, lengths, backward) + seeing * (3.0 if backward else 1.0)
+
+    by_token: float
+    by_patch: float
+
+    @classmethod
+    def of(cls, hf: PreTrainedModel) -> Self:
+        config = hf.config.get_text_config()
+        head, table = hf.get_output_embeddings(), hf.get_input_embeddings().weight
+        tied = head is not None and head.weight is table
+        by_token = 0 if tied else -table.numel()
+        tower = tower_of(hf)
+        of_tower = {id(p): p for p in tower.parameters()} if tower is not None else {}
+        for param in {id(p): p for p in hf.parameters() if id(p) not in of_tower}.values():
+            if param.ndim == 3 and param.shape[1] > 1:  # of a convolution of each channel by itself it is 1
+                by_token += param.numel() * _experts_of_a_token(config) // param.shape[0]
+            elif param.ndim > 1:
+                by_token += param.numel()
+        return cls(by_token, sum(p.numel() for p in of_tower.values() if p.ndim == 2))
+
+
+def model_flops(
+    hf: PreTrainedModel,
+    lengths: list[int],
+    backward: bool,
+    num_patches: int = 0,
+    weights: MultipliedWeights | None = None,
+) -> float:
+    """pass_flops of a whole Hugging Face model. weights: its own, of a caller that has them."""
+    by_token, by_patch = weights or MultipliedWeights.of(hf)
+    seeing = 2.0 * num_patches * by_patch * (3.0 if backward else 1.0)
+    return pass_flops(by_token, hf.config.get_text_config(), lengths, backward) + seeing
 
 
 def _experts_of_a_token(config: PretrainedConfig) -> int:
@@ -240,7 +259,7 @@ def _experts_of_a_token(config: PretrainedConfig) -> int:
     return found[0] if isinstance(found, list) else found
 
 
-def pass_flops(num_weights: int, config: PretrainedConfig, lengths: list[int], backward: bool) -> float:
+def pass_flops(num_weights: float, config: PretrainedConfig, lengths: list[int], backward: bool) -> float:
     """Model FLOPs of a pass over rows of these token counts; three times as many with backward.
 
     2 per token and weight that it is multiplied by (num_weights: the output head once, the embedding table

@@ -47,7 +47,13 @@ from siirl.engines.train.fsdp.fsdp_state import (
     training_state,
 )
 from siirl.engines.train.hf_model import config_changes, torch_dtype
-from siirl.engines.train.language_model import PackedModel, model_flops, run_packed, seen_back
+from siirl.engines.train.language_model import (
+    MultipliedWeights,
+    PackedModel,
+    model_flops,
+    run_packed,
+    seen_back,
+)
 from siirl.engines.train.muon import make_optimizer
 from siirl.engines.train.optimizer import STEP, scaled_to_norm
 from siirl.engines.train.packed.micro_batches import images_seen, repeated_prompt_tokens, row_lengths
@@ -417,13 +423,17 @@ class FSDPEngine(SteppingEngine):
 
     def flops(self, rows: TensorDict, backward: bool) -> float:
         """See TrainEngine. A prompt that several of the rows share is computed once, and counted once."""
-        flops = functools.partial(model_flops, self._model.hf, backward=backward)
+        flops = functools.partial(model_flops, self._model.hf, backward=backward, weights=self._multiplied)
         lengths, shares, again = row_lengths(rows), self._shares_prompts(rows), 0.0
         if shares:
             again = flops(repeated_prompt_tokens(rows))
         reader = self._settings.image_reader
         patches = 0 if reader is None else reader.num_patches(images_seen(rows, shares))
         return flops(lengths, num_patches=patches) - again
+
+    @functools.cached_property
+    def _multiplied(self) -> MultipliedWeights:
+        return MultipliedWeights.of(self._model.hf)
 
     @functools.cached_property
     def _specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
