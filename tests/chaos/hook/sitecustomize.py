@@ -11,6 +11,7 @@ import importlib.machinery
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -28,7 +29,8 @@ def reach(phase: str, step: int = 0) -> None:
     reached, struck = (FOLDER / f"{word}_{number}" for word in ("reached", "struck"))
     if (phase, rank) != (wanted["phase"], wanted["rank"]) or step < wanted["step"] or struck.exists():
         return
-    aside = FOLDER / f"aside_{os.getpid()}"
+    # Of this thread: another one that came here would empty the file that is linked.
+    aside = FOLDER / f"aside_{os.getpid()}_{threading.get_ident()}"
     aside.write_text(json.dumps({"pid": os.getpid(), "step": step}))
     with contextlib.suppress(FileExistsError):
         os.link(aside, reached)
