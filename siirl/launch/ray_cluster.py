@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CONNECT_S = 5.0
+START_S = 120.0
+"""For a machine of a cluster that is started here: programs of Ray's own have to be imported until then."""
 LOOK_EVERY_S = 0.5
 REMIND_EVERY_S = 15.0
 LONGEST_BASE = 16
@@ -157,7 +159,9 @@ def connected(cfg: Config, env: Mapping[str, str] = os.environ) -> Iterator[None
     if ray.is_initialized():
         yield
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here reports nothing
+    # What is started here reports nothing, and has time to start on a machine that is busy (30 s by default).
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_agent_register_timeout_ms", str(int(1000 * START_S)))
     need, address = Need.of(cfg), check_cluster(cfg, env)
     options: dict = {"address": address or "local"}
     if address is None:

@@ -12,6 +12,7 @@ import pytest
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Inputs, overrides
 from killed_jobs import start, steps_done, wait_until
+from ray_lock import ray_to_ourselves
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 KEYS = ("trainer.total_training_steps=500", "trainer.test_freq=-1", "trainer.export_hf=false")
@@ -55,6 +56,14 @@ def is_closed(address: str) -> bool:
     )
 
 
+@pytest.fixture
+def own_cluster():
+    """Nobody ends the cluster that a test starts."""
+    with ray_to_ourselves():
+        yield
+
+
+@pytest.mark.usefixtures("own_cluster")
 @pytest.mark.parametrize("name", JOBS)
 def test_nothing_of_a_run_on_one_machine_is_open_to_others(tmp_path, name, monkeypatch):
     inputs = Inputs.make(tmp_path / "inputs")

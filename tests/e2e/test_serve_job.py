@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from fixtures_tiny import make_tiny_model_dir
+from ray_lock import ray_to_ourselves
 
 from siirl.compiler.service_needs import adapter_bytes
 from siirl.config.load import load_config
@@ -253,7 +254,8 @@ def a_session(server: Server) -> list:
 def test_two_ranks_answer_as_one_does_and_alike_each_time(tmp_path, launcher):
     with serving(tmp_path / "one", 100) as server:
         alone = a_session(server)
-    with serving(tmp_path / "two", 100, trainer__n_gpus_per_node=2, trainer__launcher=launcher) as server:
+    two = serving(tmp_path / "two", 100, trainer__n_gpus_per_node=2, trainer__launcher=launcher)
+    with ray_to_ourselves(), two as server:
         found, again = a_session(server), a_session(server)
     for one, two, repeated in zip(alone, found, again, strict=True):
         np.testing.assert_array_equal(two, repeated)
