@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-START_S = 120.0
-"""For a machine, which imports two of Ray's own programs. Ray waits 30 s, too little beside other tests."""
+from siirl.launch.ray_cluster import START_S
 
 
 @contextlib.contextmanager
