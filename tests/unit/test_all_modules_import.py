@@ -16,6 +16,7 @@ NEEDS = {
     "siirl.engines.rollout.vllm.native_texts": "torchvision",
     "siirl.engines.train.attention.fla_kernels": "fla",
     "siirl.engines.train.attention.flash_four": "flash_attn.cute",
+    "siirl.engines.train.attention.convolution_kernels": "triton",
     "siirl.engines.train.triton_kernels": "triton",
     "siirl.engines.train.experts.expert_kernels": "triton",
 }
