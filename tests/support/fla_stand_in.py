@@ -17,6 +17,10 @@ CALLS: list[str] = []
 """Names of the functions that were called."""
 
 
+BESIDE = "siirl.engines.train.attention.convolution_kernels"
+"""Kernels of siirl's own that are taken beside fla's, and need a GPU as these do."""
+
+
 def install(modules: dict[str, Any] = sys.modules, saving: bool = False) -> None:
     """Have `import fla...` find this module's functions, where it looks for modules.
 
@@ -33,6 +37,8 @@ def install(modules: dict[str, Any] = sys.modules, saving: bool = False) -> None
     for name, function in functions.items():
         modules[name] = types.ModuleType(name)
         setattr(modules[name], function.__name__, SAVING[function.__name__] if saving else function)
+    modules[BESIDE] = types.ModuleType(BESIDE)
+    modules[BESIDE].WIDEST, modules[BESIDE].convolved = 0, None  # graphs have its taps, as where fla is not
 
 
 def _segments(x_1N: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None) -> Iterator[tuple[int, slice]]:
