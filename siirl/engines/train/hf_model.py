@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from siirl.compiler.plan import Head
 from siirl.config.common import ModelConfig
-from siirl.engines.train.attention.attention_kernels import attention_by, state_kernels
+from siirl.engines.train.attention.attention_kernels import attention_by, state_kernels, take_tuned
 from siirl.engines.train.attention.state_layers import pin_state_layers
 from siirl.engines.train.experts.hf_experts import GROUPED_EXPERTS
 from siirl.engines.train.layer_compiler import compile_layer
@@ -47,6 +47,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def model_class(config: PretrainedConfig, head: Head) -> Any:
     """The class of transformers that builds a model with a head."""
+    if family_of(config.model_type).has_states:
+        take_tuned()
     if not family_of(config.model_type).sees_images:
         return MODEL_CLASSES[head]
     if head == "lm":
@@ -81,7 +83,7 @@ def build_skeleton(
     if head != "lm":
         config.num_labels = 1
     turn_off_noise(config)
-    states = state_kernels(attention_kernels)  # before transformers imports their package
+    states = state_kernels(attention_kernels)
     with torch.device("meta"):
         model = model_class(config, head).from_config(
             config,

@@ -165,22 +165,36 @@ def test_a_package_that_is_not_there_is_a_config_error(monkeypatch):
 
 
 TELLS = "import os\nprint('imported:', os.environ.get('FLA_CACHE_MODE'))"
-BUILT = """
-import causal_lms
+ON_HOPPER = """
+import causal_lms, torch
+from types import SimpleNamespace
 from siirl.engines.train import hf_model
-from siirl.engines.train.attention.attention_kernels import take_tuned
-hf_model.state_kernels = lambda kernels: take_tuned((9, 0))
-hf_model.build_skeleton(causal_lms.tiny_config("qwen3_5_text"), hf_model.torch.float32, False, "lm", "fla")
+from siirl.engines.weights.target import weights_of_directory
+config, dtype = causal_lms.tiny_config("qwen3_5_text"), torch.float32
+torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda: (9, 0)
+"""
+TRAINED = """
+from siirl.errors import ConfigError
+try:
+    hf_model.build_skeleton(config, dtype, False, "lm", "fla")
+except ConfigError as error:
+    assert "fla-core" in str(error), error
+"""
+SAMPLED = """
+model = SimpleNamespace(trust_remote_code=False)
+policy = SimpleNamespace(rollout=SimpleNamespace(dtype="float32"), model=model)
+weights_of_directory(config, SimpleNamespace(actor_rollout_ref=policy), False)
 """
 
 
-def test_fla_hears_what_was_tuned_before_transformers_imports_it(tmp_path):
+@pytest.mark.parametrize("begins", [TRAINED, SAMPLED], ids=["trained", "sampled"])
+def test_fla_hears_what_was_tuned_before_its_first_import(tmp_path, begins):
     (tmp_path / "fla").mkdir()
     (tmp_path / "fla/__init__.py").write_text(TELLS)
     path = os.pathsep.join([str(tmp_path), *sys.path])
     env = {name: value for name, value in os.environ.items() if not name.startswith("FLA_")}
     done = subprocess.run(
-        [sys.executable, "-c", BUILT],
+        [sys.executable, "-c", ON_HOPPER + begins],
         env=env | {"PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -57,7 +57,7 @@ def state_kernels(kernels: str) -> ModuleType | None:
     """
     if kernels != FLA:
         return None
-    take_tuned(torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
+    take_tuned()
     try:
         from siirl.engines.train.attention import fla_kernels
     except ImportError as error:
@@ -74,11 +74,13 @@ def state_kernels(kernels: str) -> ModuleType | None:
     return fla_kernels
 
 
-def take_tuned(capability: tuple[int, int] | None) -> None:
-    """Have fla's kernels be those of TUNED, unless the environment says something of it, before its import.
+def take_tuned() -> None:
+    """Have fla's kernels be those of TUNED, unless the environment says something of it.
 
+    Before the first import of fla, which transformers does with the modules of its models that have states.
     Otherwise each would be compiled and timed in up to 25 ways, again for other numbers of tokens and types
     of arguments. What is timed, of kernels without a file and on other GPUs, Triton keeps on its disk.
     """
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability in TUNED and not os.environ.keys() & {"FLA_CACHE_MODE", "FLA_CONFIG_DIR"}:
         os.environ |= {"FLA_CACHE_MODE": "default", "FLA_CONFIG_DIR": str(TUNED[capability])}
