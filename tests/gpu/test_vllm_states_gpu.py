@@ -58,8 +58,9 @@ def vllm_minor() -> int:
     return int(importlib.metadata.version("vllm").split(".")[1])
 
 
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 @pytest.mark.parametrize("kind", CASES)
-def test_states_are_sampled_by_the_weights_that_came_last(kind, tmp_path, monkeypatch):
+def test_states_are_sampled_by_the_weights_that_came_last(kind, eager, tmp_path, monkeypatch):
     if kind in OLD and vllm_minor() < 32:
         pytest.skip(OLD[kind])
     row = families.FAMILIES[kind]
@@ -70,7 +71,8 @@ def test_states_are_sampled_by_the_weights_that_came_last(kind, tmp_path, monkey
         for seed, name in enumerate("ab")
     ]
     keys = (f"{ROLLOUT}.gpu_memory_utilization=0.1", f"{ROLLOUT}.max_num_seqs=16", "trainer.device=cuda")
-    cfg = config(folders[0], "bfloat16", *keys, *((TRITON,) if row.delta_nets else ()))
+    keys = (*keys, f"{ROLLOUT}.enforce_eager={eager}", *((TRITON,) if row.delta_nets else ()))
+    cfg = config(folders[0], "bfloat16", *keys)
     engine = make_rollout_engine(plan_of_rollout(), cfg, None, torch.device("cuda:0"))
     near, apart = [], []
     try:
@@ -86,5 +88,6 @@ def test_states_are_sampled_by_the_weights_that_came_last(kind, tmp_path, monkey
         engine.close()
     (vllm, noise), farthest = torch.cat(near, dim=1).mean(dim=1).tolist(), float(torch.cat(near, 1)[0].max())
     others = min(float(gap.mean()) for gap in apart)
-    print(f"{kind}: vLLM {vllm:.2e} (max {farthest:.2e}), bfloat16 {noise:.2e}, other weights {others:.2e}")
+    print(f"{kind}, {'eager' if eager else 'graphs'}: vLLM {vllm:.2e} (max {farthest:.2e}), ", end="")
+    print(f"bfloat16 {noise:.2e}, other weights {others:.2e}")
     assert vllm < NOISE * noise and others > 5 * vllm
