@@ -4,8 +4,8 @@
 
 The shape of Qwen3-VL-2B (the text model is that of workload A), random weights; 32 prompts x 8 samples on
 each GPU, of an image of side x side pixels (196 tokens at 448) and 60 tokens of text, responses of 1,024
-tokens (ignore_eos), a reference model, two optimizer steps a step, FSDP2 and vLLM on the same GPUs. No Liger
-kernels: vision models do without. --freeze leaves the vision tower as it is. --small: two layers and
+tokens (ignore_eos), a reference model, two optimizer steps a step, FSDP2 and vLLM on the same GPUs. Layers
+are compiled on a GPU, as siirl chooses. --freeze leaves the vision tower as it is. --small: two layers and
 responses of 16 tokens, to try the script (with --prompts 2 --side 64 also on a CPU).
 
 The first steps are not counted. Writes benchmarks/results/vision_gpu_<gpus>.json (--out for another place),
@@ -140,6 +140,8 @@ def make_data(path: Path, count: int, side: int, vocabulary: int) -> None:
 
 def overrides(args: argparse.Namespace, folder: Path, prompts: int) -> list[str]:
     """The main job's keys: those of workload A, and what images change."""
+    import torch
+
     image_tokens = (args.side // (PATCH * MERGE)) ** 2
     args.tensor_parallel, args.best_flags, more, args.keys = 1, False, args.keys, []
     return [
@@ -147,6 +149,7 @@ def overrides(args: argparse.Namespace, folder: Path, prompts: int) -> list[str]
         "data.dataset_type=vlm",
         f"data.max_prompt_length={image_tokens + TEXT_TOKENS + 2}",
         "actor_rollout_ref.model.use_liger=False",
+        f"actor_rollout_ref.model.compile_layers={torch.cuda.is_available()}",
         f"actor_rollout_ref.actor.freeze_vision_tower={args.freeze}",
         *(["data.max_response_length=16"] if args.small else []),
         *more,
