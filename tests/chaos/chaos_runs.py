@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -580,13 +580,16 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
 
 
-def in_use(name: str) -> bool:
-    """Whether a process that lives has it open or mapped, or names it: another test's."""
-    return any(name in text for text in _texts_of_processes())
+def in_use(name: str, besides: Container[int] = ()) -> bool:
+    """Whether a process that lives, of another number than these, has it open or mapped, or names it: another
+    test's."""
+    return any(name in text for text in _texts_of_processes(besides))
 
 
-def _texts_of_processes() -> Iterator[str]:
+def _texts_of_processes(besides: Container[int]) -> Iterator[str]:
     for folder in Path("/proc").glob("[0-9]*"):
+        if int(folder.name) in besides:
+            continue
         for file in ("maps", "cmdline"):
             with contextlib.suppress(OSError):
                 yield (folder / file).read_text(errors="replace")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_runs import HOOK, shared_memory
+from chaos_runs import HOOK, in_use, shared_memory
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import ROOT, Inputs, overrides
 
@@ -44,7 +44,7 @@ class Held:
     threads: int
     processes: int
     shared: int
-    """Names in shared memory that were not there before."""
+    """Names in shared memory that were not there before, and that no other process has."""
     log_bytes: int
     event_bytes: int
     sample_files: int
@@ -75,6 +75,8 @@ class LongRun:
             time.sleep(0.2)
         launcher = psutil.Process(self.job.pid)
         processes = [launcher, *launcher.children(recursive=True)]
+        own = {process.pid for process in processes}
+        shared = [name for name in shared_memory() - self._before if not in_use(name, besides=own)]
         samples = [path for path in (self.output / "rollouts").rglob("*") if path.is_file()]
         return Held(
             step=self.step,
@@ -82,7 +84,7 @@ class LongRun:
             files=sum(process.num_fds() for process in processes),
             threads=sum(process.num_threads() for process in processes),
             processes=len(processes),
-            shared=len(shared_memory() - self._before),
+            shared=len(shared),
             log_bytes=size_of(self.output / "logs") + self.console.stat().st_size,
             event_bytes=size_of(self.output / "tensorboard"),
             sample_files=len(samples),

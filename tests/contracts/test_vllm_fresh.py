@@ -88,6 +88,8 @@ def fresh(folder: Path, kind: str, ranks: int) -> list[dict[str, str]]:
     ]
     said = [process.communicate(timeout=500)[0] for process in started]
     assert [process.returncode for process in started] == [0] * ranks
+    for left in Path("/dev/shm").glob(f"{words[1].replace('/', '_')}-*"):  # vLLM's, of ranks on a CPU
+        left.unlink()
     return [json.loads(text.splitlines()[-1]) for text in said]
 
 
