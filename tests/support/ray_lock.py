@@ -16,6 +16,9 @@ import pytest
 
 from siirl.launch.ray_cluster import START_S
 
+SHORT = "/tmp"
+"""Where Ray's sockets have paths of a length that sockets may have."""
+
 
 @contextlib.contextmanager
 def ray_to_ourselves(alone: bool = False) -> Iterator[None]:
@@ -28,11 +31,13 @@ def ray_to_ourselves(alone: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cluster_here() -> Iterator[Any]:
-    """A cluster without a machine yet; it ends with the block."""
+    """A cluster without a machine yet; it ends with the block. It is where runs that name no cluster do not
+    look, as one beside this test would join it."""
     from ray._private import services
     from ray.cluster_utils import Cluster
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir=SHORT) as folder:
+        patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_agent_register_timeout_ms", str(int(1000 * START_S)))
         patch.setattr(services, "get_node", _patient(services.get_node))
         cluster = Cluster()
