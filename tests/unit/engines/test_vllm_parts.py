@@ -21,7 +21,10 @@ import os, subprocess, sys
 from pathlib import Path
 from siirl.engines.rollout.served.temporary import NAMES, TemporaryFolder
 folder = TemporaryFolder()
-engine = subprocess.Popen(["sleep", "300"], env=os.environ | folder.environment(), start_new_session=True)
+variables, words = folder.environment(), ["sleep", "300"]
+if sys.argv[2] == "begins":
+    words = ["sh", "-c", f"sleep 0.1; TMPDIR={variables.pop('TMPDIR')} exec sleep 300"]
+engine = subprocess.Popen(words, env=os.environ | variables, start_new_session=True)
 Path(folder.path, NAMES).write_text(sys.argv[1])
 print(folder.path, engine.pid, flush=True)
 engine.wait()
@@ -117,9 +120,13 @@ def test_one_that_is_stopped_or_gone_for_a_while_is_trouble(engine, monkeypatch)
     assert parts.trouble().startswith("its process VLLM::Worker_TP0")
 
 
-def test_an_engine_s_processes_end_with_its_folder():
+@pytest.mark.parametrize("state", ["runs", "begins"])
+def test_an_engine_s_processes_end_with_its_folder(state):
     folder = TemporaryFolder()
-    process = subprocess.Popen(["sleep", "300"], env=folder.environment(), start_new_session=True)
+    variables, words = os.environ | folder.environment(), ["sleep", "300"]
+    if state == "begins":
+        words = ["sh", "-c", f"sleep 0.1; TMPDIR={variables.pop('TMPDIR')} exec sleep 300"]
+    process = subprocess.Popen(words, env=variables, start_new_session=True)
     folder.close()
     assert process.wait(20) == -9 and not Path(folder.path).exists()
     folder.close()
@@ -144,11 +151,13 @@ def test_processes_with_a_title_of_their_own_end_with_their_folder():
     process.stdout.close()
 
 
-def test_all_of_an_engine_goes_when_its_worker_is_killed():
-    """Its processes, its folder, and the names that it had in shared memory."""
+@pytest.mark.parametrize("state", ["runs", "begins"])
+def test_all_of_an_engine_goes_when_its_worker_is_killed(state):
+    """Its processes, its folder, and the names that it had in shared memory; also a process that is at its
+    beginning, when the system does not know its environment yet."""
     shared = SHARED_MEMORY / f"psm_siirl_test_{time.time_ns()}"
     shared.touch()
-    words = [sys.executable, "-c", STARTS_ONE, shared.name + "\n"]
+    words = [sys.executable, "-c", STARTS_ONE, shared.name + "\n", state]
     worker = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     path, pid = worker.stdout.readline().split()
     process = psutil.Process(int(pid))

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -24,13 +25,18 @@ PREFIXES = ("psm_", "vllm_dist_")
 NAMES = "shared_memory"
 """File in a folder, with the names that shared memory of its engine had when they were last looked at."""
 LOOK_S = 0.5
+BEGINNING_S = 0.3
+"""How long a process may take to have the environment that it is found by: none as it begins."""
 LONGEST = 107 - len("/") - 36
 """Characters of a folder in which vLLM can make a socket, whose name is a UUID."""
 KEEPER = """
 read -r nothing
-for file in $(grep -lzxF "TMPDIR=$1" /proc/[0-9]*/environ 2> /dev/null); do
-  process=${file#/proc/}
-  kill -9 "${process%/environ}"
+for pause in BEGINNING 0; do
+  for file in $(grep -lzxF "TMPDIR=$1" /proc/[0-9]*/environ 2> /dev/null); do
+    process=${file#/proc/}
+    kill -9 "${process%/environ}"
+  done
+  sleep "$pause"
 done
 [ -d "$1" ] && [ -O "$1" ] && [ ! -L "$1" ] || exit 0
 while read -r name; do
@@ -40,7 +46,7 @@ while read -r name; do
   esac
 done < "$1/shared_memory"
 rm -rf -- "$1"
-""".replace("PREFIXES", "|".join(f"{prefix}*" for prefix in PREFIXES))
+""".replace("PREFIXES", "|".join(f"{prefix}*" for prefix in PREFIXES)).replace("BEGINNING", str(BEGINNING_S))
 """Waits until nobody holds the other end of its input, then ends what has the folder for its temporary files,
 and removes the folder and the names of shared memory in it."""
 
@@ -84,9 +90,11 @@ class TemporaryFolder:
 
     def close(self) -> None:
         """Idempotent."""
-        for pid in self._processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for pause_s in (BEGINNING_S, 0.0):
+            for pid in self._processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(pause_s)
         with contextlib.suppress(OSError):
             opened = os.open(self.path, FOLDER | os.O_NOFOLLOW)
             forget_names(opened)
