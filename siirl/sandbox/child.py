@@ -58,11 +58,14 @@ def become(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def run(confinement: Confinement, request: dict[str, Any], descriptor: int, extra_processes: int) -> int:
+def run(
+    confinement: Confinement, request: dict[str, Any], descriptor: int, extra_processes: int, parent: int
+) -> int:
     """Confine this process and run the program in it, stdin from `descriptor`; the exit code.
 
-    extra_processes: how many of the sandbox's own processes the kernel counts with the program's. Whatever
-    the program raises is printed to stderr, and SystemExit obeyed, as Python does.
+    extra_processes: how many of the sandbox's own processes the kernel counts with the program's. parent: the
+    process that forked this one, with which it ends. Whatever the program raises is printed to stderr, and
+    SystemExit obeyed, as Python does.
     """
     os.dup2(descriptor, 0)
     os.closerange(3, 1024)
@@ -72,6 +75,8 @@ def run(confinement: Confinement, request: dict[str, Any], descriptor: int, extr
         os.chown(confinement.folder, confinement.user, confinement.user)
         become(confinement.user)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        return 1
     os.chdir(confinement.folder)
     _write_files(request["files"] | {MAIN: request["code"]})
     os.environ.clear()

@@ -71,7 +71,7 @@ def _run(
         if number == 0 or not confinement.kept:
             file_system.renew_tmp(request["limits"]["file_bytes"], confinement.readable)
     standard_input = _memory_file(request["stdin"].encode("utf-8", "replace"))
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -80,6 +80,7 @@ def _run(
             request,
             standard_input,
             extra_processes,
+            parent,
         )
     os.close(standard_input)
     clock = RunClock(pid, proc, request["limits"]["time_s"])
@@ -134,11 +135,15 @@ def _new_user_namespace() -> None:
 
 
 def _run_child(
-    here: child.Confinement, request: dict[str, Any], standard_input: int, extra_processes: int
+    here: child.Confinement,
+    request: dict[str, Any],
+    standard_input: int,
+    extra_processes: int,
+    parent: int,
 ) -> NoReturn:
     code = 1
     try:
-        code = child.run(here, request, standard_input, extra_processes)
+        code = child.run(here, request, standard_input, extra_processes, parent)
     except BaseException:  # noqa: BLE001 - the edge of the process
         traceback.print_exc()
         sys.stderr.flush()

@@ -107,6 +107,20 @@ def test_no_process_outlives_the_process_that_started_the_sandbox(mode, public_p
     assert not alive
 
 
+RUN = """
+import os
+from siirl.sandbox.child import Confinement, run
+own = Confinement("process", "run", [], None)
+os._exit(run(own, {}, os.open("/dev/null", os.O_RDONLY), 0, parent=os.getpid()))
+"""
+
+
+def test_a_program_whose_launcher_has_just_ended_does_not_begin(tmp_path):
+    words, environment = [sys.executable, "-c", RUN], os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_nothing_is_left_in_the_temporary_folder(mode, public_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(public_path))
     with Box(mode) as box:
