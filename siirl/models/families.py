@@ -425,7 +425,7 @@ FAMILIES: dict[str, Family] = {
         tiny=_TINY_DELTA_NETS | _TINY_GATED_EXPERT,
     ),
     "qwen3_5_text": Family(
-        vllm=_STATES_BESIDE_IMAGES,
+        vllm=replace(_STATES_BESIDE_IMAGES, on_gpu=True, since=24),
         compiled=True,
         counted=True,
         delta_nets=True,

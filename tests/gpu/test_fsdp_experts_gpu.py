@@ -12,6 +12,7 @@ import train_engine_cases as cases
 from dist_harness import run_workers
 from expert_cases import reference_on_disk
 from fixtures_tiny import make_tiny_model_dir
+from gpu_share import VLLM_SHARE
 from job_harness import ROOT, Finished, Inputs, overrides
 from proven_models import record
 from recorded_cases import case_of, on_cuda, record_outcome
@@ -116,7 +117,7 @@ def test_the_main_job_trains_experts_that_vllm_samples_from(tmp_path):
         f"{rollout}name": "vllm",
         f"{rollout}dtype": "bfloat16",
         f"{rollout}enforce_eager": True,
-        f"{rollout}gpu_memory_utilization": 0.15,
+        **VLLM_SHARE,
         f"{rollout}max_num_seqs": 64,
     }
     words = overrides(inputs, tmp_path / "out", *(f"{key}={value}" for key, value in keys.items()))

@@ -231,6 +231,13 @@ def optimizer_bytes(rank: int, world: int, path: str, scenario: Scenario) -> tup
     return torch.cuda.memory_allocated() - before, outcome
 
 
+def assert_weights_near(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
+    """As far apart as the attention kernel's backward makes them, which adds up in any order: a twentieth of
+    a step in the mean, or one of a norm's few weights on the other side of what bfloat16 rounds."""
+    rounding = float(theirs.abs().max()) * 2**-8 / theirs.numel()
+    assert (ours.float() - theirs.float()).abs().mean() < max(0.05 * cases.LR, 2 * rounding), name
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_half_of_the_optimizer_on_the_host_trains_the_same_in_less_memory(model_dirs, overlap):
     options = {
@@ -251,7 +258,7 @@ def test_half_of_the_optimizer_on_the_host_trains_the_same_in_less_memory(model_
     assert usual_bytes - host_bytes >= 0.45 * 12 * num_weights
     assert ours.grad_norms == pytest.approx(usual.grad_norms, rel=0.01)
     for name, weight in usual.weights.items():
-        assert (ours.weights[name] - weight).abs().mean() < 0.05 * cases.LR, name
+        assert_weights_near(ours.weights[name], weight, name)
 
 
 @pytest.mark.parametrize("optimizer", [(), (PLAIN_OPTIMIZER,)], ids=["distributed", "plain"])
@@ -261,5 +268,5 @@ def test_offload_gives_memory_back_restores_every_bit_and_does_not_disturb(model
         run_workers(offload_between_steps, 1, path, scenario, used, deadline_s=180, backend=BACKEND)[0]
         for used in (True, False)
     )
-    for name in without:  # the attention kernel's backward adds up in any order
-        assert (with_it[name] - without[name]).abs().mean() < 0.05 * cases.LR, name
+    for name, weight in without.items():
+        assert_weights_near(with_it[name], weight, name)

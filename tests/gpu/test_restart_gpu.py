@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
+from gpu_share import VLLM_SHARE
 from job_harness import Finished, Inputs, overrides
 from killed_jobs import run_and_kill
 from safetensors.torch import load_file
@@ -59,7 +60,7 @@ def finish(
         "actor_rollout_ref.rollout.name": "vllm",
         "actor_rollout_ref.rollout.dtype": "bfloat16",
         "actor_rollout_ref.rollout.enforce_eager": True,
-        "actor_rollout_ref.rollout.gpu_memory_utilization": 0.15,
+        **VLLM_SHARE,
         "actor_rollout_ref.rollout.max_num_seqs": 64,
     }
     words = overrides(inputs, folder / "out", *(f"{key}={value}" for key, value in keys.items()))

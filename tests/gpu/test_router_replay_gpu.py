@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
+from gpu_share import IN_WORDS
 from job_harness import ROOT, Finished, Inputs, overrides
 from proven_models import record
 from recorded_cases import case_of, on_cuda
@@ -45,7 +46,7 @@ def run(inputs: Inputs, output: Path, *more: str, gpus: int = 1) -> Finished:
         f"{ROLLOUT}.tensor_model_parallel_size={gpus}",
         *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.deadline_s=200"),
         *(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bfloat16", f"{ACTOR}.optim.lr=1e-4"),
-        *(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.gpu_memory_utilization=0.2"),
+        *(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=bfloat16", *IN_WORDS),
         *(f"{ROLLOUT}.max_num_seqs=64", "data.max_response_length=64"),
         *more,
     )

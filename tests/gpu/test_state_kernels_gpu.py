@@ -94,7 +94,8 @@ def test_packed_rows_by_fla_are_as_near_to_rows_alone_as_by_torch(kind, case):
             ours = model_of(kind, dtype, kernels.partition(",")[0], **sizes)
             if "compiled" in kernels:
                 compile_layers(ours)
-            found = packed(ours, rows, share).float()
+            # As the engine, which shares none in float32: no kernel of CUDA joins the parts.
+            found = packed(ours, rows, share and dtype == torch.bfloat16).float()
             grads = gradients(ours, found)
             gaps[dtype, kernels] = (
                 float((found - want).detach().norm() / want.norm()),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import vision_cases as vision
 from fixtures_tiny import write_parquet
+from gpu_share import IN_WORDS
 from job_harness import ROOT, Finished
 from proven_models import SAMPLED, record
 from recorded_cases import case_of, on_cuda, type_of
@@ -33,7 +34,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SEEN = [(vision.SMALL,), (vision.WIDE,), (vision.OTHER,), (), (vision.WIDE, vision.TALL), (vision.WIDE,)]
 ENGINE = (
     f"{ROLLOUT}.enforce_eager=true",
-    f"{ROLLOUT}.gpu_memory_utilization=0.2",
+    *IN_WORDS,
     f"{ROLLOUT}.max_num_seqs=64",
 )
 GALLERY = """

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
+from gpu_share import IN_WORDS
 from one_pass_draws import check_draws
 from sampling_reference import next_token_log_probs, possible_cuts
 from tf32_noise import tf32_noise
@@ -42,7 +43,7 @@ def engine_and_model(tmp_path_factory, request):
             f"{rollout}.max_model_len=128",
             f"{rollout}.max_num_seqs=32",
             f"{rollout}.max_num_batched_tokens=64",
-            f"{rollout}.gpu_memory_utilization=0.1",
+            *IN_WORDS,
             f"{rollout}.enforce_eager=True",
             f"trainer.output_dir={folder}/outputs",
         ]

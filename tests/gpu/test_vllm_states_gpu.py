@@ -12,6 +12,7 @@ from dataclasses import replace
 import causal_lms
 import pytest
 import torch
+from gpu_share import IN_WORDS
 from later import needed
 from safetensors.torch import load_file
 from vllm_cases import NOISE, PROMPTS, ROLLOUT, config, gaps, plan_of_rollout
@@ -70,7 +71,7 @@ def test_states_are_sampled_by_the_weights_that_came_last(kind, eager, tmp_path,
         causal_lms.write_model(tmp_path / name, causal_lms.tiny_config(kind, **sizes), seed, deviation=0.02)
         for seed, name in enumerate("ab")
     ]
-    keys = (f"{ROLLOUT}.gpu_memory_utilization=0.1", f"{ROLLOUT}.max_num_seqs=16", "trainer.device=cuda")
+    keys = (*IN_WORDS, f"{ROLLOUT}.max_num_seqs=16", "trainer.device=cuda")
     keys = (*keys, f"{ROLLOUT}.enforce_eager={eager}", *((TRITON,) if row.delta_nets else ()))
     cfg = config(folders[0], "bfloat16", *keys)
     engine = make_rollout_engine(plan_of_rollout(), cfg, None, torch.device("cuda:0"))

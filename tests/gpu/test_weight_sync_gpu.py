@@ -12,6 +12,7 @@ import signal
 import pytest
 import torch
 from dist_harness import run_workers
+from gpu_share import IN_WORDS
 from updated_engines import IN_PLACE, build, by_loaders, note_calls, samples, versions, write_model
 from worker_shares import check_parameters
 
@@ -40,7 +41,7 @@ def engine_on_gpu(folder, *overrides, device="cuda:0", groups=None):
         f"{ROLLOUT}.dtype=bfloat16",
         f"{ROLLOUT}.enforce_eager=False",
         f"{ROLLOUT}.max_num_seqs=16",
-        f"{ROLLOUT}.gpu_memory_utilization=0.1",
+        *IN_WORDS,
         *overrides,
         device=device,
         groups=groups,

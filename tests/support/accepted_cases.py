@@ -47,7 +47,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "qwen2": MIXED_QWEN,
     "qwen2_moe": MIXED_QWEN,
     "qwen3": MIXED_QWEN,
-    "gpt_oss": {"sliding_window": 5, "swiglu_limit": 0.7},
+    "gpt_oss": {"sliding_window": 5}
+    | ({"swiglu_limit": 0.7} if hasattr(CONFIG_MAPPING["gpt_oss"](), "swiglu_limit") else {}),
     "granitemoehybrid": {"position_embedding_type": "rope"},
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 5},
     "smollm3": MIXED | {"use_sliding_window": True},

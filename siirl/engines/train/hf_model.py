@@ -1,5 +1,6 @@
 """Language models from a Hugging Face directory: their shape on every rank, their weights on one."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -232,15 +233,21 @@ def new_head(config: PretrainedConfig, head: Head, seed: int) -> dict[str, Tenso
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of the model, in order: the units of sharding."""
+    """The repeated blocks of the model, in order: the units of sharding. What is named within one is not."""
     kinds = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    found = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
+    layers = [module for name, module in found.items() if not _within(name, found)]
     if not layers:
         raise NotSupportedError(
             f"not supported yet: model type {model.config.model_type} names no blocks (_no_split_modules). "
             "Use a model of the Qwen or Llama families."
         )
     return layers
+
+
+def _within(name: str, others: Collection[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in others for end in range(1, len(parts)))
 
 
 def attentions(config: PretrainedConfig, of_text: str) -> str | dict[str, str]:

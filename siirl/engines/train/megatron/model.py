@@ -116,7 +116,8 @@ def _layer_spec(hf: PretrainedConfig, config: TransformerConfig, num_experts: in
     if num_experts and config.moe_router_topk_scaling_factor is not None:
         parts.mlp.submodules.router = GroupRouter
     if num_experts and family.experts.biases:
-        clamp = {"alpha": hf.swiglu_alpha, "limit": hf.swiglu_limit}
+        # transformers before 5.19 has no names for what its module computes with
+        clamp = {"alpha": getattr(hf, "swiglu_alpha", 1.702), "limit": getattr(hf, "swiglu_limit", 7.0)}
         parts.mlp.submodules.experts = ModuleSpec(module=ClampedExperts, params=clamp)
         parts.mlp.submodules.router = BiasedRouter
     norm = LayerNorm if family.norms_weigh else PlainLayerNorm
