@@ -35,6 +35,11 @@ LATENT = {
     **{"num_key_value_heads": 16, "head_dim": None, "tie_word_embeddings": False},
 }
 GPT = {"max_position_embeddings": 2048, "num_key_value_heads": 8, "head_dim": None}
+DELTA = {
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4},
+    **{"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 2},
+}
 MODELS = {
     "qwen": QWEN,
     "twelve heads": QWEN | {"num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 30},
@@ -66,10 +71,11 @@ MODELS = {
     | {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128},
     "other bounds": QWEN
     | {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 1.0},
-    "hybrid": QWEN
-    | {"model_type": "qwen3_5_text", "linear_num_key_heads": 16, "linear_num_value_heads": 16}
-    | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
-    | {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "full_attention_interval": 4},
+    "hybrid": QWEN | DELTA | {"model_type": "qwen3_5_text"},
+    "hybrid with experts": QWEN
+    | DELTA
+    | {"model_type": "qwen3_next", "num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    | {"shared_expert_intermediate_size": 512, "decoder_sparse_step": 1},
     "sees images": QWEN
     | {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 1280, "depth": 32, "num_heads": 16}}
     | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
@@ -113,7 +119,7 @@ REFUSED = [
     *((name, []) for name in ("windows", "cut heads", "gpt_neox", "other bounds")),
     ("gpt_oss", [*MEGATRON]),
     ("Moonlight", [*MEGATRON, f"{ENGINE}=3"]),
-    ("hybrid", []),
+    ("hybrid with experts", []),
     ("hybrid", [f"{ROLLOUT}.dtype=float32", "trainer.device=cpu"]),
     ("hybrid", [f"{POLICY}.model.lora_rank=8", f"{ROLLOUT}.merge_lora=false", "trainer.device=cpu"]),
     *((name, [SGLANG]) for name in ("experts", "gpt_neox", "Moonlight", "windows")),
