@@ -306,7 +306,7 @@ def _of_vllm() -> Iterator[Limit]:
         types_with(lambda row: not row.vllm.on_gpu),
         "their states were seen on a CPU alone",
         (_VLLM,),
-        of="models with states",
+        of="models with states but Qwen3.5 without experts",
         words="has been seen on a CPU alone",
     )
     newest = max(row.vllm.since for row in FAMILIES.values())

@@ -3,7 +3,7 @@ as it runs.
 
     python -m pytest tests/gpu/test_vllm_states_gpu.py -s
 
-Prints the distances. Checks refuse these models in vLLM on a GPU until this was seen (InVLLM.on_gpu).
+Prints the distances. Checks refuse each kind in vLLM on a GPU until it was seen here (InVLLM.on_gpu).
 """
 
 import importlib.metadata
